@@ -1,0 +1,322 @@
+"""Which modules of a model are swapped, by rules; reports what was swapped and what was left."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from .errors import UserError
+from .layers import METHODS, Method, config_from_dict, config_to_dict, method_of_config, method_of_layer
+
+after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
+"""Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
+
+Patterns = str | Sequence[str] | None
+
+# Where the model cannot tell which linear is its output head, these names do.
+_HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
+
+
+@dataclass
+class AugmentReport:
+    """What `augment` did. `print(report)` gives the readable form."""
+
+    method: str
+    config: Any
+    swapped: list[str] = field(default_factory=list)
+    """Names of the modules that were swapped, in the model's order."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Modules the method could take but did not, and why."""
+    parameters_before: int = 0
+    parameters_added: int = 0
+    flops_before: int = 0
+    """Forward FLOPs per token of all linears; a multiply-add counts 2."""
+    flops_added: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left (init: {self.config.init})",
+            f"  parameters {self.parameters_before:,} + {self.parameters_added:,} "
+            f"({_percent(self.parameters_added, self.parameters_before)})",
+            f"  FLOPs per token in linears {self.flops_before:,} + {self.flops_added:,} "
+            f"({_percent(self.flops_added, self.flops_before)})",
+        ]
+        lines += [f"  swapped {name}{times}" for name, times in _grouped(self.swapped)]
+        lines += [f"  left    {name}{times}: {why}" for name, times, why in _grouped_left(self.left)]
+        return "\n".join(lines)
+
+
+def augment(
+    model: nn.Module, config: Any, *, include: Patterns = None, exclude: Patterns = None, verbose: bool = True
+) -> AugmentReport:
+    """Swaps a model's linears, in place, for a method's layers.
+
+    Every `nn.Linear` and transformers `Conv1D` is taken, except the output head (anything outside a
+    transformers model's backbone, whatever is tied to an embedding, and what is named like a head).
+    Checks come first: when an error is raised, the model is as it was.
+
+    Args:
+        model: any module; a transformers model also becomes saveable with its branches.
+        config: a method's config, e.g. `NobleConfig(rank=64)`.
+        include: regular expression(s) that a module's whole name must match; default: all.
+        exclude: regular expression(s) of names to leave alone.
+        verbose: print the report.
+
+    Returns:
+        What was swapped and what was left, with parameters and FLOPs.
+
+    Raises:
+        UserError: a pattern matches nothing, nothing is left to swap, the rank does not fit, a target is
+            frozen, quantized, hooked, parametrized, or augmented already.
+    """
+    method = method_of_config(config)
+    if method is None:
+        known = ", ".join(sorted(each.config_class.__name__ for each in METHODS.values()))
+        raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+    if getattr(config, "init", None) == "auto":
+        config = replace(config, init="pretrained" if _was_loaded(model) else "scratch")
+
+    report = AugmentReport(method=method.name, config=config)
+    names = _choose(model, method, config, include, exclude, report)
+    for name in names:
+        _check(name, model.get_submodule(name), method, config)
+
+    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+    report.flops_before = sum(_linear_flops(module) for module in model.modules())
+    layers = _swap(model, method, config, names)
+    for layer in layers:
+        layer.reset_parameters()  # type: ignore[operator]
+    report.swapped = names
+    report.parameters_added = sum(p.numel() for p in model.parameters()) - report.parameters_before
+    report.flops_added = sum(method.flops(layer) for layer in layers)
+
+    entry = {"method": method.name, "config": config_to_dict(config), "modules": names}
+    for hook in after_augment:
+        hook(model, entry)
+    if verbose:
+        print(report)
+    return report
+
+
+def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Puts the layers of saved entries back into a freshly built plain model, by exact names.
+
+    New tensors are drawn by the layers' own init, except on the meta device.
+
+    Args:
+        model: the plain model, real or meta.
+        entries: dicts of "method", "config" and "modules", as `augment` hands to `after_augment`.
+
+    Raises:
+        UserError: an unknown method or field, or a module that is not there.
+    """
+    planned = []
+    for entry in entries:
+        method = METHODS.get(entry["method"])
+        if method is None:
+            raise UserError(
+                f"unknown method {entry['method']!r} in the model's config; this version knows "
+                f"{', '.join(METHODS)}: update nonlinear-lowrank"
+            )
+        config = config_from_dict(method.config_class, entry["config"])
+        for name in entry["modules"]:
+            try:
+                module = model.get_submodule(name)
+            except AttributeError as error:
+                raise UserError(f"the config names a module {name!r} that this model does not have") from error
+            if not method.is_target(module):
+                raise UserError(f"the config puts {method.name} at {name!r}, which is a {type(module).__name__}")
+            method.check(name, module, config)
+        planned.append((method, config, list(entry["modules"])))
+    for method, config, names in planned:
+        for layer in _swap(model, method, config, names):
+            if not any(parameter.is_meta for parameter in layer.parameters()):
+                layer.reset_parameters()  # type: ignore[operator]
+
+
+@contextmanager
+def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside it every branch of the model is switched off: linears give their dense part alone.
+
+    Raises:
+        UserError: the model has no branches.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "branch_enabled")]
+    if not layers:
+        raise UserError("the model has no branches to disable; augment it first")
+    before = [layer.branch_enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.branch_enabled = False  # type: ignore[assignment]
+        yield model
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.branch_enabled = enabled
+
+
+def output_head_names(model: nn.Module) -> dict[str, str]:
+    """Names of linears that produce the model's output, with the reason: {name: why}."""
+    heads = {}
+    backbone = getattr(model, "base_model", None)
+    inside = None
+    if isinstance(backbone, nn.Module) and backbone is not model:
+        inside = {id(module) for module in backbone.modules()}
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else None
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {id(module.weight) for module in embeddings}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or isinstance(module, nn.Embedding):
+            continue
+        if id(weight) in tied:
+            heads[name] = "tied to an embedding"
+        elif module is output or (inside is not None and id(module) not in inside):
+            heads[name] = "output head"
+        elif inside is None and _HEAD_NAMES.fullmatch(name):
+            heads[name] = "named like an output head"
+    return heads
+
+
+def _choose(
+    model: nn.Module, method: Method, config: Any, include: Patterns, exclude: Patterns, report: AugmentReport
+) -> list[str]:
+    """Names to swap. Fills `report.left`."""
+    included, excluded = _compile(include, "include"), _compile(exclude, "exclude")
+    heads = output_head_names(model)
+    used: set[re.Pattern[str]] = set()
+    chosen, shared = [], _used_without_forward(model)
+    for name, module in model.named_modules():
+        if not name or not (_is_linear(module) or method_of_layer(module)):
+            continue
+        if included is not None:
+            hits = [pattern for pattern in included if pattern.fullmatch(name)]
+            used.update(hits)
+            if not hits:
+                report.left[name] = "not in include"
+                continue
+        if excluded is not None:
+            hits = [pattern for pattern in excluded if pattern.fullmatch(name)]
+            used.update(hits)
+            if hits:
+                report.left[name] = "in exclude"
+                continue
+        if name in heads:
+            report.left[name] = heads[name]
+        elif name in shared:
+            report.left[name] = shared[name]
+        else:
+            chosen.append(name)
+    for pattern in [*(included or []), *(excluded or [])]:
+        if pattern not in used:
+            raise UserError(
+                f"the pattern {pattern.pattern!r} matches no linear's whole name; "
+                "print the names with: [n for n, m in model.named_modules()]"
+            )
+    if not chosen:
+        why = "; ".join(sorted(set(report.left.values()))) or "it has no linears"
+        raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
+    return chosen
+
+
+def _check(name: str, module: nn.Module, method: Method, config: Any) -> None:
+    before = method_of_layer(module)
+    if before is not None:
+        raise UserError(
+            f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
+        )
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or _is_wrapped(weight):
+        raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
+    if not method.is_target(module):
+        raise UserError(
+            f"{name} is a {type(module).__module__}.{type(module).__name__}, which {method.name} cannot replace; "
+            "leave it out with exclude="
+        )
+    if not weight.requires_grad:
+        raise UserError(f"{name} is frozen; unfreeze it (requires_grad_(True)), or use an adapter instead")
+    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise UserError(f"{name} has hooks or parametrizations, which a swap would lose; augment the model first")
+    method.check(name, module, config)
+
+
+def _swap(model: nn.Module, method: Method, config: Any, names: Sequence[str]) -> list[nn.Module]:
+    """Builds every layer, then puts them in place, wherever a module is reachable by several names."""
+    built = {id(module): method.build(module, config) for module in map(model.get_submodule, names)}
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if id(child) in built:
+                setattr(parent, child_name, built[id(child)])
+    return list(built.values())
+
+
+def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]] | None:
+    if patterns is None:
+        return None
+    try:
+        return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+    except re.error as error:
+        raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
+
+
+def _was_loaded(model: nn.Module) -> bool:
+    """transformers notes where a loaded model came from."""
+    return bool(getattr(getattr(model, "config", None), "_name_or_path", ""))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or any(
+        method.is_target(module) for method in METHODS.values() if not list(module.children())
+    )
+
+
+def _is_wrapped(weight: torch.Tensor) -> bool:
+    """Tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
+    return type(weight.data) is not torch.Tensor
+
+
+def _used_without_forward(model: nn.Module) -> dict[str, str]:
+    """torch's attention reads its out_proj's tensors and never calls it."""
+    return {
+        f"{name}.out_proj" if name else "out_proj": "nn.MultiheadAttention bypasses its forward"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+
+
+def _linear_flops(module: nn.Module) -> int:
+    if not _is_linear(module) and method_of_layer(module) is None:
+        return 0
+    method = method_of_layer(module)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return 2 * weight.numel() + (method.flops(module) if method else 0)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"+{100 * part / whole:.2f} %" if whole else "n/a"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _grouped(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Layer numbers folded to *: [(pattern, " x 12")]."""
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[_pattern(name)] = counts.get(_pattern(name), 0) + 1
+    return [(pattern, f" x {count}" if count > 1 else "") for pattern, count in counts.items()]
+
+
+def _grouped_left(left: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    counts: dict[tuple[str, str], int] = {}
+    for name, why in left.items():
+        key = (_pattern(name), why)
+        counts[key] = counts.get(key, 0) + 1
+    return [(name, f" x {count}" if count > 1 else "", why) for (name, why), count in counts.items()]

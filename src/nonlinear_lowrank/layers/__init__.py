@@ -1,0 +1,32 @@
+"""Modules, one method a file. A new method is one file here and one row of `METHODS`."""
+
+from . import noble
+from .method import Method, Role, config_from_dict, config_to_dict
+from .noble import NobleConfig, NobleConv1D, NobleLinear
+
+METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD,)}
+"""Every method by its name."""
+
+
+def method_of_config(config: object) -> Method | None:
+    """The method that a config object belongs to, or None."""
+    return next((method for method in METHODS.values() if isinstance(config, method.config_class)), None)
+
+
+def method_of_layer(module: object) -> Method | None:
+    """The method that put this module in place, or None for a plain module."""
+    return next((method for method in METHODS.values() if isinstance(module, method.layer_types)), None)
+
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "NobleConfig",
+    "NobleConv1D",
+    "NobleLinear",
+    "Role",
+    "config_from_dict",
+    "config_to_dict",
+    "method_of_config",
+    "method_of_layer",
+]

@@ -1,0 +1,63 @@
+"""What a method must say of itself so that surgery, optimizer, files and reports can serve it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class Role:
+    """How one kind of parameter is trained: one row of a method's learning-rate table."""
+
+    name: str
+    """Shown in the printed groups, e.g. "noble.up"."""
+    lr: float = 1.0
+    """Learning-rate multiplier."""
+    decay: bool = True
+    """Whether weight decay applies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to swap modules. `augment`, `param_groups` and `hub` know methods only through this."""
+
+    name: str
+    """Name in saved configs and on the command line."""
+    config_class: type
+    """Frozen keyword-only dataclass; validates itself."""
+    layer_types: tuple[type[nn.Module], ...]
+    """Classes of the modules that the method puts in place."""
+    is_target: Callable[[nn.Module], bool]
+    """Whether the method can take this (plain) module's place."""
+    check: Callable[[str, nn.Module, Any], None]
+    """(module name, module, config): raises UserError before anything is changed."""
+    build: Callable[[nn.Module, Any], nn.Module]
+    """(plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
+    roles: Callable[[nn.Module], Mapping[str, Role]]
+    """Roles of the parameters a layer of the method adds, by their name in the layer."""
+    flops: Callable[[nn.Module], int]
+    """Forward FLOPs per token that a layer adds to the plain one."""
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """A method's config as JSON-ready fields."""
+    return asdict(config)
+
+
+def config_from_dict(config_class: type, values: Mapping[str, Any]) -> Any:
+    """The reverse of `config_to_dict`; raises UserError on unknown fields."""
+    known = {field.name for field in fields(config_class)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UserError(
+            f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}; "
+            f"its fields are {', '.join(sorted(known))}"
+        )
+    try:
+        return config_class(**values)
+    except TypeError as error:
+        raise UserError(f"{config_class.__name__}: {error}") from error

@@ -1,0 +1,308 @@
+"""NOBLE: a permanent nonlinear low-rank branch beside a dense linear (noble.txt, section 3).
+
+Init and learning-rate table; every entry is a field of `NobleConfig`, the defaults are the paper's
+(section 3.3, appendix A). s = min(d_in, d_out) / r.
+
+| tensor            | shape         | init                              | lr x     | decay |
+|-------------------|---------------|-----------------------------------|----------|-------|
+| weight            | (d_out, d_in) | N(0, (0.5 / sqrt(d_in))^2)        | 1        | yes   |
+| bias              | (d_out)       | 0                                 | 1        | no    |
+| noble_down        | (r, d_in)     | N(0, 1 / d_in)                    | 1        | yes   |
+| noble_up          | (d_out, r)    | N(0, (0.01 / sqrt(r))^2)          | s ^ 0.6  | yes   |
+| noble_mix{k}      | (r, r)        | Xavier uniform                    | s ^ 0.45 | yes   |
+| noble_frequency{k}| (r)           | U(0.8, 1.2)                       | 3        | no    |
+| noble_phase{k}    | (r)           | N(0, 0.1^2)                       | 5        | no    |
+
+On a pretrained model the weight and bias stay as they are and noble_up starts at zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init  # skips tensors that were loaded from a checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import UserError
+from ..ops.cosnet import ACTIVATIONS, noble_linear
+from .method import Method, Role
+
+Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NobleConfig:
+    """Settings of NOBLE branches.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    method: ClassVar[str] = "noble"
+
+    rank: int = 64
+    """r, the width of the bottleneck; must stay below min(d_in, d_out) of every target."""
+    activation: Activation = "cosine"
+    """The bottleneck's nonlinearity; "cosine" at depth 2 is CosNet."""
+    depth: int = 2
+    """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
+    init: Literal["auto", "scratch", "pretrained"] = "auto"
+    """"scratch": the paper's init, which draws the dense weights anew. "pretrained": dense weights stay
+    and noble_up is zero, so the model's outputs do not change. "auto": pretrained when the model was
+    loaded by from_pretrained, else scratch."""
+    dense_scale: float = 0.5
+    """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
+    up_scale: float = 0.01
+    """noble_up has standard deviation up_scale / sqrt(r)."""
+    frequency_range: tuple[float, float] = (0.8, 1.2)
+    """Frequencies are uniform in it."""
+    phase_std: float = 0.1
+    """Standard deviation of the phases."""
+    up_lr_power: float = 0.6
+    """Learning-rate multiplier of noble_up: (min(d_in, d_out) / r) ** up_lr_power."""
+    mix_lr_power: float = 0.45
+    """The same for the mixing matrices."""
+    frequency_lr: float = 3.0
+    """Learning-rate multiplier of the frequencies."""
+    phase_lr: float = 5.0
+    """Learning-rate multiplier of the phases."""
+
+    def __post_init__(self) -> None:
+        # JSON turns tuples into lists.
+        object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise UserError(f"rank must be a whole number of at least 1, not {self.rank!r}")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if self.depth not in (1, 2, 3) or (self.depth == 3 and self.activation != "cosine"):
+            raise UserError(
+                f"depth {self.depth!r} with activation {self.activation!r} is not defined; "
+                "depth is 1 or 2, or 3 with the cosine"
+            )
+        if self.init not in ("auto", "scratch", "pretrained"):
+            raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', not {self.init!r}")
+        if len(self.frequency_range) != 2 or self.frequency_range[0] > self.frequency_range[1]:
+            raise UserError(f"frequency_range must be (low, high), not {self.frequency_range!r}")
+        for name in ("dense_scale", "up_scale", "phase_std"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be a finite number of at least 0, not {getattr(self, name)!r}")
+        for name in ("frequency_lr", "phase_lr"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be a finite number above 0, not {getattr(self, name)!r}")
+
+
+class _NobleBranch(nn.Module):
+    """The branch's parameters, flat in the layer so that plain checkpoints keep their names."""
+
+    noble_down: nn.Parameter
+    noble_up: nn.Parameter
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
+        self.noble_config = config
+        self.noble_shape = (d_in, d_out)
+        self.branch_enabled = True
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        r = config.rank
+        self.noble_down = parameter(r, d_in)
+        self.noble_up = parameter(d_out, r)
+        for k in range(1, config.depth):
+            self.register_parameter(f"noble_mix{k}", parameter(r, r))
+        if config.activation == "cosine":
+            for k in range(1, config.depth + 1):
+                self.register_parameter(f"noble_frequency{k}", parameter(r))
+                self.register_parameter(f"noble_phase{k}", parameter(r))
+
+    def _branch_lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        depth, cosine = self.noble_config.depth, self.noble_config.activation == "cosine"
+        mixes = [getattr(self, f"noble_mix{k}") for k in range(1, depth)]
+        layers = range(1, depth + 1) if cosine else ()
+        frequencies = [getattr(self, f"noble_frequency{k}") for k in layers]
+        phases = [getattr(self, f"noble_phase{k}") for k in layers]
+        return mixes, frequencies, phases
+
+    def reset_parameters(self) -> None:
+        """Draws every tensor of the table in this file's docstring; the dense ones only from scratch."""
+        if not hasattr(self, "noble_config"):
+            return  # nn.Linear calls this before the branch exists
+        if self.noble_config.init != "pretrained":
+            init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
+            if self.bias is not None:
+                init.zeros_(self.bias)
+        self.reset_branch_parameters()
+
+    def reset_branch_parameters(self) -> None:
+        """Draws the branch's tensors only."""
+        config = self.noble_config
+        init.normal_(self.noble_down, std=self.noble_shape[0] ** -0.5)
+        if config.init == "pretrained":
+            init.zeros_(self.noble_up)
+        else:
+            init.normal_(self.noble_up, std=config.up_scale / config.rank**0.5)
+        mixes, frequencies, phases = self._branch_lists()
+        for mix in mixes:
+            init.xavier_uniform_(mix)
+        for frequency, phase in zip(frequencies, phases, strict=True):
+            init.uniform_(frequency, *config.frequency_range)
+            init.normal_(phase, std=config.phase_std)
+
+    def _noble(self, x: Tensor, weight: Tensor) -> Tensor:
+        return noble_linear(
+            x,
+            weight,
+            self.bias,
+            self.noble_down,
+            self.noble_up,
+            *self._branch_lists(),
+            self.noble_config.activation,
+        )
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        d_in, d_out = self.noble_shape
+        config = self.noble_config
+        return (
+            f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}, "
+            f"rank={config.rank}, activation={config.activation}, depth={config.depth}"
+        )
+
+
+class NobleLinear(_NobleBranch, nn.Linear):
+    """`nn.Linear` with a NOBLE branch: (..., in_features) -> (..., out_features).
+
+    `weight` (out_features, in_features) and `bias` keep their names, so plain checkpoints load into it.
+    Constructing it draws the init of this file's table; on the meta device nothing is drawn.
+
+    Args:
+        in_features: d_in.
+        out_features: d_out.
+        bias: whether there is a bias (dense only; the branch has none).
+        config: settings of the branch.
+        device: as in nn.Linear.
+        dtype: as in nn.Linear.
+
+    Raises:
+        UserError: the rank is not below min(in_features, out_features).
+
+    Source: noble.txt, section 3.1, equation (1).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        config: NobleConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_rank("this layer", in_features, out_features, config)
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        self._add_branch(in_features, out_features, config, device, dtype)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        if not self.branch_enabled:
+            return nn.Linear.forward(self, x)
+        return self._noble(x, self.weight)
+
+
+class NobleConv1D(_NobleBranch, Conv1D):
+    """The same for transformers' `Conv1D` (GPT-2), whose `weight` is (d_in, d_out)."""
+
+    def __init__(
+        self,
+        nf: int,
+        nx: int,
+        *,
+        config: NobleConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_rank("this layer", nx, nf, config)
+        nn.Module.__init__(self)  # Conv1D's own takes no device
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(nf, device=device, dtype=dtype))
+        self._add_branch(nx, nf, config, device, dtype)
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., nx) -> (..., nf)."""
+        if not self.branch_enabled:
+            return Conv1D.forward(self, x)
+        return self._noble(x, self.weight.t())
+
+    __repr__ = nn.Module.__repr__
+
+
+def _check_rank(name: str, d_in: int, d_out: int, config: NobleConfig) -> None:
+    if config.rank >= min(d_in, d_out):
+        raise UserError(
+            f"rank {config.rank} is not low for {name} ({d_in} -> {d_out}); "
+            f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
+        )
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
+    """A layer on the meta device that is then given real, still undrawn, branch tensors."""
+    d_in, d_out = _shape(module)
+    assert isinstance(module, nn.Linear | Conv1D)
+    weight = module.weight
+    layer: NobleLinear | NobleConv1D
+    if isinstance(module, Conv1D):
+        layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)
+    else:
+        has_bias = module.bias is not None
+        layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
+    layer.to_empty(device=weight.device)
+    if config.init == "pretrained":
+        layer.weight, layer.bias = module.weight, module.bias
+    # From scratch the dense tensors are new ones: transformers marks loaded tensors as not to be drawn.
+    return layer.train(module.training)
+
+
+def _roles(module: nn.Module) -> Mapping[str, Role]:
+    assert isinstance(module, _NobleBranch)
+    config, ratio = module.noble_config, min(module.noble_shape) / module.noble_config.rank
+    roles = {"noble_down": Role("noble.down"), "noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
+    for k in range(1, config.depth):
+        roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
+    if config.activation == "cosine":
+        for k in range(1, config.depth + 1):
+            roles[f"noble_frequency{k}"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
+            roles[f"noble_phase{k}"] = Role("noble.phase", lr=config.phase_lr, decay=False)
+    return roles
+
+
+def _flops(module: nn.Module) -> int:
+    assert isinstance(module, _NobleBranch)
+    r, depth = module.noble_config.rank, module.noble_config.depth
+    return 2 * r * sum(module.noble_shape) + 2 * r * r * (depth - 1)
+
+
+METHOD = Method(
+    name=NobleConfig.method,
+    config_class=NobleConfig,
+    layer_types=(NobleLinear, NobleConv1D),
+    is_target=lambda module: type(module) in (nn.Linear, Conv1D),
+    check=lambda name, module, config: _check_rank(name, *_shape(module), config),
+    build=_build,
+    roles=_roles,
+    flops=_flops,
+)

@@ -1,0 +1,280 @@
+"""NOBLE's operator: a linear map plus a nonlinear low-rank branch (noble.txt, sections 3.1 and 3.2).
+
+    h = x down^T                                  (T, r)
+    u = bottleneck(h)                             (T, r)   CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
+    y = x weight^T + bias + u up^T                (T, d_out)
+
+Shapes, here and below: x (..., d_in), weight (d_out, d_in), bias (d_out) or None, down (r, d_in),
+up (d_out, r), each mix (r, r), each frequency and phase (r). A bottleneck of depth n has n activations
+and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty lists otherwise.
+
+`noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
+for backward beside what a plain linear keeps (its input): everything else in the branch is r wide and
+cheap to recompute. Under torch.compile the whole forward and the whole backward are opaque custom ops:
+the compiler's partitioner would otherwise decide again what to keep, and keeps more.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
+
+_LEAKY_SLOPE = 0.01
+_PLAIN = {
+    "tanh": torch.tanh,
+    "leaky_relu": lambda z: F.leaky_relu(z, _LEAKY_SLOPE),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least float32: phases of low-precision arguments lose the cosine entirely."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def bottleneck(
+    h: Tensor,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str,
+) -> Tensor:
+    """The branch between its two projections, as the plain differentiable formula.
+
+    Args:
+        h: (..., r).
+        mixes: depth - 1 matrices (r, r).
+        frequencies: depth vectors (r) for "cosine", else empty.
+        phases: like `frequencies`.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        (..., r) in the type of `h`. Arguments of the activations are float32 or wider.
+
+    Source: noble.txt, equation (2) and appendix A (5)-(7); other activations: Table 5.
+    """
+    u = h
+    for layer in range(len(mixes) + 1):
+        if layer > 0:
+            u = F.linear(u, mixes[layer - 1])
+        u = _activate(u, frequencies, phases, layer, activation).to(h.dtype)
+    return u
+
+
+def _activate(
+    z: Tensor, frequencies: Sequence[Tensor], phases: Sequence[Tensor], layer: int, activation: str
+) -> Tensor:
+    if activation == "cosine":
+        return torch.cos(torch.addcmul(_wide(phases[layer]), _wide(z), _wide(frequencies[layer])))
+    return _PLAIN[activation](_wide(z))
+
+
+def noble_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str = "cosine",
+) -> Tensor:
+    """The plain formula, term by term; shapes in the module's docstring. Returns (..., d_out)."""
+    u = bottleneck(F.linear(x, down), mixes, frequencies, phases, activation)
+    return F.linear(x, weight, bias) + F.linear(u, up)
+
+
+def noble_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str = "cosine",
+) -> Tensor:
+    """`noble_linear_reference` that keeps only x and `h` (tokens x r) for backward.
+
+    Under autocast x, h and every matrix are in the autocast type, frequencies and phases stay as they
+    are. Second derivatives are refused with a RuntimeError (use the reference).
+
+    Returns:
+        (..., d_out).
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
+        # each keep a copy of their own.
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, down, up = x.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        mixes = [mix.to(dtype) for mix in mixes]
+    if torch.is_grad_enabled():
+        y, _ = _NobleLinear.apply(x, weight, bias, down, up, activation, len(mixes), *mixes, *frequencies, *phases)
+        return y
+    if torch.compiler.is_compiling():
+        return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation)
+    return _forward(x, weight, bias, down, up, mixes, frequencies, phases, activation)[0]
+
+
+class _NobleLinear(torch.autograd.Function):
+    """Saves x, h and the parameters. Inputs: 5 tensors, activation, mixes, then the variable rest."""
+
+    @staticmethod
+    def forward(x, weight, bias, down, up, activation, n_mixes, *rest):
+        mixes, frequencies, phases = _split(rest, n_mixes)
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _bias, down, up, activation, n_mixes, *rest = inputs
+        _, h = output
+        ctx.mark_non_differentiable(h)
+        ctx.save_for_backward(x, h, weight, down, up, *rest)
+        ctx.activation, ctx.n_mixes = activation, n_mixes
+
+    @staticmethod
+    def backward(ctx, dy, _dh):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
+            )
+        x, h, weight, down, up, *rest = ctx.saved_tensors
+        mixes, frequencies, phases = _split(rest, ctx.n_mixes)
+        needs = ctx.needs_input_grad
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        wanted = [bool(needs[0]), bool(needs[1]), bool(needs[2])]
+        dx, dweight, dbias, *others = run(
+            dy, x, h, weight, down, up, mixes, frequencies, phases, ctx.activation, wanted
+        )
+        ddown, dup, *drest = others
+        return (
+            dx if wanted[0] else None,
+            dweight if wanted[1] else None,
+            dbias if wanted[2] else None,
+            ddown,
+            dup,
+            None,
+            None,
+            *drest,
+        )
+
+
+def _split(rest: Sequence[Tensor], n_mixes: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """mixes, frequencies, phases out of one flat sequence (autograd takes no lists)."""
+    n_cosines = (len(rest) - n_mixes) // 2
+    mixes, cosines = list(rest[:n_mixes]), list(rest[n_mixes:])
+    return mixes, cosines[:n_cosines], cosines[n_cosines:]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    mixes: list[Tensor],
+    frequencies: list[Tensor],
+    phases: list[Tensor],
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """y (..., d_out) and h (tokens, r); the up projection is accumulated into y in place."""
+    x_TI = x.reshape(-1, x.shape[-1])
+    y_TO = F.linear(x_TI, weight, bias)
+    h_TR = F.linear(x_TI, down)
+    y_TO.addmm_(bottleneck(h_TR, mixes, frequencies, phases, activation), up.t())
+    return y_TO.view(*x.shape[:-1], weight.shape[0]), h_TR
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    mixes: list[Tensor],
+    frequencies: list[Tensor],
+    phases: list[Tensor],
+    activation: str,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of x, weight, bias, down, up, mixes, frequencies, phases; the bottleneck is recomputed.
+
+    The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
+    """
+    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    inputs, outputs = [], []  # of each activation, (T, r)
+    u = h
+    for layer in range(len(mixes) + 1):
+        if layer > 0:
+            u = F.linear(u, mixes[layer - 1])
+        inputs.append(u)
+        u = _activate(u, frequencies, phases, layer, activation).to(h.dtype)
+        outputs.append(u)
+
+    dup = dy_TO.t() @ outputs[-1]
+    du = dy_TO @ up
+    dmixes: list[Tensor] = []
+    dfrequencies: list[Tensor] = []
+    dphases: list[Tensor] = []
+    for layer in reversed(range(len(mixes) + 1)):
+        z = _wide(inputs[layer])
+        if activation == "cosine":
+            argument = torch.addcmul(_wide(phases[layer]), z, _wide(frequencies[layer]))
+            dargument = argument.sin_().mul_(_wide(du)).neg_()
+            dphases.insert(0, dargument.sum(0).to(phases[layer].dtype))
+            dfrequencies.insert(0, (dargument * z).sum(0).to(frequencies[layer].dtype))
+            du = dargument.mul_(_wide(frequencies[layer])).to(h.dtype)
+        else:
+            du = _activation_gradient(_wide(du), z, outputs[layer], activation).to(h.dtype)
+        if layer > 0:
+            dmixes.insert(0, du.t() @ outputs[layer - 1])
+            du = du @ mixes[layer - 1]
+
+    nothing = dy.new_empty(0)
+    dx = nothing
+    if wanted[0]:
+        dx = torch.mm(dy_TO, weight).addmm_(du, down).view(x.shape)
+    dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
+    dbias = dy_TO.sum(0) if wanted[2] else nothing
+    return [dx, dweight, dbias, du.t() @ x_TI, dup, *dmixes, *dfrequencies, *dphases]
+
+
+def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> Tensor:
+    if activation == "tanh":
+        return torch.ops.aten.tanh_backward(du, torch.tanh(z) if u.dtype != z.dtype else u)
+    if activation == "leaky_relu":
+        return torch.ops.aten.leaky_relu_backward(du, z, _LEAKY_SLOPE, False)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(du, z)
+    return torch.ops.aten.silu_backward(du, z)
+
+
+_forward_op = torch.library.custom_op("nonlinear_lowrank::noble_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("nonlinear_lowrank::noble_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(x, weight, bias, down, up, mixes, frequencies, phases, activation):
+    tokens = x.numel() // x.shape[-1]
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(tokens, down.shape[0])
+
+
+@_backward_op.register_fake
+def _(dy, x, h, weight, down, up, mixes, frequencies, phases, activation, wanted):
+    nothing = dy.new_empty(0)
+    return [
+        x.new_empty(x.shape) if wanted[0] else nothing,
+        dy.new_empty(weight.shape) if wanted[1] else dy.new_empty(0),
+        dy.new_empty(weight.shape[0]) if wanted[2] else dy.new_empty(0),
+        *(tensor.new_empty(tensor.shape) for tensor in (down, up, *mixes, *frequencies, *phases)),
+    ]

@@ -1,0 +1,204 @@
+"""Learning-rate and weight-decay multipliers by role, and the optimizer groups made from them.
+
+Roles of the plain parts, here; each method adds its own in its layer's table.
+
+| role      | what                                   | lr x | decay | with muon=True |
+|-----------|----------------------------------------|------|-------|----------------|
+| dense     | matrices of linears                    | 1    | yes   | Muon           |
+| embedding | embeddings, output heads               | 1    | yes   | AdamW          |
+| other     | other tensors of 2 or more dimensions  | 1    | yes   | AdamW          |
+| vector    | biases, norm weights, all 1-D tensors  | 1    | no    | AdamW          |
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim.optimizer import ParamsT
+
+from .augment import output_head_names
+from .errors import UserError
+from .layers import METHODS, Role, method_of_layer
+
+DENSE = Role("dense")
+EMBEDDING = Role("embedding")
+OTHER = Role("other")
+VECTOR = Role("vector", decay=False)
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """The role of every trainable parameter, by its name; tied parameters appear once.
+
+    Roles are found through the modules, by name: attributes on parameters do not survive sharding.
+    """
+    heads = output_head_names(model)
+    by_name: dict[str, Role] = {}
+    for module_name, module in model.named_modules():
+        method = method_of_layer(module)
+        own = method.roles(module) if method else {}
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{module_name}.{local}" if module_name else local
+            if local in own:
+                role = own[local]
+            elif parameter.ndim < 2:
+                role = VECTOR
+            elif isinstance(module, nn.Embedding) or module_name in heads:
+                role = EMBEDDING
+            elif parameter.ndim == 2 and (
+                isinstance(module, nn.Linear) or any(each.is_target(module) for each in METHODS.values()) or method
+            ):
+                role = DENSE
+            else:
+                role = OTHER
+            by_name[name] = role
+    return {name: by_name[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def param_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, *, muon: bool = False, verbose: bool = True
+) -> list[dict[str, Any]]:
+    """Optimizer groups with each role's learning-rate and weight-decay multiplier.
+
+    Args:
+        model: augmented or plain.
+        lr: the base learning rate, of multiplier 1.
+        weight_decay: for the roles that decay; the others get 0.
+        muon: name the split for `MuonAdamW`: each group has an "optimizer" of "muon" or "adamw".
+        verbose: print the groups.
+
+    Returns:
+        A fresh list of groups, each with "params" (a list of (name, parameter) tuples), "lr",
+        "weight_decay" and "role". transformers' Trainer takes "params" out of the dict of optimizer
+        arguments it is given, so call this anew for every optimizer.
+
+    Raises:
+        UserError: a rate or decay is out of range, or nothing is trainable.
+
+    Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
+    """
+    if not 0 < lr < float("inf"):
+        raise UserError(f"lr must be a finite number above 0, not {lr!r}")
+    if not 0 <= weight_decay < float("inf"):
+        raise UserError(f"weight_decay must be a finite number of at least 0, not {weight_decay!r}")
+    roles = parameter_roles(model)
+    if not roles:
+        raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")
+    groups: dict[Role, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if name not in roles:
+            continue
+        role = roles[name]
+        if role not in groups:
+            groups[role] = {
+                "params": [],
+                "lr": lr * role.lr,
+                "weight_decay": weight_decay if role.decay else 0.0,
+                "role": role.name,
+            }
+            if muon:
+                groups[role]["optimizer"] = "muon" if role is DENSE else "adamw"
+        groups[role]["params"].append((name, parameter))
+    ordered = sorted(groups.values(), key=lambda group: (group["role"], group["lr"]))
+    claimed = [name for group in ordered for name, _ in group["params"]]
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(claimed) == len(set(claimed)), "a parameter is in two groups"
+    assert set(claimed) == trainable, f"unclaimed parameters: {sorted(trainable - set(claimed))}"
+    if verbose:
+        print(describe_groups(ordered, lr))
+    return ordered
+
+
+def describe_groups(groups: Iterable[dict[str, Any]], lr: float) -> str:
+    """One line a group: role, tensors, parameters, learning rate and multiplier, weight decay."""
+    lines = []
+    for group in groups:
+        size = sum(parameter.numel() for _, parameter in group["params"])
+        lines.append(
+            f"{group['role']:<18} {len(group['params']):>5} tensors {size:>14,} parameters  "
+            f"lr {group['lr']:.3g} (x {group['lr'] / lr:.3g})  decay {group['weight_decay']:g}"
+            + (f"  {group['optimizer']}" if "optimizer" in group else "")
+        )
+    return "\n".join(lines)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for the groups marked "muon", `torch.optim.AdamW` for the rest, as one optimizer.
+
+    Schedulers, Trainer and checkpoints see one list of groups and one state. Muon's updates are scaled by
+    `adjust_lr_fn="match_rms_adamw"`, so both share one learning rate.
+
+    Args:
+        params: groups of `param_groups(model, lr, weight_decay, muon=True)`.
+        lr: default of groups that have none.
+        betas: AdamW's.
+        eps: AdamW's.
+        weight_decay: default of groups that have none.
+        momentum: Muon's.
+
+    Raises:
+        UserError: a group says neither "muon" nor "adamw", or there is no group of either kind.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+    ) -> None:
+        groups = [dict(group) if isinstance(group, dict) else {"params": group} for group in list(params)]
+        kinds = {group.get("optimizer") for group in groups}
+        if kinds != {"muon", "adamw"}:
+            raise UserError("MuonAdamW needs groups of both kinds; make them with param_groups(..., muon=True)")
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._inner: tuple[torch.optim.Optimizer, ...] = ()
+        muon = torch.optim.Muon(
+            self._kind("muon"),
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adamw = torch.optim.AdamW(self._kind("adamw"), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        # The inner optimizers filled in their own defaults: take their groups over, in our order.
+        of_params = {id(group["params"][0]): group for inner in (muon, adamw) for group in inner.param_groups}
+        self.param_groups = [of_params[id(group["params"][0])] for group in self.param_groups]
+        self._inner = (muon, adamw)
+        self._link()
+
+    def _kind(self, kind: str) -> list[dict[str, Any]]:
+        groups = [dict(group) for group in self.param_groups if group["optimizer"] == kind]
+        for group in groups:
+            if "param_names" in group:
+                group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+        return groups
+
+    def _link(self) -> None:
+        for kind, inner in zip(("muon", "adamw"), self._inner, strict=False):
+            inner.param_groups = [group for group in self.param_groups if group["optimizer"] == kind]
+            inner.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by load_state_dict, which replaces groups and state."""
+        super().__setstate__(state)
+        self._link()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner in self._inner:
+            inner.step()
+        return loss
