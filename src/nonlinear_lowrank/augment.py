@@ -249,7 +249,7 @@ def _swap(model: nn.Module, method: Method, config: Any, names: Sequence[str]) -
     """Builds every layer, then puts them in place, wherever a module is reachable by several names."""
     built = {id(module): method.build(module, config) for module in map(model.get_submodule, names)}
     for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
+        for child_name, child in list(parent._modules.items()):  # named_children skips repeats
             if id(child) in built:
                 setattr(parent, child_name, built[id(child)])
     return list(built.values())

@@ -98,8 +98,9 @@ class _NobleBranch(nn.Module):
 
     noble_down: nn.Parameter
     noble_up: nn.Parameter
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    # What both plain layers have, under the types they declare.
+    weight: Any
+    bias: Any
 
     def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
         self.noble_config = config
@@ -263,7 +264,7 @@ def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
     """A layer on the meta device that is then given real, still undrawn, branch tensors."""
     d_in, d_out = _shape(module)
     assert isinstance(module, nn.Linear | Conv1D)
-    weight = module.weight
+    weight: Tensor = module.weight
     layer: NobleLinear | NobleConv1D
     if isinstance(module, Conv1D):
         layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)

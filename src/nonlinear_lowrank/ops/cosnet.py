@@ -121,7 +121,7 @@ def noble_linear(
         return y
     if torch.compiler.is_compiling():
         return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation)
-    return _forward(x, weight, bias, down, up, mixes, frequencies, phases, activation)[0]
+    return _forward(x, weight, bias, down, up, list(mixes), list(frequencies), list(phases), activation)[0]
 
 
 class _NobleLinear(torch.autograd.Function):

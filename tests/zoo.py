@@ -1,0 +1,67 @@
+"""Tiny transformers models, one a family, for the test matrices."""
+
+import torch
+from transformers import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {"vocab_size": 67, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2))
+
+
+def glm() -> PreTrainedModel:
+    config = GlmConfig(
+        **SIZES,
+        **TOKENS,
+        intermediate_size=48,
+        num_key_value_heads=4,
+        head_dim=8,
+        attention_bias=False,
+        hidden_act="gelu",
+    )
+    return GlmForCausalLM(config)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+
+
+def opt() -> PreTrainedModel:
+    config = OPTConfig(**SIZES, **TOKENS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
+    return OPTForCausalLM(config)
+
+
+def eurobert() -> PreTrainedModel:
+    config = EuroBertConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=4, mask_token_id=1)
+    return EuroBertForMaskedLM(config)
+
+
+def vit() -> PreTrainedModel:
+    config = ViTConfig(**SIZES, intermediate_size=48, image_size=16, patch_size=4, num_labels=5)
+    return ViTForImageClassification(config)
+
+
+FAMILIES = {"llama": llama, "glm": glm, "gpt2": gpt2, "opt": opt, "eurobert": eurobert, "vit": vit}
+
+
+def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
+    """A random input that fits the model."""
+    if isinstance(model, ViTForImageClassification) or hasattr(model.config, "image_size"):
+        return {"pixel_values": torch.randn(size, 3, model.config.image_size, model.config.image_size)}
+    return {"input_ids": torch.randint(2, model.config.vocab_size, (size, length))}
