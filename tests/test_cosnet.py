@@ -116,7 +116,7 @@ def test_compiles_fullgraph_with_equal_gradients(activation, depth):
 def test_custom_ops_pass_opcheck():
     case = make_inputs("cosine", 2, dtype=torch.float32)
     with torch.no_grad():
-        arguments = {name: value for name, value in case.items()} | {"activation": "cosine"}
+        arguments = dict(case.items()) | {"activation": "cosine"}
         torch.library.opcheck(torch.ops.nonlinear_lowrank.noble_forward.default, tuple(arguments.values()))
 
 
