@@ -1,0 +1,79 @@
+# make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
+# make test     the tests, 2 processes
+# make lint     style, format and types
+# make lock     write requirements.lock from the present environment
+#
+# Every target sets up .venv first when requirements.lock or pyproject.toml has changed since the last set-up.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Keyed to the content, not the time: a fresh checkout has new times and the same content.
+STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
+PLATFORM := $(shell uname -sm | tr ' ' '-')
+WORKERS ?= 2
+DEMO_OUT ?= demo
+DEMO_MINUTES ?= 9
+
+.PHONY: help setup demo test test-all lint format lock clean
+
+help:
+	@sed -n '1,4s/^# //p' Makefile
+
+setup: $(STAMP)
+
+# The first usable interpreter; `make PYTHON=/path/to/python setup` overrides it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+
+# torch goes first and alone: pip then takes a CPU build where one is offered, and what follows finds it there.
+$(STAMP): requirements.lock pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then \
+		if [ -z "$(PYTHON)" ]; then \
+			echo "Python 3.11 or newer is needed and was not found; name one: make PYTHON=/path/to/python setup" >&2; exit 2; \
+		fi; \
+		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); \
+	fi
+	@if [ "$(PLATFORM)" = Linux-x86_64 ]; then \
+		$(BIN)/python -m pip install --quiet torch==2.13.0; \
+		$(BIN)/python -m pip install --quiet -r requirements.lock; \
+		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .; \
+	else \
+		echo "requirements.lock is for Linux x86-64; installing by pyproject.toml instead"; \
+		$(BIN)/python -m pip install --quiet -e '.[dev]'; \
+	fi
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
+	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
+
+# One thread a process: more would fight over the cores, and make the slow tests slower.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --durations=10
+
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The local part of torch's version (+cpu) is dropped, so that pip finds whichever build there is.
+lock: $(STAMP)
+	@{ sed -n '/^#/p;/^[^#]/q' requirements.lock; \
+	   $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed -e 's/^torch @.*/torch==2.13.0/' -e 's/+cpu$$//'; \
+	 } > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf $(VENV) build demo .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

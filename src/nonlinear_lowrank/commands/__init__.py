@@ -1,0 +1,26 @@
+"""The commands of `nlr`, one a file with a `run(arguments)`; this table is all that `nlr --help` reads."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What `nlr --help` says of a command."""
+
+    usage: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(usage="train RECIPE", summary="train one model: baseline, or with a method"),
+    "compare": Command(
+        usage="compare RECIPE", summary="train baselines and methods on the same batches; table, picture, report"
+    ),
+    "evaluate": Command(usage="evaluate CHECKPOINT", summary="perplexity, bits per byte, lm-eval tasks"),
+    "generate": Command(usage="generate CHECKPOINT", summary="continue a prompt"),
+    "inspect": Command(
+        usage="inspect MODEL", summary="parameters, FLOPs and kept bytes by layer, without building the model"
+    ),
+    "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
+    "bench": Command(usage="bench step", summary="step time of a method over its baseline"),
+}

@@ -1,0 +1,88 @@
+"""`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from tyro.conf import FlagCreatePairsOff
+
+from ..errors import UserError
+from .options import is_main_process, parse, take_recipe
+
+Task = TypeVar("Task")
+Train = TypeVar("Train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Generic[Task, Train]):
+    """Options of `nlr compare`; the recipe's own settings are the nested ones."""
+
+    out: str
+    """Folder for the runs, results.json, the picture and report.md; must be empty or new."""
+    arms: tuple[str, ...]
+    """What is compared; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
+    noble:rank=64,activation=gelu,depth=1, or your own module:function (model in, model out)."""
+    seeds: int
+    """Seeds; on each, every arm gets the same batches."""
+    tune_lr: tuple[float, ...]
+    """Learning rates to try for each arm, on a seed of their own; then every arm runs at its best."""
+    reference: str | None = None
+    """Name of the arm that the table compares with; default: the first."""
+    timing_rounds: int = 30
+    """Interleaved steps of each arm for the step times; 0 leaves them out."""
+    max_minutes: float | None = None
+    """Begin no new seed after this many minutes; the report states how many there are."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on with the runs that are missing in --out."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in --out first."""
+    task: Task
+    """The text and the model."""
+    train: Train
+    """The optimization, shared by all arms."""
+
+
+def run(arguments: list[str]) -> None:
+    """Compares and prints the table."""
+    name, rest = take_recipe(arguments, "compare")
+
+    from ..recipes import get_recipe, recipe_function
+
+    recipe = get_recipe(name)
+    default: CompareOptions[Any, Any] = CompareOptions(
+        out=f"runs/compare-{name}",
+        arms=recipe.arms,
+        seeds=recipe.seeds,
+        tune_lr=recipe.tune_lr,
+        task=recipe.task,
+        train=recipe.train,
+    )
+    options = parse(
+        CompareOptions[type(recipe.task), type(recipe.train)],  # type: ignore[misc]
+        rest,
+        command=f"compare {name}",
+        description=recipe_function(name).__doc__,
+        default=default,
+    )
+    if options.max_minutes is not None and options.max_minutes <= 0:
+        raise UserError(f"--max-minutes must be above 0, not {options.max_minutes:g}")
+
+    from pathlib import Path
+
+    from ..compare import compare
+    from ..recipe import Arm
+
+    recipe = replace(recipe, task=options.task, train=options.train, seeds=options.seeds, tune_lr=options.tune_lr)
+    comparison = compare(
+        recipe,
+        Path(options.out),
+        arms=[Arm.parse(arm) for arm in options.arms],
+        seeds=options.seeds,
+        tune_lr=options.tune_lr,
+        reference=options.reference,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        timing_rounds=options.timing_rounds,
+        max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
+    )
+    if is_main_process():
+        print(comparison)

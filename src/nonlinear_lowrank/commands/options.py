@@ -1,0 +1,162 @@
+"""Options from dataclasses, by tyro: short names for nested fields, and errors in one line."""
+
+import contextlib
+import inspect
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import tyro
+
+from ..errors import UserError
+from ..recipes import RECIPES, check_name
+
+Options = TypeVar("Options")
+
+# tyro draws a box where stdout is UTF-8, and dashes elsewhere; the box's top and bottom are rules too.
+_RULE = re.compile(r" *(\u2502 )?[-\u2500]{8,}( \u2502)? *|\u256d.*\u256e|\u2570.*\u256f")
+
+
+def parse(
+    options: type[Options],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    description: str,
+    default: Options | None = None,
+) -> Options:
+    """Reads a command line into a dataclass.
+
+    A nested field may be given by the end of its name as long as that end is unique: `--lr` for
+    `--train.lr`, `--text.source` for `--task.text.source`.
+
+    Args:
+        options: the dataclass; each field's documentation becomes its help.
+        arguments: what follows the command's name.
+        command: the words before the arguments, for the usage line.
+        description: printed above the options by --help.
+        default: values of the fields that the command line does not name.
+
+    Raises:
+        UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
+        SystemExit: after --help was printed.
+    """
+    if default is not None:
+        arguments = _lengthen(arguments, list(_leaves(default)))
+
+    def read() -> Options:
+        return tyro.cli(
+            options,
+            prog=f"nlr {command}",
+            description=_paragraphs(description),
+            args=list(arguments),
+            default=default,
+            config=(tyro.conf.PositionalMetavarFromFieldName,),
+        )
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return read()
+    except SystemExit as leaving:
+        if leaving.code in (0, None):
+            raise
+    # tyro breaks its error box at the terminal's width, inside words if need be: once more, on a wide one.
+    complaint = io.StringIO()
+    with contextlib.redirect_stderr(complaint), contextlib.suppress(SystemExit), _columns(10_000):
+        read()
+    raise UserError(f"{_one_line(complaint.getvalue())} (see nlr {command} --help)")
+
+
+def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:
+    """Splits `RECIPE --option ...` and checks the name, before anything slow is imported.
+
+    Raises:
+        UserError: no recipe is named first, or there is none of that name.
+    """
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(RECIPES)}")
+    if arguments[0] in ("-h", "--help"):
+        # Options depend on the recipe; any of them shows what there is.
+        return next(iter(RECIPES)), list(arguments)
+    check_name(arguments[0])
+    return arguments[0], list(arguments[1:])
+
+
+def is_main_process() -> bool:
+    """Whether this process prints: all but one of `torchrun`'s are silent."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the fields that hold no dataclass."""
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        name = f"{prefix}{field.name}"
+        if is_dataclass(inner) and not isinstance(inner, type):
+            yield from _leaves(inner, f"{name}.")
+        else:
+            yield name
+
+
+def _lengthen(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Writes shortened option names out; leaves what it does not know to tyro's error."""
+    result = []
+    for argument in arguments:
+        match = re.fullmatch(r"--(no-)?([a-z][a-z0-9_.-]*)(=.*)?", argument, re.DOTALL)
+        name = match.group(2).replace("-", "_") if match else ""
+        if not match or name in known:
+            result.append(argument)
+            continue
+        ends = [leaf for leaf in known if leaf.endswith(f".{name}")]
+        if len(ends) > 1:
+            raise UserError(f"--{match.group(2)} may be {' or '.join(map(_option, ends))}; write one of them")
+        if ends:
+            stem, _, last = ends[0].rpartition(".")
+            result.append(_option(f"{stem}.{match.group(1) or ''}{last}") + (match.group(3) or ""))
+        else:
+            result.append(argument)
+    return result
+
+
+@contextlib.contextmanager
+def _columns(number: int) -> Iterator[None]:
+    """A terminal of that width, for libraries that ask shutil."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _paragraphs(docstring: str) -> str:
+    """A recipe's docstring with its labelled lines (Command, Hardware, Time, Expect) as paragraphs."""
+    return re.sub(r"\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(docstring))
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _one_line(box: str) -> str:
+    """The message inside tyro's error box, without the frame, the title and the pointers to help."""
+    parts: list[list[str]] = [[]]
+    for line in box.splitlines():
+        if _RULE.fullmatch(line):
+            parts.append([])
+        else:
+            parts[-1].append(line.strip().strip("\u2502").strip())
+    # Before the first rule there is at most the title; after the message's own come hints.
+    message = " ".join(" ".join(parts[1]).split()) if len(parts) > 1 else " ".join(box.split())
+    # What a dataclass refuses names the field itself; tyro puts the dataclass's place before it.
+    message = re.sub(r"^Error parsing (?!--)\S+: ", "", message)
+    near = [line.split()[0] for part in parts[2:] for line in part if line.startswith("--")]
+    if near and message.startswith("Unrecognized"):
+        message += f"; did you mean {near[0]}?"
+    return message

@@ -1,0 +1,61 @@
+"""`nlr train RECIPE`: one arm of a recipe, to a model folder."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from tyro.conf import FlagCreatePairsOff
+
+from .options import is_main_process, parse, take_recipe
+
+Task = TypeVar("Task")
+Train = TypeVar("Train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Generic[Task, Train]):
+    """Options of `nlr train`; the recipe's own settings are the nested ones."""
+
+    out: str
+    """Folder for checkpoints, the final model and result.json; must be empty or new."""
+    arm: str
+    """What is trained: baseline, baseline:init=noble, noble:rank=64,activation=gelu,depth=1, or your own
+    module:function (model in, model out)."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the newest complete checkpoint in --out."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in --out first."""
+    task: Task
+    """The text and the model."""
+    train: Train
+    """The optimization."""
+
+
+def run(arguments: list[str]) -> None:
+    """Trains and prints where the model is and what to do with it."""
+    name, rest = take_recipe(arguments, "train")
+
+    from ..recipes import get_recipe, recipe_function
+
+    recipe = get_recipe(name)
+    default: TrainOptions[Any, Any] = TrainOptions(
+        out=f"runs/{name}", arm=str(recipe.arm), task=recipe.task, train=recipe.train
+    )
+    options = parse(
+        TrainOptions[type(recipe.task), type(recipe.train)],  # type: ignore[misc]
+        rest,
+        command=f"train {name}",
+        description=recipe_function(name).__doc__,
+        default=default,
+    )
+
+    from pathlib import Path
+
+    from ..recipe import Arm
+    from ..training import run_training
+
+    recipe = replace(recipe, arm=Arm.parse(options.arm), task=options.task, train=options.train)
+    result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
+    if not is_main_process():
+        return
+    print(f"evaluation loss {result.final_loss:.4f} nats a token after {result.steps} steps; {options.out}/model")
+    print(f"next: nlr evaluate {options.out}   nlr generate {options.out} --prompt 'def '")

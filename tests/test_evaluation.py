@@ -1,0 +1,178 @@
+"""evaluation.py and generation.py: scores against plain arithmetic, lm-eval with a task file of our own."""
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast
+
+from nonlinear_lowrank import NobleConfig, UserError, augment
+from nonlinear_lowrank.evaluation import TextScore, score_documents, score_sequences, score_tasks
+from nonlinear_lowrank.generation import Sampling, generate_text
+
+TEXTS = ["def area(radius):\n    return 3.14 * radius ** 2\n", "for name in names:\n    print(name)\n" * 3]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(TEXTS, vocab_size=300, special_tokens=[END], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, bos_token=END)
+
+
+@pytest.fixture
+def model(tokenizer):
+    model = GlmForCausalLM(
+        GlmConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            partial_rotary_factor=1.0,
+            attention_bias=False,
+            hidden_act="gelu",
+            max_position_embeddings=64,
+            pad_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    augment(model, NobleConfig(rank=4), verbose=False)
+    return model.eval()
+
+
+@torch.no_grad()
+def token_losses(model, ids):
+    """Loss of every token but the first, each from one forward pass over all that precedes it."""
+    log_probs = model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return -log_probs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def test_score_of_a_document_in_one_window_is_the_mean_of_its_token_losses(model, tokenizer):
+    ids = tokenizer(TEXTS[0])["input_ids"]
+    score = score_documents(model, tokenizer, [TEXTS[0]], sequence_length=64)
+    losses = token_losses(model, ids)
+    assert score.tokens == len(ids) - 1
+    assert score.loss == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    # Bits per byte has a meaning of its own: the code length of the text in bits over its bytes.
+    bits = losses.sum().item() / math.log(2)
+    assert score.bits_per_byte == pytest.approx(bits / len(TEXTS[0].encode()), rel=1e-5)
+
+
+@pytest.mark.parametrize("sequence_length", [2, 7, 16])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_windows_predict_every_token_but_the_first_exactly_once(model, tokenizer, sequence_length, batch_size):
+    ids = [i for text in TEXTS for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    score = score_documents(
+        model, tokenizer, TEXTS, sequence_length=sequence_length, separator=END, batch_size=batch_size
+    )
+    step = sequence_length - 1
+    windows = [ids[start : start + sequence_length] for start in range(0, len(ids) - 1, step)]
+    expected = torch.cat([token_losses(model, window) for window in windows])
+    assert score.tokens == len(ids) - 1 == len(expected)
+    assert score.loss == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert score.bytes_per_token * score.tokens == pytest.approx(sum(len(text.encode()) for text in TEXTS))
+
+
+def test_packed_sequences_skip_masked_labels_and_ignore_batching(model, tokenizer):
+    ids = torch.randint(0, len(tokenizer), (5, 12))
+    labels = ids.clone()
+    labels[:, 6:9] = -100
+    items = [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
+    scores = [score_sequences(model, items, bytes_per_token=3.0, batch_size=size) for size in (1, 2, 5)]
+    losses = torch.stack([token_losses(model, row.tolist()) for row in ids])[(labels != -100)[:, 1:]]
+    for score in scores:
+        assert score.tokens == 5 * 8
+        assert score.loss == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert score.bits_per_byte == pytest.approx(score.loss / math.log(2) / 3.0)
+
+
+def test_score_reads_well_and_survives_a_diverged_model():
+    score = TextScore(loss=1000.0, tokens=10, bytes_per_token=4.0)
+    assert math.isfinite(score.perplexity)
+    assert json.loads(json.dumps(score.to_json()))["tokens"] == 10
+
+
+def test_texts_that_cannot_be_scored_are_refused(model, tokenizer):
+    with pytest.raises(UserError, match="at least 2"):
+        score_documents(model, tokenizer, [""], sequence_length=16)
+    small = GlmForCausalLM(
+        GlmConfig(**{**model.config.to_dict(), "vocab_size": 40, "model_type": "glm", "eos_token_id": None})
+    )
+    with pytest.raises(UserError, match="do not fit"):
+        score_documents(small, tokenizer, TEXTS, sequence_length=16)
+
+
+def test_lm_eval_runs_a_local_task_on_the_live_model(model, tokenizer, tmp_path):
+    rows = [{"text": text} for text in TEXTS]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "own_task.yaml").write_text(
+        "task: own_task\n"
+        "dataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.json}}}}\n"
+        "test_split: test\n"
+        "output_type: loglikelihood_rolling\n"
+        "doc_to_text: ''\n"
+        "doc_to_target: '{{text}}'\n"
+        "metric_list:\n"
+        "  - metric: bits_per_byte\n"
+    )
+    metrics = score_tasks(model, tokenizer, ["own_task"], include_path=str(tmp_path))["own_task"]
+    value = next(value for key, value in metrics.items() if key.startswith("bits_per_byte,"))
+    # lm-eval predicts the first token too, from a start token in front.
+    losses = [token_losses(model, [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]) for text in TEXTS]
+    bits = sum(each.sum().item() for each in losses) / math.log(2)
+    assert value == pytest.approx(bits / sum(len(text.encode()) for text in TEXTS), rel=1e-4)
+
+
+@pytest.mark.slow  # lm-eval reads all of its task files
+def test_a_task_that_lm_eval_does_not_know_is_refused(model, tokenizer):
+    with pytest.raises(UserError, match="no_such_task"):
+        score_tasks(model, tokenizer, ["no_such_task"])
+
+
+def test_generation_is_seeded_streams_and_uses_what_it_is_told(model, tokenizer):
+    pieces = []
+    text = generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3), pieces.append)
+    assert "".join(pieces) == text
+    assert text == generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3))
+    others = {generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=seed)) for seed in range(4, 8)}
+    assert others != {text}
+
+
+@torch.no_grad()
+def test_greedy_generation_takes_the_most_likely_token_each_time(model, tokenizer):
+    ids = tokenizer("for name")["input_ids"]
+    expected = list(ids)
+    for _ in range(6):
+        expected.append(int(model(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
+        if expected[-1] == tokenizer.eos_token_id:
+            break
+    for top_k in (0, 50):
+        sampling = Sampling(max_new_tokens=6, temperature=0, top_k=top_k)
+        text = generate_text(model, tokenizer, "for name", sampling)
+        assert text == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
+
+
+def test_an_empty_prompt_starts_a_document(model, tokenizer):
+    assert isinstance(generate_text(model, tokenizer, "", Sampling(max_new_tokens=4)), str)
+
+
+def test_a_prompt_that_does_not_fit_is_refused(model, tokenizer):
+    with pytest.raises(UserError, match="64 positions"):
+        generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=64))
+    with pytest.raises(UserError, match="64 positions"):
+        generate_text(model, tokenizer, "def " * 64, Sampling())
+    generate_text(model, tokenizer, "def ", Sampling())  # as many as fit
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}])
+def test_sampling_refuses_what_makes_no_sense(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Sampling(**wrong)
