@@ -1,0 +1,315 @@
+"""A Trainer that can be killed at any moment and goes on bit by bit as if it had not been.
+
+A checkpoint is a folder `step-000100`, complete when it has that name:
+
+    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too
+    optimizer.safetensors, .json     tensors as "exp_avg/<parameter>", and the groups
+    scheduler.json, random.json      the schedule; the random states of every process
+    trainer_state.json               step and log history, as Trainer has it
+    manifest.json                    step, seconds, bytes and sha256 of every file
+
+Nothing is pickled. Only the first process writes; the folder must be visible to all processes on resume.
+With another number of processes a run goes on, but not bit by bit.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging as transformers_logging
+
+from .errors import UserError
+from .processes import gather_objects, on_first_process
+from .state_files import (
+    random_state,
+    read_optimizer,
+    read_plain,
+    seed_all,
+    set_random_state,
+    write_optimizer,
+    write_plain,
+)
+from .storage import (
+    MANIFEST,
+    describe_disk_error,
+    is_disk_error,
+    newest_valid,
+    prune,
+    remove_temporaries,
+    staged_folder,
+    step_folders,
+)
+
+
+class DivergedError(UserError):
+    """The loss or the weights are no longer finite numbers."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+        """The first step whose loss was not finite."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.step)  # to travel between processes
+
+
+class CheckpointedTrainer(Trainer):
+    """Trainer with whole checkpoints, exact resume, and a stop at the first loss that is not finite.
+
+    When to save is `TrainerControl.should_save`'s business, as in Trainer; `save_total_limit` says how many
+    of the newest complete checkpoints are kept. The loss is looked at in every step on one CPU process;
+    otherwise, since that would stop the GPU each time, at every log and before every checkpoint, which
+    therefore never holds a diverged model. The step named is exact all the same.
+
+    Args:
+        checkpoints: folder for the `step-N` folders.
+        *args: Trainer's.
+        **kwargs: Trainer's.
+    """
+
+    def __init__(self, checkpoints: Path, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            raise UserError("DeepSpeed is not supported; use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)")
+        # Trainer's types allow for None and for other kinds, which neither is once training.
+        self.model: Any
+        self.lr_scheduler: Any
+        self.checkpoints = Path(checkpoints)
+        self.seconds_before = 0.0
+        self._started = time.monotonic()
+        self._flops_per_token: int | None = None
+        # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
+        self._bad_step = torch.zeros((), dtype=torch.int64, device=self.args.device)
+
+    # --- the whole run -------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer.train; `resume_from_checkpoint` is a checkpoint's path or None."""
+        if resume_from_checkpoint is not None:
+            resume_from_checkpoint = str(resume_from_checkpoint)
+            manifest = read_plain(Path(resume_from_checkpoint) / MANIFEST)
+            self.seconds_before = manifest["seconds"]
+        self._started = time.monotonic()
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from (None: start anew), and a line for each damaged one passed over.
+
+        Removes what a killed process left half written. All processes get the first one's answer.
+        """
+
+        def look() -> tuple[Path | None, list[str]]:
+            remove_temporaries(self.checkpoints)
+            return newest_valid(self.checkpoints)
+
+        return on_first_process(look)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, those before a resume included."""
+        return self.seconds_before + time.monotonic() - self._started
+
+    # --- finite losses -------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        step = self.state.global_step + 1
+        if loss.device.type == "cpu" and self.args.world_size == 1:
+            if not torch.isfinite(loss):
+                raise self.diverged(step)
+        else:
+            bad = ~torch.isfinite(loss) & (self._bad_step == 0)
+            self._bad_step = torch.where(bad, step, self._bad_step)
+        return loss
+
+    def check_finite(self) -> None:
+        """Raises DivergedError, in every process, if the loss of any step so far was not finite anywhere."""
+        first = self._bad_step
+        if self.args.world_size > 1:
+            steps = self.accelerator.gather(first.reshape(1))
+            first = torch.where(steps > 0, steps, torch.iinfo(steps.dtype).max).min()
+            first = torch.where(first == torch.iinfo(steps.dtype).max, 0, first)
+        step = int(first)
+        if step:
+            raise self.diverged(step)
+
+    def diverged(self, step: int) -> DivergedError:
+        """The error that says so, with the checkpoint that is left."""
+        return DivergedError(
+            f"the loss is no longer a finite number at step {step}; {self._last_good()}; "
+            "lower the learning rate or lengthen the warm-up, and start anew",
+            step,
+        )
+
+    def _last_good(self) -> str:
+        steps = list(step_folders(self.checkpoints).values())
+        return f"the last good checkpoint is {steps[-1]}" if steps else "there is no checkpoint before it"
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_save:
+            self.check_finite()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        # Trainer counts all parameters anew in each step, which in small models is a good part of the step.
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // max(1, inputs["input_ids"].numel())
+        return self._flops_per_token * inputs["input_ids"].numel()
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def export(self, folder: Path) -> None:
+        """Writes the model as save_pretrained does, in memory's names. Call it in all processes.
+
+        `folder` is only used in the first process, which writes alone.
+        """
+        weights = self._weights()
+        if self.is_world_process_zero():
+            self._write_model(folder, weights)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Replaces Trainer's, which writes into the final folder and pickles."""
+        self.check_finite()
+        self.store_flos()
+        weights = self._weights()
+        optimizer = get_optimizer_state_dict(
+            self.model, _unwrap(self.optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        states = gather_objects(random_state(self.args.device))
+
+        def write() -> None:
+            # A loss can be finite and its gradient not.
+            if not all(bool(torch.isfinite(each).all()) for each in weights.values() if each.is_floating_point()):
+                raise self.diverged(self.state.global_step)
+            try:
+                self._write_checkpoint(weights, optimizer, states)
+            except Exception as error:
+                if not is_disk_error(error):
+                    raise
+                raise UserError(
+                    f"cannot write the checkpoint of step {self.state.global_step} to {self.checkpoints}: "
+                    f"{describe_disk_error(error)}; {self._last_good()}; make room and go on with --resume"
+                ) from error
+
+        on_first_process(write)
+
+    def _write_checkpoint(
+        self, weights: dict[str, Any], optimizer: dict[str, Any], states: list[dict[str, Any]]
+    ) -> None:
+        step = self.state.global_step
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
+        with staged_folder(self.checkpoints / f"step-{step:06d}", about) as folder:
+            self._write_model(folder, weights)
+            write_optimizer(folder, optimizer)
+            write_plain(folder / "scheduler.json", self.lr_scheduler.state_dict())
+            write_plain(folder / "random.json", states)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+        prune(self.checkpoints, step, self.args.save_total_limit or 1)
+
+    def _weights(self) -> dict[str, Any]:
+        """All weights by their names in memory; of a sharded model, only in the first process."""
+        if self.is_fsdp_enabled:
+            return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).state_dict()
+
+    def _write_model(self, folder: Path, weights: dict[str, Any]) -> None:
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if not isinstance(model, PreTrainedModel):
+            kept: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+            for name, value in weights.items():  # tied tensors once
+                kept.setdefault((value.data_ptr() or name, value.shape), (name, value.contiguous()))
+            save_file(dict(kept.values()), folder / "model.safetensors", metadata={"format": "pt"})
+            return
+        # Training has no use for the cache, but who loads the model to generate does.
+        cached, model.config.use_cache = model.config.use_cache, True
+        try:
+            with _no_progress_bars():
+                # A dict of its own: save_pretrained empties it. Names as in memory, so that resuming is exact.
+                model.save_pretrained(
+                    folder, state_dict=dict(weights), is_main_process=True, save_original_format=False
+                )
+        finally:
+            model.config.use_cache = cached
+
+    # --- resuming ------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        target = self.model if model is None else model
+        read = not self.is_fsdp_enabled or self.is_world_process_zero()
+        weights: dict[str, Any] = {}
+        for file in sorted(folder.glob("model*.safetensors")) if read else ():
+            weights |= load_file(file)
+        if self.is_fsdp_enabled:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(target, weights, options=options)
+            return
+        plain = self.accelerator.unwrap_model(target, keep_torch_compile=False)
+        found = plain.load_state_dict(weights, strict=False)
+        named = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
+        loaded = {named[name].data_ptr() for name in weights if name in named}
+        missing = [name for name in found.missing_keys if named[name].data_ptr() not in loaded]  # others are tied
+        if missing or found.unexpected_keys:
+            odd = (missing or found.unexpected_keys)[0]
+            raise UserError(
+                f"{folder} does not fit the model: {'missing' if missing else 'unexpected'} tensor {odd!r}; "
+                "resume with the recipe and version it was written with"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), _unwrap(self.optimizer)
+        state: dict[str, Any] = {}
+        if not self.is_fsdp_enabled or self.is_world_process_zero():
+            state = read_optimizer(folder)
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=self.is_fsdp_enabled, strict=self.is_fsdp_enabled
+        )
+        set_optimizer_state_dict(self.model, optimizer, state, options=options)
+        self.lr_scheduler.load_state_dict(read_plain(folder / "scheduler.json"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        states = read_plain(Path(checkpoint) / "random.json")
+        if len(states) != self.args.world_size:
+            if self.is_world_process_zero():
+                print(
+                    f"the checkpoint was written by {len(states)} processes and there are {self.args.world_size} "
+                    "now: the run goes on, but not bit by bit"
+                )
+            seed = self.args.seed + 7919 * self.state.global_step + self.args.process_index
+            seed_all(seed)
+            return
+        set_random_state(states[self.args.process_index], self.args.device)
+
+
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """accelerate's wrapper has the optimizer inside."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

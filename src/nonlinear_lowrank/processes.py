@@ -1,0 +1,44 @@
+"""Work that one of several training processes does for all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def on_first_process(function: Callable[[], T]) -> T:
+    """Runs it in the first process alone; all get its result, or raise what it raised."""
+    if not _distributed():
+        return function()
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome = [function(), None]
+        except Exception as error:
+            outcome = [None, error]
+            raised = error
+    try:
+        torch.distributed.broadcast_object_list(outcome, src=0)
+    except Exception:
+        # An exception that cannot travel: say it here, the others see the lost connection.
+        if torch.distributed.get_rank() == 0 and outcome[1] is not None:
+            raise raised from None
+        raise
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every process, in every process."""
+    if not _distributed():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,177 @@
+"""The folder of one training run: may it be written to, what is in it, and its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import CheckpointedTrainer
+from .errors import UserError
+from .recipe import Recipe
+from .record import versions
+from .storage import (
+    TEMPORARY,
+    FolderLock,
+    clear_folder,
+    describe_disk_error,
+    is_disk_error,
+    remove_temporaries,
+    staged_folder,
+    write_json,
+)
+
+RECIPE, RESULT, MODEL, LOCK = "recipe.json", "result.json", "model", ".lock"
+
+# Fields that a resumed run may have otherwise: they change no number, or only by rounding.
+_FREE = {
+    *("name", "description", "arm.name", "train.save_every", "train.keep_checkpoints", "train.log_every"),
+    *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
+    *("train.dataloader_workers", "task.text.cache_dir"),
+}
+_FREE_OF_COMPARISONS = {"arms", "seeds", "tune_lr"}
+
+
+class RunFolder:
+    """One run's folder.
+
+    Args:
+        path: new, empty, or an earlier run's.
+        recipe: what is to be run in it.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path, self.recipe = path, recipe
+        self.checkpoints = path / "checkpoints"
+        self._lock: FolderLock | None = None
+
+    def check(self, *, resume: bool, overwrite: bool) -> str | None:
+        """Refuses a folder that may not be used, changing nothing.
+
+        Returns:
+            The contents of result.json when a finished run is resumed, else None.
+
+        Raises:
+            UserError: the folder is not empty, not ours, or of another recipe.
+        """
+        if resume and overwrite:
+            raise UserError("resume keeps what is in the folder and overwrite deletes it; choose one")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; name a folder")
+        if not self._occupied():
+            return None
+        ours = (self.path / RECIPE).is_file()
+        if not resume and not overwrite:
+            raise UserError(
+                f"{self.path} is not empty; choose another folder"
+                + (", --resume to go on or --overwrite to start anew" if ours else "")
+            )
+        if not ours:
+            raise UserError(f"{self.path} holds no training run of ours (it has no {RECIPE}); choose another folder")
+        if overwrite:
+            return None
+        former = self._former()
+        _check_same(self.path, Recipe.from_dict(former["recipe"]), self.recipe)
+        result = self.path / RESULT
+        return result.read_text(encoding="utf-8") if result.is_file() else None
+
+    def check_fingerprint(self, fingerprint: str, *, resume: bool) -> None:
+        """Refuses to go on with another text than the run began with."""
+        if resume and self._occupied() and self._former().get("fingerprint") != fingerprint:
+            raise UserError(
+                f"the text is no longer the one that the run in {self.path} was started on; "
+                "bring the former text back, or use another folder"
+            )
+
+    def open(self, fingerprint: str, *, overwrite: bool) -> None:
+        """Makes the folder this run's.
+
+        Raises:
+            UserError: it cannot be written, or another process trains in it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)
+            if overwrite:
+                clear_folder(self.path, last=RECIPE, keep=LOCK)
+            remove_temporaries(self.path)
+            if not (self.path / RECIPE).is_file():
+                about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint, "versions": versions()}
+                write_json(self.path / RECIPE, about)
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {describe_disk_error(error)}") from error
+
+    def close(self) -> None:
+        """Lets other processes in."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def tensorboard(self, callback: Any, checkpoint: Path | None) -> Any:
+        """Trainer's TensorBoard callback; a resumed run's curves go on where its checkpoint is."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
+        return callback(SummaryWriter(str(self.path / "tensorboard"), purge_step=purge))
+
+    def export(self, trainer: CheckpointedTrainer, tokenizer: Any) -> None:
+        """The final model and its tokenizer. All processes call it."""
+        if not trainer.is_world_process_zero():
+            trainer.export(self.path)
+            return
+        try:
+            with staged_folder(self.path / MODEL) as folder:
+                trainer.export(folder)
+                tokenizer.save_pretrained(folder)
+        except Exception as error:
+            if not is_disk_error(error):
+                raise
+            raise UserError(
+                f"cannot write the model to {self.path / MODEL}: {describe_disk_error(error)}; "
+                "make room and go on with --resume"
+            ) from error
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """The last file of a run."""
+        try:
+            write_json(self.path / RESULT, {**result, "versions": versions()})
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path / RESULT}: {describe_disk_error(error)}; make room and go on with --resume"
+            ) from error
+
+    def _occupied(self) -> bool:
+        # A process killed before its first file leaves an empty folder, a lock, or a half-written recipe.
+        return self.path.is_dir() and any(
+            not child.name.startswith(TEMPORARY) and child.name != LOCK for child in self.path.iterdir()
+        )
+
+    def _former(self) -> dict[str, Any]:
+        try:
+            former = json.loads((self.path / RECIPE).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{self.path / RECIPE} is damaged; use another folder, or --overwrite") from error
+        if not isinstance(former, dict) or not isinstance(former.get("recipe"), dict):
+            raise UserError(f"{self.path / RECIPE} is not a run's recipe; use another folder")
+        return former
+
+
+def _check_same(path: Path, former: Recipe, recipe: Recipe) -> None:
+    """Raises UserError naming the first field that would change the result."""
+    before, now = _flat(former.to_dict()), _flat(recipe.to_dict())
+    for name in sorted(before.keys() | now.keys()):
+        if name in _FREE or name in _FREE_OF_COMPARISONS or before.get(name) == now.get(name):
+            continue
+        raise UserError(
+            f"{name} was {before.get(name)!r} when the run in {path} started and is {now.get(name)!r} now; "
+            "resume with the former value, use another folder, or --overwrite"
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts with dotted names; sequences as lists, which is what JSON makes of them."""
+    if isinstance(value, dict):
+        return {
+            name: item
+            for key, inner in value.items()
+            for name, item in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        }
+    return {prefix: list(value) if isinstance(value, tuple) else value}

@@ -1,0 +1,211 @@
+"""Files that are whole or absent, whenever the process is killed.
+
+A folder is written beside its final place under a name that starts with `.tmp-`, hashed into a manifest,
+synced to disk and renamed. What is found under `.tmp-` is a killed process's and can go.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from .errors import UserError
+
+TEMPORARY = ".tmp-"
+MANIFEST = "manifest.json"
+
+# No space, over quota, over the file size limit.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes a JSON file at once: readers see the old one or the new one."""
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
+    _sync(path.parent)
+
+
+@contextmanager
+def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """Gives an empty folder to fill; on leaving, it is at `path`, replacing what was there.
+
+    Args:
+        path: the final place. Its parent exists.
+        manifest: if given, a manifest of these entries and the hashes of all files is added.
+
+    Raises:
+        OSError: it could not be written; then nothing of it is left.
+    """
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    _remove(staged)
+    staged.mkdir()
+    try:
+        yield staged
+        if manifest is not None:
+            files = {str(file.relative_to(staged)): _describe(file) for file in _files(staged)}
+            text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
+            (staged / MANIFEST).write_text(text, encoding="utf-8")
+        for file in _files(staged):
+            _sync(file)
+        for folder in (*(each for each in staged.rglob("*") if each.is_dir()), staged):
+            _sync(folder)
+        if path.exists():
+            # A rename cannot replace a folder; killed between the two, neither is at `path`.
+            old = path.with_name(f"{TEMPORARY}old-{path.name}")
+            _remove(old)
+            path.rename(old)
+            staged.rename(path)
+            _sync(path.parent)
+            _remove(old)
+        else:
+            staged.rename(path)
+            _sync(path.parent)
+    except BaseException:
+        _remove(staged)
+        raise
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder whose files all match it.
+
+    Raises:
+        UserError: the manifest or a file is missing, cut short or changed; the message names it.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"].items()
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no {MANIFEST}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / MANIFEST} cannot be read") from error
+    for name, entry in files:
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{file} is missing")
+        if file.stat().st_size != entry["bytes"] or _describe(file) != entry:
+            raise UserError(f"{file} is damaged (its hash does not match)")
+    return manifest
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Checkpoint folders `step-N` by N, ascending, whole or not."""
+    found = {}
+    for child in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"step-(\d+)", child.name)
+        if match and child.is_dir():
+            found[int(match[1])] = child
+    return dict(sorted(found.items()))
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose files match its manifest, and why newer ones were passed over."""
+    passed_over = []
+    for child in reversed(step_folders(folder).values()):
+        try:
+            read_manifest(child)
+        except UserError as error:
+            passed_over.append(str(error))
+        else:
+            return child, passed_over
+    return None, passed_over
+
+
+def prune(folder: Path, newest: int, keep: int) -> None:
+    """Keeps checkpoint `newest`, which is good, and the `keep - 1` before it; the others go.
+
+    What is numbered above `newest` was found damaged when the run resumed from before it.
+    """
+    folders = step_folders(folder)
+    kept = [step for step in folders if step <= newest][-keep:]
+    for step, child in folders.items():
+        if step not in kept:
+            # Renamed first: a kill halfway through must not leave half a checkpoint under a good name.
+            doomed = child.with_name(f"{TEMPORARY}old-{child.name}")
+            _remove(doomed)
+            child.rename(doomed)
+            _remove(doomed)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what killed processes left directly in a folder."""
+    for child in folder.iterdir() if folder.is_dir() else ():
+        if child.name.startswith(TEMPORARY):
+            _remove(child)
+
+
+def clear_folder(folder: Path, last: str, keep: str) -> None:
+    """Empties a folder but for the file `keep`; the file `last`, by which it is known, goes last."""
+    for child in folder.iterdir():
+        if child.name not in (last, keep):
+            _remove(child)
+    (folder / last).unlink(missing_ok=True)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether an exception came from writing to the disk (safetensors has its own class for it)."""
+    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and "os error" in str(error))
+
+
+def describe_disk_error(error: BaseException) -> str:
+    """A few words for the message."""
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    if number in _FULL:
+        return "no space left on the disk"
+    return os.strerror(number) if number else str(error)
+
+
+class FolderLock:
+    """Held by the process that writes to a folder; gone when the process is, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        # Not flock: data-loading workers, being forks, would go on holding it after a kill.
+        self._file = (folder / ".lock").open("w")
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise UserError(f"another process is training in {folder}; wait for it, or stop it") from error
+            raise
+
+    def release(self) -> None:
+        """Lets others in."""
+        self._file.close()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        path.unlink()

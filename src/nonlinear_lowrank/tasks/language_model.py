@@ -1,0 +1,155 @@
+"""The paper's language model: a GLM backbone on packed text (noble.txt, section 4.1.1).
+
+Init of every tensor; draws depend on the seed alone, never on the global generator:
+
+| tensor                         | dense_init | distribution                         |
+|--------------------------------|------------|--------------------------------------|
+| input embedding                | any        | N(0, embedding_std^2)                |
+| output head                    | any        | N(0, 0.02^2), the same in all arms   |
+| linears between (q, k, v, o,   | stock      | N(0, 0.02^2), transformers' own      |
+| gate-up, down), no biases      | noble      | N(0, (0.5 / sqrt(d_in))^2)           |
+|                                | kaiming    | U(+-1 / sqrt(d_in)), nn.Linear's own |
+| norm weights                   | any        | 1                                    |
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import GlmConfig, GlmForCausalLM
+
+from ..errors import UserError
+from .text import TextData, prepare_text
+
+if TYPE_CHECKING:
+    from .text import PackedText
+
+DenseInit = Literal["stock", "noble", "kaiming"]
+
+_HEAD_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmBackbone:
+    """Sizes and init of the backbone. Every linear is separate but the fused gate-up projection."""
+
+    layers: int
+    """Number of transformer blocks."""
+    width: int
+    """d, the model width; a multiple of 2 x heads (rotary positions turn pairs)."""
+    heads: int
+    """Attention heads, each width / heads wide; keys and values have as many."""
+    hidden: int
+    """Width of the GeGLU; the fused gate-up projection is width -> 2 x hidden."""
+    embedding_std: float = 0.02
+    """Standard deviation of the input embedding, equal in all arms."""
+    dense_init: DenseInit = "stock"
+    """Init of the linears: see the table of this file. An arm may override it."""
+    dropout: float = 0.0
+    """Dropout on the attention weights, the only one this backbone has."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.width % (2 * self.heads):
+            raise UserError(
+                f"width {self.width} does not split into {self.heads} heads of even size; "
+                f"choose a multiple of {2 * self.heads}"
+            )
+        if not 0 < self.embedding_std < math.inf:
+            raise UserError(f"embedding_std must be a finite number above 0, not {self.embedding_std!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+        check_dense_init(self.dense_init)
+
+    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> GlmConfig:
+        """The transformers config of these sizes."""
+        config = GlmConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.width,
+            intermediate_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            head_dim=self.width // self.heads,
+            hidden_act="gelu",
+            attention_dropout=self.dropout,
+            attention_bias=False,
+            max_position_embeddings=sequence_length,
+            initializer_range=_HEAD_STD,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+            # GLM's own special tokens lie far outside a small vocabulary.
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=0 if eos_token_id is None else eos_token_id,
+        )
+        if eos_token_id is None:
+            config.eos_token_id = None  # given as an argument, None would mean GLM's own three
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelTask:
+    """Next-token prediction on packed text."""
+
+    text: TextData
+    """Where the text comes from, its tokenizer, and the sequence length."""
+    backbone: GlmBackbone
+    """The model without branches."""
+
+    def prepare(self, progress: bool = True) -> "PackedText":
+        """Tokenized, packed, cached text."""
+        return prepare_text(self.text, progress=progress)
+
+    def build_model(
+        self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0
+    ) -> GlmForCausalLM:
+        """The plain float32 model on the CPU.
+
+        Args:
+            prepared: gives the vocabulary and the end-of-text token.
+            dense_init: overrides the backbone's.
+            seed: of every draw. Embedding and head are the same for every dense_init.
+        """
+        eos = prepared.tokenizer.eos_token_id
+        config = self.backbone.config(prepared.vocab_size, self.text.sequence_length, eos)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = GlmForCausalLM(config)
+        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
+        return model
+
+    def build_on_meta(self, vocab_size: int | None = None) -> GlmForCausalLM:
+        """The plain model on the meta device: shapes and counts, no memory."""
+        with torch.device("meta"):
+            return GlmForCausalLM(self.backbone.config(vocab_size or self.text.vocab_size, self.text.sequence_length))
+
+
+@torch.no_grad()
+def draw_init(model: GlmForCausalLM, embedding_std: float, dense_init: DenseInit, seed: int) -> None:
+    """Draws this file's table into a built model, in place; the head stays as transformers drew it."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    # One generator a kind: an arm's dense init must not shift the embedding's draws.
+    embedding.weight.normal_(0.0, embedding_std, generator=torch.Generator().manual_seed(2 * seed + 1))
+    if dense_init == "stock":
+        return
+    generator = torch.Generator().manual_seed(2 * seed + 2)
+    for module in model.model.modules():  # the head is outside
+        if not isinstance(module, nn.Linear):
+            continue
+        if dense_init == "noble":
+            module.weight.normal_(0.0, 0.5 / math.sqrt(module.in_features), generator=generator)
+        else:
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+
+
+def check_dense_init(value: object) -> None:
+    """Raises UserError unless the value names an init of this file's table."""
+    if value not in get_args(DenseInit):
+        raise UserError(f"unknown init {value!r}; choose one of {', '.join(get_args(DenseInit))}")

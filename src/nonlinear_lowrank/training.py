@@ -1,0 +1,354 @@
+"""A recipe -> Trainer -> a folder: `run_training`.
+
+    out/recipe.json                what was asked for, with versions; by it the folder is known as ours
+    out/checkpoints/step-000100/   whole checkpoints, the newest few
+    out/tensorboard/               curves, if that is the tracker
+    out/model/                     the final model, for from_pretrained
+    out/result.json                the numbers; written last, so that it stands for a finished run
+
+The same seed gives the same sequences in the same order and the same evaluation in every arm, whatever the
+arm draws and however many processes and micro-batches share the work.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback
+
+from .checkpoints import CheckpointedTrainer, DivergedError
+from .errors import UserError
+from .optim import MuonAdamW, param_groups
+from .processes import on_first_process
+from .progress import ProgressLines
+from .recipe import Arm, Recipe, TrainConfig
+from .run_folder import RunFolder
+from .run_trainer import RunTrainer, Schedule, SeedDropout
+
+__all__ = ["Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
+
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The numbers of a finished run. Losses are nats a token."""
+
+    arm: str
+    """The arm's name."""
+    arm_text: str
+    """The arm's short form."""
+    seed: int
+    lr: float
+    steps: int
+    """Steps done; of a diverged run, the first step without a finite loss."""
+    final_loss: float | None
+    """Evaluation loss after the last step; None if the run diverged."""
+    bits_per_byte: float | None
+    """The same per byte of text."""
+    curve: tuple[tuple[int, float], ...]
+    """(step, evaluation loss)."""
+    train_curve: tuple[tuple[int, float], ...]
+    """(step, training loss averaged since the entry before)."""
+    parameters: int
+    parameters_added: int
+    """Beyond the backbone without the arm's change."""
+    tokens_per_step: int
+    seconds: float
+    """Of training with evaluation and checkpoints, interruptions left out."""
+    fingerprint: str
+    """Of the text as trained on."""
+    status: Literal["done", "diverged"] = "done"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Exact: `TrainResult.from_json(result.to_json()) == result`."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainResult":
+        """Reads `to_json` or the contents of a run's result.json.
+
+        Raises:
+            UserError: it is something else.
+        """
+        try:
+            data = json.loads(text)
+            known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+            for name in ("curve", "train_curve"):
+                known[name] = tuple((step, loss) for step, loss in known[name])
+            return cls(**known)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"not the result of a run: {type(error).__name__} {error}") from error
+
+
+def run_training(
+    recipe: Recipe,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    prepared: Any = None,
+    quiet: bool = False,
+) -> TrainResult:
+    """Trains a recipe's arm into a folder.
+
+    Under torchrun or accelerate launch all processes call it; the first one writes.
+
+    Args:
+        recipe: what to train and how.
+        out: new or empty, unless `resume` or `overwrite`.
+        resume: go on from the newest whole checkpoint in `out`, with the same recipe; start if there is none.
+            A finished run's result is given back as it is.
+        overwrite: empty `out` first, which must be a run of ours.
+        prepared: the task's text, if it is prepared already.
+        quiet: print nothing and show no bar.
+
+    Raises:
+        UserError: bad input, with nothing written; or no room for a checkpoint, with the last good one kept.
+        DivergedError: a UserError; the loss is no longer finite. result.json says so, checkpoints are kept.
+    """
+    train = recipe.train
+    with _surroundings(train):
+        arguments = _arguments(recipe, Path(out))
+        folder = RunFolder(Path(out), recipe)
+        say = (lambda text: None) if quiet or not arguments.should_save else print
+        micro = _micro_batch(train, arguments.world_size)
+        finished = on_first_process(lambda: folder.check(resume=resume, overwrite=overwrite))
+        if finished is not None:
+            return _finished(TrainResult.from_json(finished), folder)
+        before = _try_on_meta(recipe)
+        if prepared is None:
+            prepared = _prepare(recipe, quiet)
+        if len(prepared.train) < 1 or len(prepared.valid) < 1:
+            raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
+        on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
+
+        model = recipe.task.build_model(prepared, recipe.arm.dense_init, seed=train.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(train.seed)
+            changed = recipe.arm.apply(model)
+        parameters = sum(parameter.numel() for parameter in changed.parameters())
+        optimizer = _optimizer(changed, recipe, arguments)
+
+        on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
+        progress = ProgressLines(recipe.arm.name)
+        arguments.per_device_train_batch_size = micro
+        arguments.per_device_eval_batch_size = train.eval_batch_size or micro
+        trainer = RunTrainer(
+            folder.checkpoints,
+            changed,
+            arguments,
+            train_dataset=prepared.train,
+            eval_dataset=prepared.valid,
+            optimizer_cls_and_kwargs=optimizer,
+            bytes_per_token=prepared.valid_bytes_per_token,
+            callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
+        )
+        trainer.remove_callback(PrinterCallback)
+
+        def result(**numbers: Any) -> TrainResult:
+            history = trainer.state.log_history
+            return TrainResult(
+                arm=recipe.arm.name,
+                arm_text=str(recipe.arm),
+                seed=train.seed,
+                lr=recipe.lr,
+                curve=_curve(history, "eval_loss"),
+                train_curve=_curve(history, "loss"),
+                parameters=parameters,
+                parameters_added=parameters - before,
+                tokens_per_step=train.batch_size * recipe.task.text.sequence_length,
+                seconds=trainer.seconds,
+                fingerprint=prepared.fingerprint,
+                **numbers,
+            )
+
+        def record(finished: TrainResult) -> None:
+            if trainer.is_world_process_zero():
+                folder.write_result({**finished.to_dict(), "data": prepared.describe()})
+
+        try:
+            checkpoint = _checkpoint(trainer, say) if resume else None
+            if train.tracker == "tensorboard" and trainer.is_world_process_zero():
+                trainer.add_callback(folder.tensorboard(TensorBoardCallback, checkpoint))
+            trainer.train(checkpoint)
+            last = next(entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry)
+            done = result(
+                steps=trainer.state.global_step,
+                final_loss=last["eval_loss"],
+                bits_per_byte=last["eval_bits_per_byte"],
+            )
+            folder.export(trainer, prepared.tokenizer)
+            record(done)
+            return done
+        except DivergedError as error:
+            record(result(steps=error.step, final_loss=None, bits_per_byte=None, status="diverged"))
+            raise
+        finally:
+            progress.close()
+            folder.close()
+
+
+# --- setting up ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _surroundings(train: TrainConfig) -> Iterator[None]:
+    """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
+    environment = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+    threads = torch.get_num_threads()
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with contextlib.ExitStack() as stack:
+        if train.threads is not None:
+            torch.set_num_threads(train.threads)
+        if train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if train.compile:
+            # All batches have one shape; what is compiled must not depend on where a run was resumed.
+            stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+            for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+                del os.environ[key]
+            os.environ.update(environment)
+
+
+def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
+    """Joins the process group, if there is one; writes nothing."""
+    train = recipe.train
+    on_cpu = not torch.accelerator.is_available()
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(out),
+            max_steps=train.steps,
+            gradient_accumulation_steps=train.gradient_accumulation,
+            learning_rate=recipe.lr,
+            weight_decay=train.weight_decay,
+            warmup_steps=train.warmup_steps,
+            lr_scheduler_type=_SCHEDULES[train.schedule],
+            max_grad_norm=train.max_grad_norm,
+            bf16=train.bf16,
+            torch_compile=train.compile,
+            seed=train.seed,
+            # Our callback says when.
+            logging_strategy="no",
+            eval_strategy="no",
+            save_strategy="no",
+            save_total_limit=train.keep_checkpoints,
+            report_to=[] if train.tracker in ("none", "tensorboard") else [train.tracker],
+            run_name=f"{recipe.name}-{recipe.arm.name}-seed-{train.seed}",
+            logging_nan_inf_filter=False,  # it waits for the device in every step; CheckpointedTrainer looks
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_num_workers=train.dataloader_workers,
+            dataloader_pin_memory=not on_cpu,
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
+            ddp_find_unused_parameters=False,
+            ddp_timeout=6 * 3600,  # the first process may tokenize for hours
+        )
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    _check_tracker(train.tracker)
+    if arguments.n_gpu > 1:
+        # One process drives one GPU; torchrun starts as many as there are. (Never nn.DataParallel.)
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _check_tracker(tracker: str) -> None:
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    if tracker in ("none", "tensorboard"):
+        return
+    if tracker not in INTEGRATION_TO_CALLBACK:
+        raise UserError(
+            f"unknown tracker {tracker!r}; choose none or one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+        )
+    if tracker not in get_available_reporting_integrations():
+        raise UserError(f"the tracker {tracker!r} is not installed; install it, or choose tensorboard or none")
+
+
+def _micro_batch(train: TrainConfig, processes: int) -> int:
+    """Sequences that a process takes at once."""
+    pieces = processes * train.gradient_accumulation
+    if train.batch_size % pieces:
+        raise UserError(
+            f"batch_size {train.batch_size} does not split over {processes} processes x "
+            f"{train.gradient_accumulation} micro-batches; choose a multiple of {pieces}"
+        )
+    return train.batch_size // pieces
+
+
+def _try_on_meta(recipe: Recipe) -> int:
+    """Parameters of the plain model. A method that does not fit fails here, before any text is prepared."""
+    model: nn.Module = recipe.task.build_on_meta()
+    if ":" not in recipe.arm.method:  # a user's function need not know of meta devices
+        recipe.arm.apply(recipe.task.build_on_meta())
+    else:
+        recipe.arm.function()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _prepare(recipe: Recipe, quiet: bool) -> Any:
+    """The first process fills the cache, then all read it."""
+    first = on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)
+    assert first is None
+    return recipe.task.prepare(progress=False)
+
+
+def _optimizer(
+    model: nn.Module, recipe: Recipe, arguments: TrainingArguments
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """A fresh dict each time: Trainer takes "params" out of it."""
+    train, muon = recipe.train, recipe.train.optimizer == "muon"
+    groups = param_groups(model, recipe.lr, train.weight_decay, muon=muon, verbose=False)
+    shared = {"params": groups, "lr": recipe.lr, "weight_decay": train.weight_decay, "betas": train.betas}
+    if muon:
+        return MuonAdamW, shared
+    fused = arguments.device.type in ("cpu", "cuda")
+    return torch.optim.AdamW, {**shared, "fused": True} if fused else shared
+
+
+def _checkpoint(trainer: CheckpointedTrainer, say: Any) -> Path | None:
+    """Where to go on from, with a line about it."""
+    path, passed_over = trainer.newest()
+    for why in passed_over:
+        say(f"passed over a damaged checkpoint: {why}")
+    say(f"resuming from {path}" if path else "no whole checkpoint yet: starting at step 0")
+    return path
+
+
+def _curve(history: list[dict[str, float]], key: str) -> tuple[tuple[int, float], ...]:
+    return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
+
+
+def _finished(result: TrainResult, folder: RunFolder) -> TrainResult:
+    """A run that ended before is not run again."""
+    if result.status == "diverged":
+        raise DivergedError(
+            f"the run in {folder.path} diverged at step {result.steps}; lower the learning rate or lengthen the "
+            "warm-up, and start anew",
+            result.steps,
+        )
+    return result
