@@ -142,10 +142,7 @@ def test_holm_is_the_closed_bonferroni_procedure(rng):
     for _ in range(40):
         p = list(rng.uniform(0, 1, rng.integers(1, 7)) ** 3)
         sets = [s for size in range(1, len(p) + 1) for s in itertools.combinations(range(len(p)), size)]
-        brute = [
-            max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if index in s)
-            for index in range(len(p))
-        ]
+        brute = [max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if index in s) for index in range(len(p))]
         assert holm(p) == pytest.approx(brute)
 
 

@@ -18,6 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from .storage import TEMPORARY
+
 # Okabe and Ito's palette: told apart by colour-blind readers. Greys are kept for the baselines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
 _GREYS = ("#222222", "#777777", "#A0A0A0", "#BBBBBB")
@@ -116,7 +118,7 @@ def plot_curves(
     if target is not None and math.isfinite(target):
         axes.axhline(target, color="#444444", linestyle=":", linewidth=1.0)
         place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "#444444"}
-        axes.text(0.995, target, "reference's final loss", ha="right", va="bottom", **place)
+        axes.text(0.005, target, "final loss of the reference", ha="left", va="bottom", **place)
     axes.set_xlabel(f"step (first {skip:.0%} not shown)" if skip else "step")
     axes.set_ylabel(y_label)
     axes.set_title(title)
@@ -245,6 +247,6 @@ def _save(figure: Figure, path: Path) -> None:
     # No "Software" entry: the same numbers give the same bytes whatever matplotlib drew them.
     figure.savefig(buffer, format="png", dpi=140, metadata={"Software": None})
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(path.name + ".tmp")
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
     staged.write_bytes(buffer.getvalue())
     os.replace(staged, path)

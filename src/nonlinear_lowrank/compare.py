@@ -1,0 +1,263 @@
+"""The heart of the tool: train a baseline and other arms on the same batches and say what the difference is.
+
+Order of work: prepare the text once; build every arm (a bad arm fails here, before anything is written);
+time interleaved steps; tune each arm's learning rate on a seed of its own; then train seed by seed, every
+arm within a seed, so that stopping after any seed leaves all arms with the same n. After each seed the
+record, the pictures and the report are written anew.
+
+    out/compare.json     the settings that every run in this folder shares
+    out/timing.json      seconds of the interleaved steps
+    out/runs/<arm>/lr-<rate>/seed-<k>/      one training run each, with its result.json
+    out/results.json     the record      out/report.md, out/curves.png, out/rates.png   made from it
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import training
+from .checkpoints import on_first_process
+from .compare_folder import (
+    Plan,
+    arm_settings,
+    check_folder,
+    check_text,
+    load_timing,
+    open_folder,
+    save_timing,
+    version_notes,
+)
+from .compare_runs import Runner, Runs, chosen_rate, tune
+from .measure import Measurement, measure_arms
+from .plots import ArmCurves, plot_curves, plot_rate_sweep
+from .recipe import Arm, Recipe
+from .record import ArmRecord, Run, build_results, command_line
+from .report import findings, render_report, render_tables
+from .storage import TEMPORARY
+
+Measurer = Callable[..., Measurement]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` hands back: the record, and the folder that it is written in."""
+
+    out: Path
+    results: dict[str, Any] = field(repr=False)
+
+    def __rich__(self) -> Any:
+        return render_tables(self.results)
+
+    def __str__(self) -> str:
+        """The tables, what was found, and where the files are."""
+        console = Console(file=io.StringIO(), width=max(100, shutil.get_terminal_size((130, 40)).columns))
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        lines = [f"- {line}" for line in findings(self.results)]
+        files = ", ".join(name for name in ("report.md", "curves.png", "results.json"))
+        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: {files}"])
+
+
+def compare(
+    recipe: Recipe,
+    out: Path | str,
+    *,
+    arms: Sequence[Arm] | None = None,
+    seeds: int | None = None,
+    tune_lr: Sequence[float] | None = None,
+    reference: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    max_seconds: float | None = None,
+    max_extensions: int = 4,
+    timing_rounds: int = 30,
+    keep_checkpoints: bool = False,
+    quiet: bool = False,
+    command: str | None = None,
+    run: Runner = training.run_training,
+    measure: Measurer = measure_arms,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Trains every arm over the same seeds and compares them with the reference and with each control.
+
+    Args:
+        recipe: task and training settings, shared by all arms; its `arms`, `seeds` and `tune_lr` are the
+            defaults of the arguments of those names.
+        out: folder for the runs and the report; new or empty, unless `resume` or `overwrite`.
+        arms: at least two, with names of their own. Arms whose method is "baseline" are controls.
+        seeds: number of paired seeds. Tuning uses `recipe.train.seed`, the comparison the seeds that follow
+            it: a rate chosen for its luck on a seed gains nothing from that luck here.
+        tune_lr: rates to try for every arm that names none itself; empty means the recipe's rate. While an
+            arm's best is at the edge, its grid is extended by the grid's own ratio.
+        reference: name of the arm that the main tables compare with; the first arm by default.
+        resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
+            checkpoint, missing ones are run. Arms and seeds may be added.
+        overwrite: delete what a former comparison wrote to `out`; other files there are left alone.
+        max_seconds: no new seed and no new rate of the tuning is begun after this time. The first rate and
+            the first seed always run, for without them there is nothing to report.
+        max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
+        timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
+        quiet: print nothing.
+        command: how to repeat this, for the report; by default this process' own command line.
+        run: trains one arm; has `run_training`'s signature.
+        measure: builds and times the arms; has `measure_arms`' signature.
+        clock: seconds, for `max_seconds`.
+
+    Raises:
+        UserError: arms, rates or seeds that make no comparison; a folder that is not empty, or that holds a
+            comparison with other settings (the message names the field). Nothing has been written then.
+    """
+    started = clock()
+    out = Path(out)
+    plan = Plan.make(recipe, arms, seeds, tune_lr, reference, max_extensions)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _join_processes(recipe, out)
+    main = int(os.environ.get("RANK", "0")) == 0
+    on_first_process(lambda: check_folder(out, plan, resume=resume, overwrite=overwrite))
+    console = Console(quiet=quiet or not main, highlight=False)
+    on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)  # fills the cache
+    prepared = recipe.task.prepare(progress=False)
+    if resume:
+        on_first_process(lambda: check_text(out, prepared.fingerprint))
+
+    def measured_now() -> Measurement:
+        former = load_timing(out, plan, timing_rounds) if resume else None
+        found = measure(recipe, plan.arms, prepared, rounds=0 if former is not None else timing_rounds)
+        return found if former is None else replace(found, times=former)
+
+    measured = on_first_process(measured_now)
+    lock = open_folder(out, plan, prepared.fingerprint, overwrite=overwrite) if main else None
+    try:
+        if main and measured.times is not None:
+            save_timing(out, plan, measured.times)
+        notes = [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
+        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console)
+
+        def time_left() -> bool:
+            # Clocks differ between processes, and a split decision would hang them.
+            return on_first_process(lambda: max_seconds is None or clock() - started < max_seconds)
+
+        tuned = tune(plan, runs, time_left, notes)
+        rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name)) for arm in plan.arms}
+        running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
+
+        def publish() -> Comparison:
+            results = build_results(
+                name=recipe.name,
+                summary=_summary(recipe),
+                settings=plan.settings | plan.choices,
+                data=prepared.describe(),
+                arms=[_record(arm, *rates[arm.name], plan, runs, measured, tuned) for arm in plan.arms],
+                reference=plan.reference,
+                seeds=plan.seeds,
+                tuning_seed=plan.tuning_seed,
+                times=measured.times,
+                notes=notes,
+                command=command or command_line(),
+                seconds=clock() - started,
+                threads=plan.threads,
+            )
+            if main:
+                _write(out, results)
+            return Comparison(out, results)
+
+        for index, seed in enumerate(plan.seeds):
+            missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
+            if index > 0 and missing and not time_left():
+                notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
+                break
+            for arm, rate in missing:
+                runs.get(arm, rate, seed, f"seed {index + 1} of {len(plan.seeds)}")
+            if missing and index + 1 < len(plan.seeds):
+                publish()
+        return publish()
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _join_processes(recipe: Recipe, out: Path) -> None:
+    """Joins torchrun's group the way run_training will, so that one process can decide for all."""
+    training._arguments(recipe, out)
+
+
+def _record(
+    arm: Arm,
+    rate: float | None,
+    source: str,
+    plan: Plan,
+    runs: Runs,
+    measured: Measurement,
+    tuned: Mapping[str, Sequence[Run]],
+) -> ArmRecord:
+    found = {} if rate is None else {seed: runs.find(arm, rate, seed) for seed in plan.seeds}
+    return ArmRecord(
+        name=arm.name,
+        description=arm_settings([arm])[arm.name],
+        control=arm.method == "baseline",
+        lr=rate,
+        lr_source=source,
+        parameters=measured.parameters[arm.name],
+        flops=measured.flops[arm.name],
+        runs={seed: run for seed, run in found.items() if run is not None},
+        tuning=tuned.get(arm.name, ()),
+    )
+
+
+def _summary(recipe: Recipe) -> str:
+    train = recipe.train
+    sequences = f"{train.steps} steps of {train.batch_size} sequences"
+    return f"{recipe.description.rstrip('.')}. Each run takes {sequences}."
+
+
+# --- what is left behind -------------------------------------------------------------------------------------
+
+
+def _write(out: Path, results: dict[str, Any]) -> None:
+    """Record, pictures and report; each file whole or not at all."""
+    # A curve is a list of pairs: one pair a line, not four lines.
+    text = re.sub(r"\[\s+([^\s\[\]]+),\s+([^\s\[\]]+)\s+\]", r"[\1, \2]", json.dumps(results, indent=1))
+    _write_text(out / "results.json", text + "\n")
+    draw(out, results)
+    _write_text(out / "report.md", render_report(results))
+
+
+def _write_text(path: Path, text: str) -> None:
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    staged.write_text(text, encoding="utf-8")
+    os.replace(staged, path)
+
+
+def draw(out: Path, results: Mapping[str, Any]) -> None:
+    """The pictures of a record: `curves.png`, and `rates.png` where rates were tuned."""
+    whole = set(results["seeds"])
+    unit = f"evaluation loss ({results['loss_unit']})"
+    curves = []
+    for arm in results["arms"]:
+        runs = [run for run in arm["runs"] if run["seed"] in whole]
+        series = tuple(
+            tuple((step, float("nan") if loss is None else loss) for step, loss in run["curve"]) for run in runs
+        )
+        curves.append(ArmCurves(name=arm["name"], dashed=arm["control"], curves=series))
+    base = next(arm for arm in results["arms"] if arm["name"] == results["reference"])
+    title = f"{results['recipe']['name']}, n = {results['n']}"
+    plot_curves(out / "curves.png", curves, target=base["final_loss"]["mean"], title=title, y_label=unit)
+    sweeps = {
+        arm["name"]: [(run["lr"], run["final_loss"]) for run in arm["tuning"]]
+        for arm in results["arms"]
+        if arm["tuning"]
+    }
+    if sweeps:
+        chosen = {arm["name"]: arm["lr"] for arm in results["arms"] if arm["lr"] is not None}
+        dashed = [arm["name"] for arm in results["arms"] if arm["control"]]
+        plot_rate_sweep(out / "rates.png", sweeps, chosen=chosen, dashed=dashed, y_label=unit)

@@ -1,0 +1,213 @@
+"""What is compared, and the folder it is compared in: the checked plan, and the rules for using a folder.
+
+Nothing here trains. A folder is refused before anything in it is touched; what may be continued, and what
+must be equal for that, is decided here.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+from .recipe import Arm, Recipe
+from .record import clean, flatten, machine, versions
+from .storage import TEMPORARY, FolderLock, describe_disk_error, write_json
+
+_MARKER = "compare.json"
+# The marker goes last: while it is there, the folder can still be continued or overwritten.
+_OURS = ("timing.json", "results.json", "report.md", "curves.png", "rates.png", _MARKER)
+# What may differ between the runs of one folder: rate and seed are in each run's path, the others change
+# no number, or only by rounding (run_training has the same list).
+_FREE = {
+    *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.log_every", "train.tracker"),
+    *("train.threads", "train.gradient_accumulation", "train.eval_batch_size", "train.dataloader_workers"),
+    "task.text.cache_dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The checked arguments of `compare`."""
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    tuning_seed: int
+    grid: tuple[float, ...]
+    reference: str
+    max_extensions: int
+    default_rate: float
+    threads: int | None
+    settings: dict[str, Any]
+    choices: dict[str, Any]
+
+    @staticmethod
+    def make(
+        recipe: Recipe,
+        arms: Sequence[Arm] | None,
+        seeds: int | None,
+        tune_lr: Sequence[float] | None,
+        reference: str | None,
+        max_extensions: int,
+    ) -> "Plan":
+        chosen = tuple(arms) if arms is not None else tuple(Arm.parse(text) for text in recipe.arms)
+        count = recipe.seeds if seeds is None else seeds
+        grid = tuple(sorted(tidy(rate) for rate in (recipe.tune_lr if tune_lr is None else tune_lr)))
+        names = [arm.name for arm in chosen]
+        if len(chosen) < 2:
+            raise UserError("a comparison needs at least two arms, such as: baseline noble:rank=64")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
+        if not isinstance(count, int) or count < 1:
+            raise UserError(f"seeds must be a whole number of at least 1, not {count!r}")
+        if any(not 0 < rate < float("inf") for rate in grid):
+            raise UserError("every rate of tune_lr must be a finite number above 0")
+        if len(grid) == 1 or len(set(grid)) < len(grid):
+            raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
+        if reference is not None and reference not in names:
+            raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
+        first = recipe.train.seed + 1
+        return Plan(
+            arms=chosen,
+            seeds=tuple(range(first, first + count)),
+            tuning_seed=recipe.train.seed,
+            grid=grid,
+            reference=reference or names[0],
+            max_extensions=max_extensions,
+            default_rate=recipe.train.lr,
+            threads=recipe.train.threads,
+            settings=_shared_settings(recipe),
+            choices={
+                "train.lr": recipe.train.lr,
+                "train.seed": recipe.train.seed,
+                "tune_lr": list(grid),
+                "seeds": count,
+            },
+        )
+
+
+def tidy(rate: float) -> float:
+    """Six digits, so that a rate and its folder's name are one to one."""
+    return float(f"{rate:.6g}")
+
+
+def _shared_settings(recipe: Recipe) -> dict[str, Any]:
+    flat = flatten(recipe.task, "task") | flatten(recipe.train, "train")
+    return {name: value for name, value in flat.items() if name not in _FREE}
+
+
+def arm_settings(arms: Iterable[Arm]) -> dict[str, dict[str, Any]]:
+    """What an arm is, without its rate (which is in each run's path)."""
+    return {
+        arm.name: {"method": arm.method, "settings": clean(dict(arm.settings)), "dense_init": arm.dense_init}
+        for arm in arms
+    }
+
+
+def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:
+    """Refuses a folder that is not ours to continue or to replace; changes nothing."""
+    if resume and overwrite:
+        raise UserError("--resume keeps what is there and --overwrite deletes it; choose one")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder")
+    # What a killed process left of its first write does not count, nor does a lock.
+    if not out.exists() or all(file.name == ".lock" or file.name.startswith(TEMPORARY) for file in out.iterdir()):
+        return
+    if not resume and not overwrite:
+        raise UserError(f"{out} is not empty; choose another folder, --resume to go on or --overwrite to replace")
+    ours = (out / _MARKER).exists()
+    if overwrite:
+        if not ours and (out / "runs").exists():
+            raise UserError(f"{out} holds runs that no comparison wrote; choose another folder")
+        return
+    if not ours:
+        raise UserError(f"{out} holds no comparison to go on with; choose an empty folder")
+    _check_same(out, _read_json(out / _MARKER), plan)
+
+
+def _check_same(out: Path, former: Any, plan: Plan) -> None:
+    """Raises UserError naming the first field that differs from the runs already there."""
+    if not isinstance(former, dict) or not isinstance(former.get("settings"), dict):
+        raise UserError(f"{out / _MARKER} is not a comparison's settings; choose another folder or --overwrite")
+    mend = "use the former value, another folder, or --overwrite"
+    before = former["settings"]
+    for name in sorted(set(before) | set(plan.settings)):
+        old, new = before.get(name, "(absent)"), plan.settings.get(name, "(absent)")
+        if old != new:
+            raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
+    for name, now in arm_settings(plan.arms).items():
+        then = former.get("arms", {}).get(name)
+        for key in now if then is not None else ():
+            if then.get(key) != now[key]:
+                raise UserError(f"{key} of arm {name!r} was {then.get(key)!r} in {out}, is {now[key]!r} now; {mend}")
+
+
+def check_text(out: Path, fingerprint: str) -> None:
+    """Refuses to go on with another text than the runs in the folder were trained on."""
+    if (out / _MARKER).exists() and _read_json(out / _MARKER).get("fingerprint") != fingerprint:
+        raise UserError(f"the runs in {out} were trained on other text; bring it back or use another folder")
+
+
+def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> FolderLock:
+    """Makes the folder and its marker; with `overwrite` first deletes what a former comparison wrote.
+
+    Raises:
+        UserError: it cannot be written, or another process compares in it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(out)
+        if overwrite and (out / _MARKER).exists():
+            shutil.rmtree(out / "runs", ignore_errors=True)
+        for name in _OURS if overwrite else ():
+            (out / name).unlink(missing_ok=True)
+        arms = arm_settings(plan.arms)
+        sessions = [versions()]
+        if (out / _MARKER).exists():
+            former = _read_json(out / _MARKER)
+            arms = former.get("arms", {}) | arms
+            sessions = [session for session in former.get("versions", []) if session != sessions[0]] + sessions
+        marker = {"settings": plan.settings, "fingerprint": fingerprint, "arms": arms, "versions": sessions}
+        write_json(out / _MARKER, clean(marker))
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error
+    return lock
+
+
+def version_notes(out: Path) -> list[str]:
+    """A sentence for each package whose version changed between the sessions of this folder."""
+    seen = _read_json(out / _MARKER).get("versions", [])
+    names = sorted({name for session in seen for name in session})
+    found = {name: list(dict.fromkeys(session.get(name, "absent") for session in seen)) for name in names}
+    return [
+        f"Runs of this folder were made under several versions of {name}: {', '.join(values)}."
+        for name, values in found.items()
+        if len(values) > 1
+    ]
+
+
+def load_timing(out: Path, plan: Plan, rounds: int) -> dict[str, list[float]] | None:
+    """Step times of an earlier session, if they are of these arms on this kind of machine."""
+    path = out / "timing.json"
+    if not path.exists() or rounds == 0:
+        return None
+    record = _read_json(path)
+    if record.get("arms") != arm_settings(plan.arms) or record.get("machine") != machine(plan.threads):
+        return None
+    times = record["times"]
+    return times if all(len(series) >= rounds for series in times.values()) else None
+
+
+def save_timing(out: Path, plan: Plan, times: dict[str, list[float]]) -> None:
+    """Keeps step times for a later session, with what they are times of."""
+    write_json(out / "timing.json", {"arms": arm_settings(plan.arms), "machine": machine(plan.threads), "times": times})
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); delete it or choose another folder") from None

@@ -1,0 +1,169 @@
+"""The runs of a comparison: found when they are finished, trained when they are not; and each arm's rate."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .checkpoints import DivergedError, on_first_process
+from .compare_folder import Plan, tidy
+from .recipe import Arm, Recipe
+from .record import Run
+
+Runner = Callable[..., Any]
+
+
+class Runs:
+    """The runs of one folder: found when they are finished, trained when they are not."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: Path,
+        prepared: Any,
+        run: Runner,
+        keep_checkpoints: bool,
+        quiet: bool,
+        console: Console,
+    ) -> None:
+        self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
+        self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
+
+    def folder(self, arm: Arm, rate: float, seed: int) -> Path:
+        return self.out / "runs" / arm.name / f"lr-{rate:.6g}" / f"seed-{seed}"
+
+    def find(self, arm: Arm, rate: float, seed: int) -> Run | None:
+        """The finished run, or None. A torn result counts as unfinished."""
+        path = self.folder(arm, rate, seed) / "result.json"
+
+        def read() -> Run | None:
+            try:
+                return _as_run(json.loads(path.read_text(encoding="utf-8")), seed, rate)
+            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+                return None
+
+        return on_first_process(read)
+
+    def get(self, arm: Arm, rate: float, seed: int, place: str) -> Run:
+        """The finished run, trained or resumed first if need be. A run that diverges is a result too."""
+        found = self.find(arm, rate, seed)
+        if found is not None:
+            return found
+        folder = self.folder(arm, rate, seed)
+        begun = on_first_process(lambda: _begun(folder))
+        self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if begun else ''}")
+        own = replace(
+            self.recipe,
+            arm=replace(arm, lr=rate),
+            train=replace(self.recipe.train, lr=rate, seed=seed),
+        )
+        # A run that diverges has written its result before it raises; any other error is the user's to see.
+        with contextlib.suppress(DivergedError):
+            self.run(own, folder, resume=begun, overwrite=False, prepared=self.prepared, quiet=self.quiet)
+        found = self.find(arm, rate, seed)
+        assert found is not None, f"{folder} has no result.json after training"
+        loss = "diverged" if found.final_loss is None else f"loss {found.final_loss:.4f}"
+        self.console.print(f"    {loss} ({found.seconds:.0f} s)")
+        if found.final_loss is not None and not self.keep_checkpoints:
+            on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
+        return found
+
+
+def _begun(folder: Path) -> bool:
+    """Whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    (folder / "result.json").unlink(missing_ok=True)
+    return folder.exists() and any(folder.iterdir())
+
+
+def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
+    diverged = record["status"] != "done"
+    final = None if diverged else record["final_loss"]
+    if not diverged and not isinstance(final, float | int):
+        raise ValueError("a finished run without a loss")
+
+    def points(name: str) -> tuple[tuple[int, float], ...]:
+        # A loss that JSON could not hold is null: not a number, as it was.
+        return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record[name])
+
+    return Run(
+        seed=seed,
+        lr=rate,
+        final_loss=None if final is None else float(final),
+        steps=int(record["steps"]),
+        seconds=float(record["seconds"]),
+        tokens_per_step=int(record["tokens_per_step"]),
+        fingerprint=str(record["fingerprint"]),
+        curve=points("curve"),
+    )
+
+
+def tune(plan: Plan, runs: Runs, time_left: Callable[[], bool], notes: list[str]) -> dict[str, list[Run]]:
+    """Runs the grid on the tuning seed, rate by rate, and extends it for arms whose best is at its edge."""
+    arms = [arm for arm in plan.arms if arm.lr is None] if plan.grid else []
+    tried: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+
+    def attempt(arm: Arm, rate: float, place: str) -> None:
+        tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
+
+    for index, rate in enumerate(plan.grid if arms else ()):
+        missing = any(runs.find(arm, rate, plan.tuning_seed) is None for arm in arms)
+        if index > 0 and missing and not time_left():
+            notes.append(f"Tuning stopped for time after {index} of {len(plan.grid)} rates of the grid.")
+            return tried
+        for arm in arms:
+            attempt(arm, rate, f"tuning {index + 1} of {len(plan.grid)}")
+    for arm in arms:
+        for extension in range(plan.max_extensions + 1):
+            beyond = next_rate(tried[arm.name])
+            if beyond is None:
+                break
+            known = runs.find(arm, beyond, plan.tuning_seed) is not None
+            if extension == plan.max_extensions or not (known or time_left()):
+                notes.append(_edge_note(arm.name, tried[arm.name], extension))
+                break
+            attempt(arm, beyond, f"tuning, grid extended to {beyond:g}")
+    return tried
+
+
+def next_rate(tried: Sequence[Run]) -> float | None:
+    """The rate by which a grid grows when its best is at an edge, by the ratio found there; None if it is not.
+
+    Where every rate diverged, the grid grows downwards.
+    """
+    ordered = sorted(tried, key=lambda run: run.lr)
+    best = _best(ordered)
+    if best is None or best is ordered[0]:
+        return tidy(ordered[0].lr * ordered[0].lr / ordered[1].lr)
+    if best is ordered[-1]:
+        return tidy(ordered[-1].lr * ordered[-1].lr / ordered[-2].lr)
+    return None
+
+
+def _best(tried: Iterable[Run]) -> Run | None:
+    finite = [run for run in tried if run.final_loss is not None]
+    return min(finite, key=lambda run: (run.final_loss, run.lr), default=None)
+
+
+def _edge_note(name: str, tried: Sequence[Run], extensions: int) -> str:
+    best = _best(tried)
+    if best is None:
+        return f"`{name}` diverged at every rate tried, and was left out of the comparison."
+    return (
+        f"`{name}`: the best rate {best.lr:g} is still at the edge of its grid after {extensions} extensions, "
+        "so it may do better than shown."
+    )
+
+
+def chosen_rate(plan: Plan, arm: Arm, tried: Sequence[Run] | None) -> tuple[float | None, str]:
+    """The arm's rate (None: it diverged at all of them) and where it comes from."""
+    if tried:
+        best = _best(tried)
+        return (None, "none trains") if best is None else (best.lr, "tuned")
+    if arm.lr is not None:
+        return tidy(arm.lr), "set by the arm"
+    return tidy(plan.default_rate), "the recipe's"

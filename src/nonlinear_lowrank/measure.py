@@ -1,0 +1,137 @@
+"""What an arm costs before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from .analysis.timing import interleaved_step_times
+from .optim import MuonAdamW, param_groups
+from .recipe import Arm, Recipe
+
+_WARMUP = 3
+# Time does not depend on the rate, but at the recipe's own rate a model that sees one batch again and again
+# may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
+_RATE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Costs by arm name."""
+
+    parameters: dict[str, int]
+    flops: dict[str, float | None]
+    """Of matrix products, forward, per token; None where they could not be counted."""
+    times: dict[str, list[float]] | None
+    """Seconds of single training steps, all arms in turn; None when not measured."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the report."""
+
+
+def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: int) -> Measurement:
+    """Builds every arm, counts it, and times whole training steps (wall clock) of all arms in turn.
+
+    The models live side by side while they are timed. A step is forward, backward, clipping and optimizer
+    on one batch of the recipe's size, in the recipe's precision, compiled if the recipe says so.
+
+    Args:
+        recipe: task and training settings.
+        arms: what is measured.
+        prepared: the task's prepared text.
+        rounds: timed steps of each arm; 0 leaves times out.
+
+    Raises:
+        UserError: an arm that cannot be built.
+    """
+    parameters: dict[str, int] = {}
+    flops: dict[str, float | None] = {}
+    for arm in arms:
+        model = _build(recipe, arm, prepared)
+        parameters[arm.name] = sum(parameter.numel() for parameter in model.parameters())
+        flops[arm.name] = forward_flops(model, prepared.train[0]["input_ids"])
+        del model
+    notes = [f"`{name}`: its FLOPs could not be counted." for name, count in flops.items() if count is None]
+    times = None
+    if rounds:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(recipe.train.threads or threads)
+        try:
+            steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
+            times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
+        except torch.OutOfMemoryError:
+            notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
+        finally:
+            torch.set_num_threads(threads)
+            steppers = {}
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return Measurement(parameters=parameters, flops=flops, times=times, notes=notes)
+
+
+def forward_flops(model: nn.Module, input_ids: torch.Tensor) -> float | None:
+    """FLOPs per token of the matrix products of one forward pass, attention included.
+
+    Counted as the operators run, so that a user's own change is counted as well.
+
+    Args:
+        model: on the CPU.
+        input_ids: (T,), one sequence.
+
+    Returns:
+        None when the model cannot run under the counter.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(input_ids=input_ids[None])
+    except (RuntimeError, NotImplementedError):
+        return None
+    finally:
+        model.train(was_training)
+    return counter.get_total_flops() / len(input_ids)
+
+
+def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]:
+    """A function that takes one training step of an arm, as the Trainer would."""
+    train = recipe.train
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = _build(recipe, arm, prepared).to(device).train()
+    groups = param_groups(model, _RATE, train.weight_decay, muon=train.optimizer == "muon", verbose=False)
+    shared: dict[str, Any] = {"lr": _RATE, "weight_decay": train.weight_decay, "betas": train.betas}
+    optimizer: torch.optim.Optimizer
+    if train.optimizer == "muon":
+        optimizer = MuonAdamW(groups, **shared)
+    else:
+        optimizer = torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **shared)
+    forward: Any = torch.compile(model) if train.compile else model
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    size = max(1, train.batch_size // (processes * train.gradient_accumulation))
+    items = [prepared.train[index % len(prepared.train)] for index in range(size)]
+    batch = {name: torch.stack([item[name] for item in items]).to(device) for name in ("input_ids", "labels")}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step() -> None:
+        for _ in range(train.gradient_accumulation):
+            with torch.autocast(device.type, torch.bfloat16, enabled=train.bf16):
+                loss = forward(**batch)["loss"] / train.gradient_accumulation
+            loss.backward()
+        if train.max_grad_norm:
+            nn.utils.clip_grad_norm_(trained, train.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:
+    model = recipe.task.build_model(prepared, arm.dense_init, seed=recipe.train.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        return arm.apply(model)

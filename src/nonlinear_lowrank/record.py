@@ -1,0 +1,308 @@
+"""The record of a comparison, `results.json`: the runs' numbers, their statistics, and where they came from.
+
+The record holds everything that the report and the pictures need, and nothing of the machine but its kind:
+no host name, no user, and of absolute paths only the last name.
+"""
+
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, summarise_ratios
+
+FORMAT = 1
+_PACKAGES = ("nonlinear-lowrank", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "scipy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of one arm as the comparison needs it. `final_loss` is None where the run diverged."""
+
+    seed: int
+    lr: float
+    final_loss: float | None
+    steps: int
+    seconds: float
+    tokens_per_step: int
+    fingerprint: str
+    curve: tuple[tuple[int, float], ...]
+
+    @property
+    def status(self) -> str:
+        return "diverged" if self.final_loss is None else "done"
+
+    def as_curve(self) -> RunCurve:
+        """For the statistics; the final loss closes the curve when the last evaluation lies before the end."""
+        points = list(self.curve)
+        if self.final_loss is not None and (not points or points[-1][0] < self.steps):
+            points.append((self.steps, self.final_loss))
+        return RunCurve(
+            steps=tuple(float(step) for step, _ in points),
+            losses=tuple(loss for _, loss in points),
+            total_steps=self.steps,
+            final_loss=self.final_loss,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRecord:
+    """One arm with all that was found out about it.
+
+    `lr` is None for an arm that diverged at every rate of its tuning; it has no runs then. `control` marks
+    arms without a method (the baseline and its other inits). `flops` is per token, forward.
+    """
+
+    name: str
+    description: Mapping[str, Any]
+    control: bool
+    lr: float | None
+    lr_source: str
+    parameters: int
+    flops: float | None
+    runs: Mapping[int, Run]
+    tuning: Sequence[Run] = ()
+
+
+def build_results(
+    *,
+    name: str,
+    summary: str,
+    settings: Mapping[str, Any],
+    data: Mapping[str, Any],
+    arms: Sequence[ArmRecord],
+    reference: str,
+    seeds: Sequence[int],
+    tuning_seed: int,
+    times: Mapping[str, Sequence[float]] | None,
+    notes: Sequence[str],
+    command: str,
+    seconds: float,
+    threads: int | None = None,
+    loss_unit: str = "nats per token",
+) -> dict[str, Any]:
+    """The whole record, with the statistics of every arm against the reference and against each control.
+
+    Args:
+        name: the recipe's.
+        summary: one sentence on what was trained.
+        settings: every setting, flat.
+        data: what the data say of themselves.
+        arms: in the order of the tables.
+        reference: name of the arm that the main tables compare with.
+        seeds: those asked for; a seed counts when every arm that has a learning rate finished it.
+        tuning_seed: the seed of the learning-rate runs.
+        times: arm -> seconds of its interleaved steps, or None when they were not measured.
+        notes: sentences on what the reader must know.
+        command: how to repeat.
+        seconds: of this session.
+        threads: CPU threads that the runs set, if they did.
+        loss_unit: printed beside losses.
+    """
+    running = [arm for arm in arms if arm.lr is not None]
+    whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running)]
+    partial = [seed for seed in seeds if seed not in whole and any(seed in arm.runs for arm in running)]
+    curves = {arm.name: {seed: arm.runs[seed].as_curve() for seed in whole} for arm in running}
+    base = next(arm for arm in arms if arm.name == reference)
+    references = [reference] + [arm.name for arm in arms if arm.control and arm.name != reference]
+    against = {other: _against(other, curves, times) for other in references if other in curves}
+    notes = [*notes, *_pair_notes(reference, against.get(reference, {}), len(whole))]
+    if partial:
+        listed = ", ".join(str(seed) for seed in partial)
+        notes.append(f"Left out, because not every arm has finished it: seed {listed}.")
+    ratios = {arm.name: _ratio(times, arm.name, reference) for arm in arms}
+    return clean(
+        {
+            "format": FORMAT,
+            "recipe": {"name": name, "summary": summary, "settings": dict(settings)},
+            "command": command,
+            "data": dict(data),
+            "versions": versions(),
+            "machine": machine(threads),
+            "loss_unit": loss_unit,
+            "reference": reference,
+            "n": len(whole),
+            "seeds": whole,
+            "incomplete_seeds": partial,
+            "tuning_seed": tuning_seed,
+            "arms": [_arm_json(arm, base, whole, ratios[arm.name], times) for arm in arms],
+            "against": {
+                other: {arm: pair.to_json() for arm, pair in pairs.items()} for other, pairs in against.items()
+            },
+            "notes": notes,
+            "seconds": round(seconds, 1),
+        }
+    )
+
+
+def _ratio(times: Mapping[str, Sequence[float]] | None, arm: str, reference: str) -> RatioSummary | None:
+    if not times or arm not in times or reference not in times:
+        return None
+    return summarise_ratios([a / b for a, b in zip(times[arm], times[reference], strict=True)])
+
+
+def _against(
+    reference: str, curves: Mapping[str, Mapping[int, RunCurve]], times: Mapping[str, Sequence[float]] | None
+) -> dict[str, PairSummary]:
+    pairs = {
+        name: compare_pair(curves[reference], runs, _ratio(times, name, reference))
+        for name, runs in curves.items()
+        if name != reference
+    }
+    corrected = holm([pair.delta.p_value for pair in pairs.values()])
+    return {name: replace(pair, p_holm=p) for (name, pair), p in zip(pairs.items(), corrected, strict=True)}
+
+
+def _pair_notes(reference: str, pairs: Mapping[str, PairSummary], n: int) -> list[str]:
+    notes = []
+    early = max((pair.early for pair in pairs.values()), default=0)
+    if early:
+        notes.append(
+            f"`{reference}` passed its own final loss well before its end in {early} of {n} seeds (its curve "
+            "rose again), so step speedups against it are flattered."
+        )
+    bounds = [name for name, pair in pairs.items() if pair.bounds]
+    if bounds:
+        notes.append(
+            f"The crossing lies at the first evaluation for {', '.join(f'`{name}`' for name in bounds)}: "
+            "evaluate more often for a sharper speedup."
+        )
+    return notes
+
+
+def _arm_json(
+    arm: ArmRecord,
+    base: ArmRecord,
+    seeds: Sequence[int],
+    ratio: RatioSummary | None,
+    times: Mapping[str, Sequence[float]] | None,
+) -> dict[str, Any]:
+    flops = None if not arm.flops or not base.flops else 100 * (arm.flops / base.flops - 1)
+    seconds = sorted(times[arm.name]) if times and arm.name in times else None
+    return {
+        "name": arm.name,
+        "settings": dict(arm.description),
+        "control": arm.control,
+        "lr": arm.lr,
+        "lr_source": arm.lr_source,
+        "parameters": arm.parameters,
+        "parameters_percent": 100 * (arm.parameters / base.parameters - 1),
+        "flops_per_token": arm.flops,
+        "flops_percent": flops,
+        "step_seconds_median": None if seconds is None else seconds[len(seconds) // 2],
+        "step_time_ratio": None if ratio is None else ratio.to_json(),
+        "final_loss": _final_loss(arm, seeds),
+        "runs": [_run_json(arm.runs[seed]) for seed in sorted(arm.runs)],
+        "tuning": [_run_json(run) for run in sorted(arm.tuning, key=lambda run: run.lr)],
+    }
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    return asdict(run) | {"status": run.status}
+
+
+def _final_loss(arm: ArmRecord, seeds: Sequence[int]) -> dict[str, Any]:
+    if arm.lr is None:
+        return {"mean": None, "sd": None, "n": 0, "note": "diverged at every rate"}
+    losses = [arm.runs[seed].final_loss for seed in seeds]
+    finite = [loss for loss in losses if loss is not None]
+    if len(finite) < len(losses):
+        note = f"diverged in {len(losses) - len(finite)} of {len(losses)} seeds"
+        return {"mean": None, "sd": None, "n": len(losses), "note": note}
+    if not finite:
+        return {"mean": None, "sd": None, "n": 0, "note": "no finished seed"}
+    mean = sum(finite) / len(finite)
+    sd = None
+    if len(finite) > 1:
+        sd = math.sqrt(sum((loss - mean) ** 2 for loss in finite) / (len(finite) - 1))
+    return {"mean": mean, "sd": sd, "n": len(finite), "note": ""}
+
+
+# --- where the numbers came from -----------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that a loss may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """The kind of machine: never its name, its user or a path on it.
+
+    Args:
+        threads: CPU threads that the runs set; None: torch's own choice.
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": threads or torch.get_num_threads(),
+        "device": device,
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _processor() -> str:
+    # platform.processor() is empty or only the architecture on Linux.
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def command_line() -> str:
+    """The command of this process, with no path of this machine in it."""
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    if program in ("", "-c", "-m"):
+        return "python"
+    words = ["python", program] if program.endswith(".py") else [program]
+    return shlex.join(clean(word) for word in [*words, *sys.argv[1:]])
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one flat mapping with dotted names, its values as JSON would give them back."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        flat: dict[str, Any] = {}
+        for name, inner in value.items():
+            flat |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    return {prefix: clean(value)}
+
+
+def clean(value: Any) -> Any:
+    """What may be written as JSON: absolute paths cut to their last name, NaN and infinity to None."""
+    if isinstance(value, Mapping):
+        return {str(key): clean(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        start, mark, path = text.rpartition("=")
+        return start + mark + f".../{Path(path).name}" if Path(path).is_absolute() else text
+    if value is None or isinstance(value, bool | int):
+        return value
+    return str(value)

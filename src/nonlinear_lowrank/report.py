@@ -1,0 +1,327 @@
+"""What a comparison says: the console tables and `report.md`, both made from `results.json` alone.
+
+Every sentence is generated from the numbers. A difference is claimed only where its 95 % interval excludes
+zero (a ratio: one); anything else reads "no difference shown", with the n.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+Record = Mapping[str, Any]
+_NONE = "-"
+
+
+# --- numbers as text -----------------------------------------------------------------------------------------
+
+
+def percent(value: float | None) -> str:
+    """`+5.70 %`, or a dash where nothing was measured."""
+    return _NONE if value is None else f"{value:+.2f} %"
+
+
+def p_text(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return "<0.0001" if value < 1e-4 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+
+
+def delta_text(estimate: Record) -> str:
+    """`-0.0402 [-0.0511, -0.0293]`; without an interval the reason stands in its place."""
+    return _estimate(estimate, "+.4f", "")
+
+
+def ratio_text(estimate: Record) -> str:
+    """`1.26x [1.18, 1.35]`; without an interval the reason stands in its place."""
+    return _estimate(estimate, ".3f", "x")
+
+
+def _estimate(estimate: Record, form: str, unit: str) -> str:
+    if estimate["value"] is None:
+        return str(estimate["note"])
+    text = format(estimate["value"], form) + unit
+    if estimate["low"] is None:
+        return text + (" (n = 1)" if estimate["n"] == 1 else " (no interval)")
+    return f"{text} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
+
+
+def _time_text(time: Record | None) -> str:
+    if time is None:
+        return _NONE
+    low, high = 100 * (time["lower_quartile"] - 1), 100 * (time["upper_quartile"] - 1)
+    return f"{100 * (time['median'] - 1):+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _rate(arm: Record) -> str:
+    return _NONE if arm["lr"] is None else f"{arm['lr']:g}"
+
+
+def _loss_text(arm: Record) -> str:
+    final = arm["final_loss"]
+    if final["mean"] is None:
+        return final["note"]
+    return f"{final['mean']:.4f}" + ("" if final["sd"] is None else f" (sd {final['sd']:.4f})")
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+_LOSS_HEAD = ("arm", "rate", "params", "FLOPs", "final loss", "delta [95 %]", "p", "p (Holm)")
+_SPEED_HEAD = ("arm", "step time [quartiles]", "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
+_MATCHED_HEAD = ("arm", "matched speedup, steps [95 %]", "p", "wall clock [95 %]", "p")
+
+
+def _rows(results: Record) -> Iterator[tuple[Record, Record | None]]:
+    pairs = results["against"].get(results["reference"], {})
+    for arm in results["arms"]:
+        yield arm, pairs.get(arm["name"])
+
+
+def loss_rows(results: Record) -> list[tuple[str, ...]]:
+    """The rows under `_LOSS_HEAD`, the reference's first."""
+    rows: list[tuple[str, ...]] = []
+    for arm, pair in _rows(results):
+        cost = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
+        if pair is None:
+            tail = ("reference", _NONE, _NONE) if arm["name"] == results["reference"] else (_NONE,) * 3
+        else:
+            tail = (delta_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"]))
+        rows.append((arm["name"], _rate(arm), *cost, _loss_text(arm), *tail))
+    return rows
+
+
+def speed_rows(results: Record) -> list[tuple[str, ...]]:
+    """The rows under `_SPEED_HEAD`: time of a step, step speedup and wall-clock speedup."""
+    rows: list[tuple[str, ...]] = []
+    for arm, pair in _rows(results):
+        if pair is not None:
+            steps, wall = pair["step_speedup"], pair["wall_clock_speedup"]
+            tail = (ratio_text(steps), p_text(steps["p_value"]), ratio_text(wall), p_text(wall["p_value"]))
+            rows.append((arm["name"], _time_text(arm["step_time_ratio"]), *tail))
+    return rows
+
+
+def matched_rows(results: Record) -> list[tuple[str, ...]]:
+    """The rows under `_MATCHED_HEAD`: the speedup that also exists for arms slower than the reference."""
+    rows: list[tuple[str, ...]] = []
+    for arm, pair in _rows(results):
+        if pair is not None:
+            steps, wall = pair["matched_speedup"], pair["matched_wall_clock_speedup"]
+            tail = (ratio_text(steps), p_text(steps["p_value"]), ratio_text(wall), p_text(wall["p_value"]))
+            rows.append((arm["name"], *tail))
+    return rows
+
+
+def render_tables(results: Record) -> Group:
+    """The console's tables, for `rich.print`."""
+    n, reference = results["n"], results["reference"]
+    sections = [
+        (f"Loss against {reference} (n = {n})", _LOSS_HEAD, loss_rows(results)),
+        (f"Speed against {reference} (n = {n})", _SPEED_HEAD, speed_rows(results)),
+    ]
+    if any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results)):
+        title = "Speed at the lowest loss that both reach (below 1x: slower)"
+        sections.append((title, _MATCHED_HEAD, matched_rows(results)))
+    tables = []
+    for title, head, rows in sections:
+        table = Table(title=title, title_justify="left")
+        for index, name in enumerate(head):
+            table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return Group(*tables)
+
+
+def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "|" + "---|" * len(head)
+    return "\n".join([line(head), rule, *(line(row) for row in rows)])
+
+
+# --- sentences -----------------------------------------------------------------------------------------------
+
+
+def _delta_sentence(name: str, reference: str, pair: Record, unit: str) -> str:
+    delta, n = pair["delta"], pair["n"]
+    if delta["value"] is None:
+        return f"`{name}`: no loss difference from `{reference}` can be given ({delta['note']})."
+    size = f"{abs(delta['value']):.4f} {unit}"
+    if delta["low"] is None:
+        side = "lower" if delta["value"] < 0 else "higher"
+        return (
+            f"`{name}`: {size} {side} than `{reference}` in what was run, but {delta['note']} "
+            f"(n = {n}), so no difference is shown."
+        )
+    interval = f"95 % interval {delta['low']:+.4f} to {delta['high']:+.4f}, p = {p_text(delta['p_value'])}"
+    if not delta["shown"]:
+        return f"`{name}`: no difference from `{reference}` shown at n = {n} (delta {delta['value']:+.4f}, {interval})."
+    side = "lower" if delta["value"] < 0 else "higher"
+    text = f"`{name}` ended {size} **{side}** than `{reference}` ({interval}, n = {n})."
+    if pair["p_holm"] is not None and pair["p_holm"] >= 0.05:
+        text += f" After Holm's correction for the number of arms p = {p_text(pair['p_holm'])}: a hint, not a finding."
+    return text
+
+
+def _speed_sentence(name: str, reference: str, pair: Record) -> str:
+    steps, matched, n = pair["step_speedup"], pair["matched_speedup"], pair["n"]
+    if pair["diverged"]:
+        return ""
+    if pair["reached"] < n:
+        text = f"It reached the final loss of `{reference}` in {pair['reached']} of {n} seeds: no step speedup."
+        if matched["value"] is None:
+            return text
+        return f"{text} At the lowest loss that both reach, its speed in steps is {ratio_text(matched)}."
+    if steps["value"] is None:
+        return f"No step speedup: {steps['note']}."
+    if steps["shown"]:
+        word = "faster" if steps["value"] > 1 else "slower"
+        text = f"It reached that model's final loss {ratio_text(steps)} as fast in steps: **{word}**."
+    else:
+        text = f"Step speedup {ratio_text(steps)}: no difference shown."
+    wall = pair["wall_clock_speedup"]
+    if wall["value"] is None:
+        return f"{text} Hours: {wall['note']}."
+    if wall["shown"]:
+        word = "faster" if wall["value"] > 1 else "slower"
+        return f"{text} In hours {ratio_text(wall)}: **{word}**."
+    return f"{text} In hours {ratio_text(wall)}: no difference shown."
+
+
+def findings(results: Record) -> list[str]:
+    """What was found, one item for each arm that is not a control, then what clouds it."""
+    unit = results["loss_unit"]
+    lines = []
+    arms = {arm["name"]: arm for arm in results["arms"]}
+    if results["n"] == 0:
+        lines.append("No seed was finished by all arms: there is nothing to compare yet.")
+    elif results["n"] == 1:
+        lines.append("One seed was run (n = 1): no interval and no p-value, so nothing is shown either way.")
+    controls = [arm for arm in results["arms"] if arm["control"] and arm["final_loss"]["mean"] is not None]
+    best = min(controls, key=lambda arm: arm["final_loss"]["mean"], default=None)
+    for name, pair in results["against"].get(results["reference"], {}).items():
+        if results["n"] == 0:
+            break
+        text = _delta_sentence(name, results["reference"], pair, unit)
+        speed = _speed_sentence(name, results["reference"], pair)
+        if speed:
+            text += " " + speed
+        lines.append(text)
+        # The gain over the strongest control is what the branch itself brings.
+        if best is not None and not arms[name]["control"] and best["name"] != results["reference"]:
+            second = results["against"][best["name"]].get(name)
+            if second is not None:
+                strongest = _delta_sentence(name, best["name"], second, unit)
+                speed = _speed_sentence(name, best["name"], second)
+                lines.append(f"Against the strongest control: {strongest} {speed}".rstrip())
+    return lines + list(results["notes"])
+
+
+# --- the report ----------------------------------------------------------------------------------------------
+
+_LIMITS = """\
+- Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
+lengths of training.
+- Delta: paired t-test over seeds on the loss at the last step. Every seed gives all arms the same batches in \
+the same order and the same evaluation text.
+- Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss \
+on the linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs. It is a number only \
+when every seed reached that loss. A curve that rises again at its end flatters it.
+- Matched speedup: the step speedup where it exists; where an arm never came down to the reference's final \
+loss, the steps the reference took to the arm's final loss / the steps of the arm, which is below 1.
+- Wall-clock speedup: speedup in steps / step-time ratio. The step-time ratio is the median of paired ratios \
+of interleaved training steps (all arms in turn, same batch) on the machine named below, quartiles in \
+brackets; evaluation, loading and checkpoints are not in it. Its error is bootstrapped and added to that of \
+the seeds on the log scale.
+- p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
+- Learning rates are tuned on a seed of their own, which is not used in the comparison; a single tuning seed \
+leaves the best rate uncertain by about one step of the grid."""
+
+
+def render_report(results: Record) -> str:
+    """`report.md` from the record in `results.json`."""
+    n, reference = results["n"], results["reference"]
+    parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
+    parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
+    parts += ["## Loss", f"Reference: `{reference}`. Loss in {results['loss_unit']}; a delta below 0 is better."]
+    parts += [_markdown_table(_LOSS_HEAD, loss_rows(results))]
+    parts += ["## Speed", _markdown_table(_SPEED_HEAD, speed_rows(results))]
+    parts += ["At the lowest loss that both reach (below 1x is slower):"]
+    parts += [_markdown_table(_MATCHED_HEAD, matched_rows(results))]
+    parts += ["![evaluation curves](curves.png)", _curve_caption(n)]
+    others = [name for name in results["against"] if name != reference]
+    if others:
+        parts += ["## Against each control"]
+        head = ("arm", "against", "delta [95 %]", "p", "p (Holm)", "step speedup [95 %]", "matched speedup [95 %]")
+        parts += [_markdown_table(head, list(_control_rows(results, others)))]
+    if any(arm["tuning"] for arm in results["arms"]):
+        parts += ["## Learning rates", _tuning_text(results), "![loss against learning rate](rates.png)"]
+    parts += ["## Every run", _markdown_table(*_run_table(results))]
+    parts += ["## Settings", _settings_text(results)]
+    parts += ["## How to repeat", f"```\n{results['command']}\n```"]
+    parts += ["The same command with `--resume` goes on where it stopped and reuses every finished run."]
+    parts += ["## How to read it, and limits", _LIMITS]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _curve_caption(n: int) -> str:
+    band = " Lines are means over seeds, bands run from the lowest to the highest seed." if n > 1 else ""
+    return f"Baselines dashed, other arms solid; the first 20 % of the steps are not shown.{band}"
+
+
+def _control_rows(results: Record, others: list[str]) -> Iterator[tuple[str, ...]]:
+    for other in others:
+        for name, pair in results["against"][other].items():
+            delta = pair["delta"]
+            yield (
+                name,
+                other,
+                delta_text(delta),
+                p_text(delta["p_value"]),
+                p_text(pair["p_holm"]),
+                ratio_text(pair["step_speedup"]),
+                ratio_text(pair["matched_speedup"]),
+            )
+
+
+def _tuning_text(results: Record) -> str:
+    rates = sorted({run["lr"] for arm in results["arms"] for run in arm["tuning"]})
+    head = ("arm", *(f"{rate:g}" for rate in rates), "chosen")
+    rows = []
+    for arm in results["arms"]:
+        losses = {run["lr"]: run["final_loss"] for run in arm["tuning"]}
+        cells = []
+        for rate in rates:
+            loss = losses.get(rate, _NONE)
+            text = "diverged" if loss is None else loss if isinstance(loss, str) else f"{loss:.4f}"
+            cells.append(f"**{text}**" if rate == arm["lr"] and losses else text)
+        rows.append((arm["name"], *cells, f"{_rate(arm)} ({arm['lr_source']})"))
+    intro = f"Final loss on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
+    return intro + "\n\n" + _markdown_table(head, rows)
+
+
+def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    seeds = sorted({run["seed"] for arm in results["arms"] for run in arm["runs"]})
+    rows = []
+    for arm in results["arms"]:
+        runs = {run["seed"]: run for run in arm["runs"]}
+        cells = []
+        for seed in seeds:
+            run = runs.get(seed)
+            loss = None if run is None else run["final_loss"]
+            cells.append("not run" if run is None else "diverged" if loss is None else f"{loss:.4f}")
+        rows.append((arm["name"], *cells))
+    return ("final loss", *(f"seed {seed}" for seed in seeds)), rows
+
+
+def _settings_text(results: Record) -> str:
+    lines = [f"- {key}: `{value}`" for key, value in results["recipe"]["settings"].items()]
+    lines += [f"- data.{key}: `{value}`" for key, value in results["data"].items()]
+    lines += [f"- {key}: `{value}`" for key, value in results["machine"].items()]
+    lines += [f"- {key}: `{value}`" for key, value in results["versions"].items()]
+    return (
+        "<details><summary>every setting, version and the machine</summary>\n\n" + "\n".join(lines) + ("\n\n</details>")
+    )

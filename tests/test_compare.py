@@ -1,0 +1,492 @@
+"""The bookkeeping of a comparison, with a stand-in for training; and one comparison from end to end."""
+
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nonlinear_lowrank.checkpoints import DivergedError
+from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.measure import Measurement
+from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.record import clean, flatten
+from nonlinear_lowrank.report import findings, render_report
+
+BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
+STEPS = 100
+
+
+@dataclass(frozen=True)
+class StubTask:
+    """Stands for a task whose text is prepared already."""
+
+    sequence_length: int = 8
+    fingerprint: str = "f" * 64
+
+    def prepare(self, progress=True):
+        return SimpleNamespace(fingerprint=self.fingerprint, describe=lambda: {"tokens": 12345})
+
+
+class FakeTraining:
+    """Has run_training's signature; the curve is a straight line to a final loss given by a function.
+
+    `loss(arm name, rate, seed)` is the final loss; NaN diverges as run_training does.
+    """
+
+    def __init__(self, loss):
+        self.loss, self.calls, self.resumed, self.stop_after = loss, [], [], math.inf
+
+    def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet):
+        key = (recipe.arm.name, recipe.lr, recipe.train.seed)
+        assert recipe.train.lr == recipe.arm.lr, "the rate must be told one way"
+        assert not overwrite
+        assert resume or not out.exists() or not any(out.iterdir()), "run_training refuses a used folder"
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(exist_ok=True)
+        (out / "recipe.json").write_text("{}")
+        if len(self.calls) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.calls.append(key)
+        if resume:
+            self.resumed.append(key)
+        final = self.loss(*key)
+        diverged = math.isnan(final)
+        start = 5.0
+        curve = [[s, start + (final - start) * s / STEPS] for s in range(0, STEPS + 1, 10)]
+        result = {
+            "status": "diverged" if diverged else "done",
+            "final_loss": None if diverged else final,
+            "steps": STEPS,
+            "seconds": 1.5,
+            "tokens_per_step": 64,
+            "fingerprint": prepared.fingerprint,
+            "curve": [[0, start]] if diverged else curve,
+        }
+        (out / "result.json").write_text(json.dumps(result))
+        if diverged:
+            raise DivergedError("the loss is NaN at step 7", 7)
+
+
+def fake_measure(recipe, arms, prepared, *, rounds):
+    rng = np.random.default_rng(0)
+    shared = rng.uniform(1.0, 1.5, max(rounds, 1))
+    cost = {arm.name: 1.0 + 0.1 * (arm.method != "baseline") for arm in arms}
+    times = {name: list(shared * c * rng.normal(1, 0.01, len(shared))) for name, c in cost.items()}
+    return Measurement(
+        parameters={name: int(1000 * c) for name, c in cost.items()},
+        flops={name: 10.0 * c for name, c in cost.items()},
+        times=times if rounds else None,
+    )
+
+
+def seed_luck(seed):
+    return 0.3 * math.sin(7 * seed)
+
+
+def gain(arm, rate, seed):
+    """NOBLE ends 0.2 lower than the baseline, the control 0.1; seeds differ far more than arms."""
+    effect = {"baseline": 0.0, "baseline-init-noble": -0.1}.get(arm, -0.2)
+    return 3.0 + seed_luck(seed) + effect + 0.005 * math.sin(31 * seed + sum(map(ord, arm)))
+
+
+@pytest.fixture
+def pictures():
+    """Asks `go` to draw."""
+
+
+@pytest.fixture
+def recipe():
+    train = TrainConfig(steps=STEPS, batch_size=8, lr=1e-3, tracker="none")
+    return Recipe(name="stub", description="A stub", task=StubTask(), train=train, arms=("baseline",), seeds=3)
+
+
+@pytest.fixture
+def go(recipe, tmp_path, monkeypatch, request):
+    """compare with everything but the bookkeeping replaced; pictures only where a test is marked for them."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(sys.modules[compare.__module__], "draw", lambda out, results: None)
+
+    def run(loss=gain, *, training=None, recipe=recipe, out=tmp_path / "out", arms=(BASE, CONTROL, NOBLE), **options):
+        training = training or FakeTraining(loss)
+        options = {"seeds": 3, "tune_lr": (), "quiet": True, "command": "nlr compare stub"} | options
+        return compare(recipe, out, arms=arms, run=training, measure=fake_measure, **options)
+
+    return run
+
+
+def test_a_gain_is_found_with_its_interval_and_both_speedups(go, tmp_path):
+    comparison = go(seeds=4)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results == json.loads(json.dumps(comparison.results))
+    assert (results["n"], results["seeds"]) == (4, [1, 2, 3, 4])
+    pair = results["against"]["baseline"]["noble-r4"]
+    deltas = [gain("noble-r4", 1e-3, s) - gain("baseline", 1e-3, s) for s in (1, 2, 3, 4)]
+    assert pair["delta"]["value"] == pytest.approx(np.mean(deltas))
+    assert pair["delta"]["shown"]
+    assert pair["p_holm"] >= pair["delta"]["p_value"]
+    # A straight line from 5 to L crosses L0 after (5 - L0) / (5 - L) of its steps.
+    speed = [(5 - gain("noble-r4", 1e-3, s)) / (5 - gain("baseline", 1e-3, s)) for s in (1, 2, 3, 4)]
+    assert pair["step_speedup"]["value"] == pytest.approx(math.exp(np.mean(np.log(speed))))
+    noble = next(arm for arm in results["arms"] if arm["name"] == "noble-r4")
+    ratio = noble["step_time_ratio"]["median"]
+    assert ratio == pytest.approx(1.1, abs=0.02)
+    assert pair["wall_clock_speedup"]["value"] == pytest.approx(pair["step_speedup"]["value"] / ratio)
+    assert noble["parameters_percent"] == pytest.approx(10)
+    assert noble["flops_percent"] == pytest.approx(10)
+    assert set(results["against"]) == {"baseline", "baseline-init-noble"}
+    text = " ".join(findings(results))
+    assert "**lower** than `baseline`" in text
+    assert "Against the strongest control" in text
+    assert "`baseline-init-noble`" in text
+
+
+def test_no_difference_is_called_none(go):
+    def noise(arm, rate, seed):
+        return 3.0 + seed_luck(seed) + (arm == "noble-r4") * {1: 0.01, 2: -0.02, 3: 0.013}[seed]
+
+    comparison = go(noise, arms=(BASE, NOBLE))
+    lines = findings(comparison.results)
+    assert any("no difference from `baseline` shown at n = 3" in line for line in lines)
+    assert not any("**lower**" in line or "**higher**" in line or "**faster**" in line for line in lines)
+
+
+def test_a_slower_arm_is_printed_as_plainly(go):
+    comparison = go(lambda arm, rate, seed: gain(arm, rate, seed) + (0.5 if arm == "noble-r4" else 0.0))
+    pair = comparison.results["against"]["baseline"]["noble-r4"]
+    assert pair["reached"] == 0
+    assert pair["step_speedup"]["value"] is None
+    assert pair["wall_clock_speedup"]["value"] is None
+    assert 0.5 < pair["matched_speedup"]["value"] < 1
+    assert pair["matched_speedup"]["shown"]
+    text = " ".join(findings(comparison.results))
+    assert "**higher** than `baseline`" in text
+    assert "0 of 3 seeds: no step speedup" in text
+    shown = str(comparison)
+    assert "not reached (0 of 3" in re.sub(r"[\s\u2502|]+", " ", shown)
+    assert "Speed at the lowest loss that both reach" in shown
+
+
+def test_one_seed_gives_no_interval_and_says_so(go):
+    comparison = go(seeds=1)
+    pair = comparison.results["against"]["baseline"]["noble-r4"]
+    assert pair["delta"]["low"] is None
+    assert pair["delta"]["p_value"] is None
+    text = " ".join(findings(comparison.results))
+    assert "n = 1" in text
+    assert "**" not in text, "nothing may be claimed from one seed"
+
+
+# --- learning rates ------------------------------------------------------------------------------------------
+
+
+def bowl(best):
+    """Final losses with the best rate of each arm at `best[arm]`."""
+
+    def loss(arm, rate, seed):
+        return gain(arm, rate, seed) + 0.05 * math.log2(rate / best[arm]) ** 2
+
+    return loss
+
+
+def test_each_arm_gets_its_own_best_rate_and_the_grid_grows_until_it_is_inside(go, tmp_path, pictures):
+    training = FakeTraining(bowl({"baseline": 2e-3, "noble-r4": 16e-3, "baseline-init-noble": 0.5e-3}))
+    comparison = go(training=training, tune_lr=(1e-3, 2e-3, 4e-3))
+    rates = {arm["name"]: arm["lr"] for arm in comparison.results["arms"]}
+    assert rates == {"baseline": 2e-3, "noble-r4": 16e-3, "baseline-init-noble": 0.5e-3}
+    tried = {arm["name"]: [run["lr"] for run in arm["tuning"]] for arm in comparison.results["arms"]}
+    assert tried["noble-r4"] == [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
+    assert tried["baseline-init-noble"] == [0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3]
+    assert {call[2] for call in training.calls if call[1] == 32e-3} == {0}, "tuning has a seed of its own"
+    assert {call[2] for call in training.calls} == {0, 1, 2, 3}
+    assert not any("edge" in note for note in comparison.results["notes"])
+    assert (tmp_path / "out" / "rates.png").exists()
+    assert "## Learning rates" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_extensions_are_bounded_and_the_report_says_so(go):
+    comparison = go(lambda arm, rate, seed: gain(arm, rate, seed) - rate, tune_lr=(1e-3, 2e-3), max_extensions=2)
+    assert comparison.results["arms"][0]["lr"] == 8e-3
+    assert any("still at the edge of its grid after 2 ext" in line for line in findings(comparison.results))
+
+
+def test_diverged_rates_lose_and_an_arm_that_never_trains_is_left_out(go):
+    def loss(arm, rate, seed):
+        if arm == "noble-r4" or rate > 2e-3:
+            return math.nan
+        return gain(arm, rate, seed) - 10 * rate
+
+    comparison = go(loss, tune_lr=(1e-3, 2e-3, 4e-3), max_extensions=1)
+    arms = {arm["name"]: arm for arm in comparison.results["arms"]}
+    assert arms["baseline"]["lr"] == 2e-3, "the next rate diverges, so 2e-3 is inside the grid"
+    assert arms["noble-r4"]["lr"] is None
+    assert [run["lr"] for run in arms["noble-r4"]["tuning"]] == [0.5e-3, 1e-3, 2e-3, 4e-3], "grows downwards"
+    assert comparison.results["n"] == 3, "the other arms go on"
+    assert any("`noble-r4` diverged at every rate" in line for line in findings(comparison.results))
+
+
+def test_an_arm_with_its_own_rate_is_not_tuned(go):
+    fixed = replace(NOBLE, lr=5e-3)
+    training = FakeTraining(bowl({"baseline": 2e-3, "noble-r4": 1e-3}))
+    comparison = go(training=training, arms=(BASE, fixed), tune_lr=(1e-3, 2e-3, 4e-3))
+    assert {call[1] for call in training.calls if call[0] == "noble-r4"} == {5e-3}
+    assert comparison.results["arms"][1]["lr_source"] == "set by the arm"
+
+
+# --- divergence, interruption, time --------------------------------------------------------------------------
+
+
+def test_a_diverged_run_is_recorded_and_the_comparison_continues(go):
+    training = FakeTraining(
+        lambda arm, rate, seed: math.nan if (arm, seed) == ("noble-r4", 2) else gain(arm, rate, seed)
+    )
+    comparison = go(training=training)
+    assert len(training.calls) == 9
+    pair = comparison.results["against"]["baseline"]["noble-r4"]
+    assert pair["delta"]["value"] is None
+    assert "diverged in 1 of 3 seeds" in " ".join(findings(comparison.results))
+    assert comparison.results["against"]["baseline"]["baseline-init-noble"]["delta"]["n"] == 3
+    again = FakeTraining(gain)
+    go(training=again, resume=True)
+    assert again.calls == [], "a diverged run is a result; it is not tried again"
+
+
+def test_another_error_of_training_is_not_swallowed(go):
+    def broken(*args, **kwargs):
+        raise UserError("no space left on the disk")
+
+    with pytest.raises(UserError, match="no space"):
+        go(training=broken)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 10, 12])
+def test_interrupted_anywhere_and_resumed_gives_the_same_results(go, tmp_path, stop):
+    rates = {"tune_lr": (1e-3, 2e-3, 4e-3), "arms": (BASE, NOBLE)}
+    loss = bowl({"baseline": 2e-3, "noble-r4": 4e-3})
+    whole = FakeTraining(loss)
+    expected = go(training=whole, out=tmp_path / "whole", **rates).results
+    first = FakeTraining(loss)
+    first.stop_after = stop
+    with pytest.raises(KeyboardInterrupt):
+        go(training=first, **rates)
+    second = FakeTraining(loss)
+    results = go(training=second, resume=True, **rates).results
+    assert sorted(first.calls + second.calls) == sorted(whole.calls), "every run exactly once"
+    assert second.resumed == second.calls[:1], "the run that was cut resumes, the others start afresh"
+    for record in (expected, results):
+        record.pop("seconds")
+    assert results == expected
+
+
+def test_results_are_reused_and_arms_and_seeds_may_be_added(go):
+    go(arms=(BASE, NOBLE), seeds=2)
+    more = FakeTraining(gain)
+    comparison = go(training=more, arms=(BASE, CONTROL, NOBLE), seeds=3, resume=True)
+    assert {call[0] for call in more.calls if call[2] < 3} == {"baseline-init-noble"}
+    assert len(more.calls) == 5
+    assert comparison.results["n"] == 3
+    none = FakeTraining(gain)
+    other = go(training=none, resume=True, reference="baseline-init-noble")
+    assert none.calls == []
+    assert other.results["reference"] == "baseline-init-noble"
+    assert "Reference: `baseline-init-noble`" in render_report(other.results)
+
+
+def test_no_new_seed_after_the_time_is_up(go):
+    now = iter(np.arange(0.0, 1000.0, 10.0))
+    training = FakeTraining(gain)
+    comparison = go(training=training, seeds=5, max_seconds=25, clock=lambda: next(now))
+    seeds = [call[2] for call in training.calls]
+    assert 1 <= comparison.results["n"] < 5
+    assert sorted(set(seeds)) == comparison.results["seeds"]
+    assert all(seeds.count(seed) == 3 for seed in set(seeds)), "every arm has the same n"
+    assert any("Stopped for time" in note for note in comparison.results["notes"])
+    assert [call[0] for call in training.calls[:3]] == ["baseline", "baseline-init-noble", "noble-r4"]
+
+
+def test_the_first_seed_always_runs(go):
+    comparison = go(seeds=3, max_seconds=1e-9)
+    assert comparison.results["n"] == 1
+
+
+def test_a_seed_that_not_every_arm_finished_is_left_out_and_said_so(go):
+    training = FakeTraining(gain)
+    training.stop_after = 8
+    with pytest.raises(KeyboardInterrupt):
+        go(training=training)
+    comparison = go(resume=True, max_seconds=1e-9)
+    assert comparison.results["seeds"] == [1, 2]
+    assert comparison.results["incomplete_seeds"] == [3]
+    assert any("Left out" in note and "3" in note for note in comparison.results["notes"])
+
+
+def test_finished_seeds_are_published_before_the_last(go, tmp_path):
+    training = FakeTraining(gain)
+    training.stop_after = 7
+    with pytest.raises(KeyboardInterrupt):
+        go(training=training)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["n"] == 2
+    assert "n = 2" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_torn_result_is_trained_again(go, tmp_path):
+    go(arms=(BASE, NOBLE))
+    torn = tmp_path / "out/runs/noble-r4/lr-0.001/seed-2/result.json"
+    torn.write_text(torn.read_text()[:40])
+    training = FakeTraining(gain)
+    go(training=training, arms=(BASE, NOBLE), resume=True)
+    assert training.resumed == [("noble-r4", 1e-3, 2)]
+
+
+def test_checkpoints_of_finished_runs_go_unless_kept(go, tmp_path):
+    go(arms=(BASE, NOBLE), seeds=1)
+    assert not list((tmp_path / "out").rglob("checkpoints"))
+    go(arms=(BASE, NOBLE), seeds=1, out=tmp_path / "kept", keep_checkpoints=True)
+    assert len(list((tmp_path / "kept").rglob("checkpoints"))) == 2
+
+
+# --- folders -------------------------------------------------------------------------------------------------
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_used_folder_is_refused_untouched_and_overwritten_on_demand(go, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "diary.txt").write_text("mine")
+    for options, words in [({}, "not empty"), ({"resume": True}, "no comparison")]:
+        with pytest.raises(UserError, match=words):
+            go(**options)
+        assert files(out) == {Path("diary.txt"): b"mine"}
+    go(arms=(BASE, NOBLE), overwrite=True)
+    assert (out / "diary.txt").read_text() == "mine", "only a comparison's own files are replaced"
+    training = FakeTraining(gain)
+    go(training=training, arms=(BASE, NOBLE), overwrite=True)
+    assert len(training.calls) == 6, "nothing of the former comparison is reused"
+
+
+def test_overwrite_refuses_runs_that_are_not_a_comparisons(go, tmp_path):
+    (tmp_path / "out" / "runs").mkdir(parents=True)
+    (tmp_path / "out" / "runs" / "precious").write_text("x")
+    with pytest.raises(UserError, match="no comparison wrote"):
+        go(overwrite=True)
+    assert (tmp_path / "out" / "runs" / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: replace(r, train=replace(r.train, steps=90)), "train.steps"),
+        (lambda r: replace(r, train=replace(r.train, betas=(0.9, 0.99))), "train.betas"),
+        (lambda r: replace(r, task=StubTask(sequence_length=9)), "task.sequence_length"),
+    ],
+)
+def test_changed_settings_are_refused_by_name(go, recipe, tmp_path, change, field):
+    go(arms=(BASE, NOBLE), seeds=1)
+    before = files(tmp_path / "out")
+    with pytest.raises(UserError, match=re.escape(field)) as caught:
+        go(recipe=change(recipe), arms=(BASE, NOBLE), seeds=1, resume=True)
+    assert "\n" not in str(caught.value)
+    assert files(tmp_path / "out") == before
+    go(recipe=change(recipe), arms=(BASE, NOBLE), seeds=1, overwrite=True)
+
+
+def test_a_changed_arm_of_the_same_name_is_refused(go):
+    go(arms=(BASE, NOBLE), seeds=1)
+    with pytest.raises(UserError, match="settings of arm 'noble-r4'"):
+        go(arms=(BASE, replace(NOBLE, settings={"rank": 8})), seeds=1, resume=True)
+
+
+def test_other_text_is_refused(go, recipe):
+    @dataclass(frozen=True)
+    class Moved(StubTask):
+        def prepare(self, progress=True):
+            return SimpleNamespace(fingerprint="0" * 64, describe=dict)
+
+    go(arms=(BASE, NOBLE), seeds=1)
+    with pytest.raises(UserError, match="other text"):
+        go(recipe=replace(recipe, task=Moved()), arms=(BASE, NOBLE), seeds=1, resume=True)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}'])
+def test_a_broken_marker_is_one_clear_line(go, tmp_path, text):
+    go(arms=(BASE, NOBLE), seeds=1)
+    (tmp_path / "out" / "compare.json").write_text(text)
+    with pytest.raises(UserError, match=r"compare\.json"):
+        go(arms=(BASE, NOBLE), seeds=1, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"arms": (BASE,)}, "at least two"),
+        ({"arms": (BASE, BASE)}, "two arms"),
+        ({"seeds": 0}, "seeds"),
+        ({"seeds": 2.5}, "seeds"),
+        ({"tune_lr": (1e-3,)}, "two different rates"),
+        ({"tune_lr": (1e-3, 1e-3)}, "two different rates"),
+        ({"tune_lr": (0.0, 1e-3)}, "above 0"),
+        ({"tune_lr": (math.nan, 1e-3)}, "above 0"),
+        ({"reference": "nobody"}, "nobody"),
+        ({"resume": True, "overwrite": True}, "choose one"),
+    ],
+)
+def test_bad_arguments_write_nothing(go, tmp_path, options, words):
+    with pytest.raises(UserError, match=words):
+        go(**options)
+    assert not (tmp_path / "out").exists()
+
+
+# --- the record ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_holds_settings_and_versions_and_no_path_or_host(go, tmp_path, monkeypatch):
+    import platform
+
+    monkeypatch.setattr(sys, "argv", ["/usr/somewhere/bin/nlr", "compare", "stub", "--out", str(tmp_path / "deep/er")])
+    comparison = go(command=None)
+    text = json.dumps(comparison.results) + render_report(comparison.results)
+    assert comparison.results["command"] == "nlr compare stub --out .../er"
+    assert str(tmp_path) not in text
+    assert platform.node() not in text or len(platform.node()) < 4
+    assert comparison.results["recipe"]["settings"]["train.weight_decay"] == 0.01
+    assert comparison.results["recipe"]["settings"]["task.sequence_length"] == 8
+    assert {"python", "torch", "transformers", "nonlinear-lowrank"} <= set(comparison.results["versions"])
+    assert comparison.results["machine"]["cpu_count"] >= 1
+    assert comparison.results["machine"]["threads"] >= 1
+    assert "np." not in text
+
+
+def test_clean_makes_anything_json():
+    value = {"a": (1, math.nan, Path("/x/y")), "b": "/x/y z", "c": "--out=/x/y", "d": "a/b", 3: {1.5}}
+    cleaned = clean(value)
+    assert json.loads(json.dumps(cleaned, allow_nan=False)) == cleaned
+    assert cleaned["a"] == [1, None, ".../y"]
+    assert (cleaned["b"], cleaned["c"], cleaned["d"]) == (".../y z", "--out=.../y", "a/b")
+
+
+def test_flatten_names_every_setting():
+    flat = flatten(TrainConfig(steps=3, batch_size=2, lr=1e-3), "train")
+    assert flat["train.steps"] == 3
+    assert flat["train.betas"] == [0.9, 0.98]
+    assert flat["train.threads"] is None
+
+
+def test_the_report_reads_from_the_record_alone(go, tmp_path, pictures):
+    go()
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report == render_report(results)
+    for heading in ("What was found", "Loss", "Speed", "Against each control", "Settings", "How to repeat", "limits"):
+        assert heading in report
+    assert "](curves.png)" in report
+    assert (tmp_path / "out" / "curves.png").exists()
+    assert report.isascii()
