@@ -7,6 +7,7 @@
 Importing it registers the augmented model types with transformers' Auto classes.
 """
 
+from . import hub
 from .augment import AugmentReport, augment, branches_disabled
 from .errors import UserError
 from .layers import NobleConfig, NobleConv1D, NobleLinear
@@ -23,5 +24,6 @@ __all__ = [
     "UserError",
     "augment",
     "branches_disabled",
+    "hub",
     "param_groups",
 ]

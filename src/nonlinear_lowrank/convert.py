@@ -1,0 +1,188 @@
+"""Up-cycling: a plain checkpoint becomes an augmented one that starts where the plain one stands.
+
+The dense weights are kept. With up_init="zero" the up projections start at zero, so the outputs are
+bit-equal; with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the
+outputs. Either way the difference is measured, between the input folder's model and the one that is
+loaded again from what was written.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import initialization as init
+
+from .augment import AugmentReport, augment
+from .errors import UserError
+from .hub_classes import TYPE_PREFIX, augmented_layers
+from .hub_files import check_folder, check_model_folder
+from .hub_loading import load_model
+from .storage import describe_disk_error, is_disk_error, staged_folder
+
+# What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_REWRITTEN = ("config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
+_SEQUENCES, _TOKENS = 2, 32
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What `convert` wrote, and how far its outputs are from the input model's."""
+
+    output: Path
+    augmented: AugmentReport
+    up_init: str
+    difference: float
+    """Largest absolute difference of the outputs on random inputs, after writing and loading again."""
+    bit_equal: bool
+    """Whether every output is the same to the last bit."""
+    measured: str
+    """Which output was compared, with its shape."""
+    copied: tuple[str, ...]
+    """Files taken over as they are."""
+
+    def __str__(self) -> str:
+        verdict = "bit-equal" if self.bit_equal else f"max |difference| {self.difference:.3e}"
+        return "\n".join(
+            [
+                str(self.augmented),
+                f"up init {self.up_init}: {self.measured} before and after: {verdict}",
+                f"copied {', '.join(self.copied) or 'no other files'}",
+                f"written to {self.output}",
+            ]
+        )
+
+
+def convert(
+    input_dir: str | Path,
+    output_dir: str | Path,
+    config: Any,
+    *,
+    up_init: Literal["zero", "paper"] = "zero",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    overwrite: bool = False,
+    **load: Any,
+) -> ConvertReport:
+    """Puts a method's layers into a plain checkpoint and keeps its dense weights.
+
+    The output is written beside its place and renamed when it is whole, measured, and loadable.
+
+    Args:
+        input_dir: a plain model as save_pretrained writes it, safetensors only.
+        output_dir: new or empty, unless overwrite.
+        config: a method's config, e.g. `NobleConfig(rank=64)`; its `init` is set to "pretrained".
+        up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch.
+        include: as in `augment`.
+        exclude: as in `augment`.
+        overwrite: replace what is in output_dir.
+        **load: for from_pretrained (dtype, device_map, ...); default: the type of the saved weights.
+
+    Returns:
+        What was swapped, the measured difference and the files copied.
+
+    Raises:
+        UserError: a folder or file is not as it must be, the model is augmented already, or the settings
+            do not fit it. Nothing is left in output_dir then.
+    """
+    if up_init not in ("zero", "paper"):
+        raise UserError(f"up_init must be 'zero' or 'paper', not {up_init!r}")
+    source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
+    _check_output(source, output, overwrite)
+    if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):
+        raise UserError(f"{source} is augmented already; convert the plain model that it came from")
+
+    model = load_model(source, **load)
+    inputs = _random_inputs(model)
+    before, measured = _output(model, inputs)
+    report = augment(model, replace(config, init="pretrained"), include=include, exclude=exclude, verbose=False)
+    if up_init == "paper":
+        for layer in augmented_layers(model):
+            _draw_up(layer, config)
+    with _staged(output) as folder:
+        model.save_pretrained(folder)
+        del model
+        copied = _copy_companions(source, folder)
+        after, _ = _output(load_model(folder, **load), inputs)
+    return ConvertReport(
+        output=output,
+        augmented=report,
+        up_init=up_init,
+        difference=(after.double() - before.double()).abs().max().item(),
+        bit_equal=torch.equal(before, after),
+        measured=measured,
+        copied=copied,
+    )
+
+
+def _check_output(source: Path, output: Path, overwrite: bool) -> None:
+    if output == source or output in source.parents or source in output.parents:
+        raise UserError(f"the output folder {output} overlaps the input {source}; choose another")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; choose a folder")
+    if output.is_dir() and any(output.iterdir()) and not overwrite:
+        raise UserError(f"{output} is not empty; choose another folder or pass overwrite")
+
+
+def _draw_up(layer: Any, config: Any) -> None:
+    """The up projection's init of a model from scratch."""
+    with torch.no_grad():
+        init.normal_(layer.noble_up, std=config.up_scale / config.rank**0.5)
+
+
+def _random_inputs(model: Any) -> dict[str, Tensor]:
+    """Random tokens or pixels that fit the model."""
+    config, device = model.config.get_text_config(), model.device
+    names = {model.main_input_name} | (
+        {"input_ids", "pixel_values"} if hasattr(model.config, "vision_config") else set()
+    )
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in names:
+        inputs["input_ids"] = torch.randint(config.vocab_size, (_SEQUENCES, _TOKENS), device=device)
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
+    if "pixel_values" in names:
+        vision = getattr(model.config, "vision_config", model.config)
+        size = getattr(vision, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (_SEQUENCES, getattr(vision, "num_channels", 3), height, width)
+        inputs["pixel_values"] = torch.randn(shape, device=device, dtype=model.dtype)
+    if not inputs:
+        raise UserError(f"{type(model).__name__} takes neither tokens nor pixels, so that convert cannot measure it")
+    return inputs
+
+
+@torch.no_grad()
+def _output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
+    """The model's first output on the inputs, with its name and shape."""
+    outputs = model(**inputs)
+    name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))
+    return value.cpu(), f"{name} {tuple(value.shape)}"
+
+
+def _copy_companions(source: Path, folder: Path) -> tuple[str, ...]:
+    found = {path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
+    rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}
+    names = sorted(path.name for path in found - rewritten)
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    return tuple(names)
+
+
+@contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """A folder to fill that appears as `output` when it is whole; disk errors in words."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with staged_folder(output) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        if not is_disk_error(error):
+            raise
+        raise UserError(f"cannot write {output}: {describe_disk_error(error)}") from error

@@ -1,0 +1,339 @@
+"""Model and config classes of augmented backbones, built when they are first asked for.
+
+`LlamaForCausalLM` has the augmented twin `NonlinearLowrankLlamaForCausalLM`, whose config class is
+`NonlinearLowrankLlamaConfig` with model_type "nonlinear_lowrank_llama". The own model_type is what makes
+a process without this package fail by name instead of dropping the branches. A twin is the plain class
+plus `AugmentedModel`: it builds the plain model, then puts the layers back that the config lists.
+
+transformers knows more than 400 backbones, so nothing is built at import: transformers' table of config
+classes gets a dict that answers any "nonlinear_lowrank_<base>" by building the classes of that base.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.auto import configuration_auto
+
+from .augment import apply_saved
+from .errors import UserError
+from .layers import method_of_layer
+
+TYPE_PREFIX = "nonlinear_lowrank_"
+"""An augmented config's model_type is this and the base's model_type."""
+CLASS_PREFIX = "NonlinearLowrank"
+"""The same for class names."""
+FIELD = "nonlinear_lowrank"
+"""The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
+
+
+class AugmentedModel:
+    """What a twin adds to its plain class (a mixin in front of a `transformers.PreTrainedModel`)."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        apply_saved(self, entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
+        if not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters()):
+            mark_initialized(self)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draws our layers by their own init, before transformers, whose init draws any linear with 0.02.
+
+        Tensors that came from a checkpoint carry a flag and are left alone.
+        """
+        for layer in augmented_layers(self):
+            if not getattr(layer, "_is_hf_initialized", False):
+                layer.reset_parameters()  # type: ignore[operator]
+        mark_initialized(self)
+        super().initialize_weights()  # type: ignore[misc]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """transformers' from_pretrained, which only warns of missing or extra tensors, made strict.
+
+        A tensor may be new, or stay unread, only where the saved class and this one differ: a language
+        model's checkpoint loads into a classifier, whose head is new, and the reverse. With
+        ignore_mismatched_sizes=True a head may also change its size; a branch may not.
+
+        Args:
+            *args: as in transformers.
+            output_loading_info: return (model, info) as transformers does.
+            **kwargs: as in transformers.
+
+        Raises:
+            UserError: tensors are missing from the checkpoint, or it has some that the model does not.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        check_loading_info(model, info)
+        return (model, info) if output_loading_info else model
+
+
+def augmented_layers(model: Any) -> Iterator[nn.Module]:
+    """The modules that `augment` put into the model."""
+    return (module for module in model.modules() if method_of_layer(module) is not None)
+
+
+def mark_initialized(model: Any) -> None:
+    """Tells transformers that our layers are drawn, as it does itself for the modules it draws."""
+    for layer in augmented_layers(model):
+        layer._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved entries with the module names of this model.
+
+    Names are saved as the augmented model had them. Another head changes the prefix ("model.layers.0" in
+    a language model is "layers.0" in its backbone), and modules of a head are absent under another one.
+    That no tensor is lost by it is checked when the checkpoint is loaded.
+    """
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"the config field {FIELD!r} must be a list of methods, not {entries!r}")
+    # A classifier builds its backbone by AutoModel, which has put the layers in already.
+    plain = {name for name, module in model.named_modules() if method_of_layer(module) is None}
+    prefix = model.base_model_prefix + "."
+    resolved = []
+    for entry in entries:
+        if not {"method", "config", "modules"} <= entry.keys():
+            raise UserError(f"an entry of the config field {FIELD!r} needs method, config and modules: {entry!r}")
+        modules = entry["modules"]
+        if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+            raise UserError(f"modules in the config field {FIELD!r} must be a list of module names, not {modules!r}")
+        candidates = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
+        names = [next((name for name in names if name in plain), None) for names in candidates]
+        resolved.append({**entry, "modules": [name for name in names if name is not None]})
+    return resolved
+
+
+def check_loading_info(model: Any, info: dict[str, Any]) -> None:
+    """Raises UserError if a load left out tensors that both the saved and the loaded class have.
+
+    Args:
+        model: the loaded model.
+        info: what transformers' from_pretrained returns with output_loading_info=True.
+    """
+    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing or extra:
+        written = _keys_of_writer(model)
+        if written is not None:
+            prefix = model.base_model_prefix + "."
+            missing = [key for key in missing if key.removeprefix(prefix) in written]
+            extra = [key for key in extra if key.removeprefix(prefix) not in written]
+    branches = {f"{name}." for name, module in model.named_modules() if method_of_layer(module) is not None}
+    resized = sorted(key for key, *_ in info["mismatched_keys"] if key[: key.rfind(".") + 1] in branches)
+    problems = [
+        f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
+        for what, keys in (("missing", missing), ("extra", extra), ("of another size", resized))
+        if keys
+    ]
+    if problems:
+        where = model.config._name_or_path or "the given state dict"
+        raise UserError(
+            f"the checkpoint {where} does not fit {type(model).__name__}: tensors {'; '.join(problems)}; "
+            "load the file that was saved with this config.json"
+        )
+
+
+def _keys_of_writer(model: Any) -> set[str] | None:
+    """Tensor names, less the backbone's prefix, of the class that wrote the checkpoint, if it is another."""
+    name = (getattr(model.config, "architectures", None) or [""])[0].removeprefix(CLASS_PREFIX)
+    if name in ("", type(model).__name__.removeprefix(CLASS_PREFIX)):
+        return None
+    writer = plain_class(name)
+    if writer is None:
+        return None
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        written = twin_of(writer)(model.config)
+        tensors = written.state_dict()
+        # Tensors that the loading class has no use for are listed under their names on disk.
+        keys = tensors.keys() | revert_weight_conversion(written, dict(tensors)).keys()
+    prefix = writer.base_model_prefix + "."
+    return {key.removeprefix(prefix) for key in keys}
+
+
+def plain_class(name: str) -> Any:
+    """The transformers model class of that name, or None. Classes that others registered count too."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if found is None:
+        registered = [value for mapping in _model_mappings() for value in mapping._extra_content.values()]
+        flat = [each for value in registered for each in (value if isinstance(value, list | tuple) else [value])]
+        found = next((each for each in flat if getattr(each, "__name__", "") == name), None)
+    return found if _is_model_class(found) else None
+
+
+def _is_model_class(value: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(value, type) and issubclass(value, PreTrainedModel)
+
+
+def config_class_of(base: Any) -> Any:
+    """The augmented twin of a plain config class."""
+    return _config_class_of(base)
+
+
+@cache
+def _config_class_of(base: Any) -> Any:
+    def __init__(self: Any, *args: Any, nonlinear_lowrank: list[dict[str, Any]] | None = None, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        self.nonlinear_lowrank = nonlinear_lowrank
+
+    return type(
+        CLASS_PREFIX + base.__name__,
+        (base,),
+        {
+            "__module__": __name__,
+            "__doc__": f"{base.__name__} of an augmented model; `{FIELD}` lists the methods and their places.",
+            "__init__": __init__,
+            "model_type": TYPE_PREFIX + base.model_type,
+        },
+    )
+
+
+def twin_of(base: Any, config_class: type | None = None) -> Any:
+    """The augmented twin of a plain model class (a twin is its own twin).
+
+    Args:
+        base: subclass of transformers.PreTrainedModel.
+        config_class: plain config class; default: the one the model class names. They differ where one
+            model class serves several configs.
+    """
+    if issubclass(base, AugmentedModel):
+        return base
+    return _twin_of(base, config_class or base.config_class)
+
+
+@cache
+def _twin_of(base: Any, config_class: Any) -> Any:
+    twin = type(
+        CLASS_PREFIX + base.__name__,
+        (AugmentedModel, base),
+        {
+            "__module__": __name__,
+            "__doc__": f"`{base.__name__}` with the layers that its config's `{FIELD}` lists.",
+            "config_class": config_class_of(config_class),
+        },
+    )
+    _share_weight_conversions(base.__name__, twin.__name__)
+    return twin
+
+
+def __getattr__(name: str) -> Any:
+    """Twins by name, so that pickle and `from nonlinear_lowrank.hub_classes import ...` find them."""
+    if name.startswith(CLASS_PREFIX):
+        import transformers
+
+        base = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
+        if isinstance(base, type) and issubclass(base, transformers.PreTrainedConfig):
+            return config_class_of(base)
+        if (base := plain_class(name.removeprefix(CLASS_PREFIX))) is not None:
+            return twin_of(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register(base_config_class: Any) -> Any:
+    """Makes the augmented twins of a backbone known to transformers' Auto classes.
+
+    Called by itself for every backbone that transformers knows; to be called for a backbone that was
+    added by `AutoConfig.register` only if its twins are wanted under their class names.
+
+    Args:
+        base_config_class: the plain config class, e.g. `LlamaConfig`.
+
+    Returns:
+        The augmented config class.
+
+    Raises:
+        UserError: the class has no model_type.
+    """
+    base_type = getattr(base_config_class, "model_type", "")
+    if not base_type:
+        raise UserError(f"{base_config_class.__name__} has no model_type, so that Auto classes cannot find it")
+    config_class = config_class_of(base_config_class)
+    model_type: str = config_class.model_type
+    if dict.get(_configs, model_type) is config_class:
+        return config_class
+    _configs[model_type] = config_class
+    _share_weight_conversions(base_type, model_type)
+    for mapping in _model_mappings():
+        if base_config_class not in mapping:
+            continue
+        plain = mapping[base_config_class]
+        many = isinstance(plain, list | tuple)
+        # Where a dependency of the backbone is absent, transformers has a stand-in instead of the model.
+        twins = [twin_of(each, base_config_class) for each in (plain if many else [plain]) if _is_model_class(each)]
+        if twins:
+            mapping.register(config_class, tuple(twins) if many else twins[0], exist_ok=True)
+            # Trainer (label smoothing) looks for a model's class name in this table.
+            names = tuple(twin.__name__ for twin in twins)
+            mapping._model_mapping[model_type] = names if many else names[0]
+    _share_processors(base_config_class, config_class)
+    return config_class
+
+
+def _model_mappings() -> list[Any]:
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_factory import _LazyAutoMapping
+
+    return [each for each in vars(modeling_auto).values() if isinstance(each, _LazyAutoMapping)]
+
+
+def _share_weight_conversions(base: str, twin: str) -> None:
+    """Gives a twin its base's renamings between disk and memory (ViT has such), kept by class and by type."""
+    from transformers import conversion_mapping
+
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping(base)
+    if conversions is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(twin, conversions, overwrite=True)
+
+
+def _share_processors(base: Any, twin: Any) -> None:
+    """Tokenizers and processors of an augmented model are those of its base."""
+    from transformers.models.auto import tokenization_auto as tokenizers
+
+    special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
+    special[twin.model_type] = configuration_auto.model_type_to_module_name(base.model_type)
+    if base.model_type in tokenizers.TOKENIZER_MAPPING_NAMES:
+        tokenizers.TOKENIZER_MAPPING_NAMES[twin.model_type] = tokenizers.TOKENIZER_MAPPING_NAMES[base.model_type]
+    if base.model_type in tokenizers.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        tokenizers.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(twin.model_type)
+    mappings = [tokenizers.TOKENIZER_MAPPING]
+    # Importing these takes seconds, so only where images are.
+    if any(hasattr(base, name) for name in ("image_size", "patch_size", "vision_config")):
+        from transformers.models.auto import image_processing_auto, processing_auto
+
+        mappings += [image_processing_auto.IMAGE_PROCESSOR_MAPPING, processing_auto.PROCESSOR_MAPPING]
+    for mapping in mappings:
+        if base in mapping._extra_content:
+            mapping._extra_content[twin] = mapping._extra_content[base]
+        elif base.__name__ in mapping._reverse_config_mapping:
+            mapping._reverse_config_mapping[twin.__name__] = mapping._reverse_config_mapping[base.__name__]
+
+
+class _ConfigsOnDemand(dict[str, Any]):
+    """transformers' table of added config classes, with ours built when a model_type asks for them."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._base_type(key) is not None
+
+    def __missing__(self, key: str) -> Any:
+        base_type = self._base_type(key)
+        if base_type is None:
+            raise KeyError(key)
+        return register(configuration_auto.CONFIG_MAPPING[base_type])
+
+    def _base_type(self, key: object) -> str | None:
+        if not isinstance(key, str) or not key.startswith(TYPE_PREFIX):
+            return None
+        base_type = key.removeprefix(TYPE_PREFIX)
+        return base_type if base_type in configuration_auto.CONFIG_MAPPING else None
+
+
+_configs = _ConfigsOnDemand(configuration_auto.CONFIG_MAPPING._extra_content)
+configuration_auto.CONFIG_MAPPING._extra_content = _configs

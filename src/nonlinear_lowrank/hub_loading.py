@@ -1,0 +1,89 @@
+"""Loading models and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .errors import UserError
+from .hub_classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
+from .hub_files import check_folder, check_model_folder, one_line, read_json
+
+
+def load_model(path: str | Path, **kwargs: Any) -> Any:
+    """Loads a model, plain or augmented, with the class that saved it; strictly, and from safetensors only.
+
+    Args:
+        path: a folder as `save_pretrained` writes it.
+        **kwargs: for transformers' from_pretrained (dtype, device_map, attn_implementation, ...).
+
+    Returns:
+        The `transformers.PreTrainedModel`, in evaluation mode.
+
+    Raises:
+        UserError: the folder or a file in it is not whole (see `hub_files`), the architecture is unknown,
+            or tensors are missing, extra or of another shape.
+    """
+    config = check_model_folder(path)
+    folder = str(check_folder(path))
+    model_class = _architecture(config, folder)
+    kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
+    try:
+        with _quiet():  # what transformers would warn of is an error here
+            model, info = model_class.from_pretrained(folder, **kwargs)
+        check_loading_info(model, info)
+    except UserError:
+        raise
+    except (StrictDataclassError, RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+        raise UserError(f"{folder} cannot be loaded as {model_class.__name__}: {one_line(error)[:500]}") from error
+    return model
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Loads the tokenizer of a model folder, from its files alone.
+
+    Raises:
+        UserError: no tokenizer in the folder, or its files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = check_folder(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+    there = [name for name in names if (folder / name).is_file()]
+    if not there:
+        raise UserError(f"{folder} has no tokenizer; save one into it with tokenizer.save_pretrained({str(folder)!r})")
+    for name in there:
+        if name.endswith(".json"):
+            read_json(folder / name)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)[:500]}") from error
+
+
+def _architecture(config: dict[str, Any], folder: str) -> Any:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UserError(f'{folder}/config.json names no model class: add its name as "architectures": ["..."]')
+    plain = plain_class(names[0].removeprefix(CLASS_PREFIX))
+    if plain is None:
+        raise UserError(f"{folder}/config.json: this transformers version has no model class {names[0]!r}")
+    model_type: str = config["model_type"]
+    if not model_type.startswith(TYPE_PREFIX):
+        return plain
+    return twin_of(plain, CONFIG_MAPPING[model_type.removeprefix(TYPE_PREFIX)])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
