@@ -1,0 +1,1 @@
+"""What is trained: text, language models."""
