@@ -230,7 +230,7 @@ def test_wall_clock_without_its_parts():
     assert wall_clock_speedup(one, timing).value == pytest.approx(1.0)
     assert wall_clock_speedup(one, timing).low is None
     assert wall_clock_speedup(one, None).value is None
-    missing = Estimate(value=None, n=3, null=1.0, note="not reached (1 of 3 seeds reached it)")
+    missing = Estimate(value=None, n=3, null=1.0, note="not reached (by 1 of 3 seeds)")
     assert wall_clock_speedup(missing, timing).note == missing.note
 
 

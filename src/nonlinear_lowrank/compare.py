@@ -62,9 +62,8 @@ class Comparison:
         console = Console(file=io.StringIO(), width=max(100, shutil.get_terminal_size((130, 40)).columns))
         console.print(self)
         assert isinstance(console.file, io.StringIO)
-        lines = [f"- {line}" for line in findings(self.results)]
-        files = ", ".join(name for name in ("report.md", "curves.png", "results.json"))
-        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: {files}"])
+        lines = [f"- {line}".replace("**", "") for line in findings(self.results)]
+        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: report.md, curves.png, results.json"])
 
 
 def compare(

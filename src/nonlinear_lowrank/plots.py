@@ -47,6 +47,25 @@ class Bar:
     group: str = ""
 
 
+def ablation_bars(
+    results: Mapping[str, Any], reference: str, labels: Mapping[str, tuple[str, str]] | None = None
+) -> list[Bar]:
+    """Bars of a comparison's record: every arm's delta from one reference, in the record's order.
+
+    Args:
+        results: what `results.json` holds.
+        reference: the recorded reference or one of the controls.
+        labels: arm -> (label, group); arms that are not named are left out. None: all, by their names.
+    """
+    bars = []
+    for name, pair in results["against"][reference].items():
+        if labels is None or name in labels:
+            label, group = (name, "") if labels is None else labels[name]
+            delta = pair["delta"]
+            bars.append(Bar(label=label, value=delta["value"], low=delta["low"], high=delta["high"], group=group))
+    return bars
+
+
 def mean_curve(
     curves: Sequence[Sequence[tuple[float, float]]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 Record = Mapping[str, Any]
 _NONE = "-"
@@ -26,6 +27,11 @@ def p_text(value: float | None) -> str:
     if value is None:
         return _NONE
     return "<0.0001" if value < 1e-4 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+
+
+def _p_clause(value: float | None) -> str:
+    text = p_text(value)
+    return f"p {text[0]} {text[1:]}" if text[0] == "<" else f"p = {text}"
 
 
 def delta_text(estimate: Record) -> str:
@@ -62,7 +68,7 @@ def _loss_text(arm: Record) -> str:
     final = arm["final_loss"]
     if final["mean"] is None:
         return final["note"]
-    return f"{final['mean']:.4f}" + ("" if final["sd"] is None else f" (sd {final['sd']:.4f})")
+    return f"{final['mean']:.4f}"
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -113,6 +119,10 @@ def matched_rows(results: Record) -> list[tuple[str, ...]]:
     return rows
 
 
+def _some_not_reached(results: Record) -> bool:
+    return any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results))
+
+
 def render_tables(results: Record) -> Group:
     """The console's tables, for `rich.print`."""
     n, reference = results["n"], results["reference"]
@@ -120,18 +130,23 @@ def render_tables(results: Record) -> Group:
         (f"Loss against {reference} (n = {n})", _LOSS_HEAD, loss_rows(results)),
         (f"Speed against {reference} (n = {n})", _SPEED_HEAD, speed_rows(results)),
     ]
-    if any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results)):
+    if _some_not_reached(results):
         title = "Speed at the lowest loss that both reach (below 1x: slower)"
         sections.append((title, _MATCHED_HEAD, matched_rows(results)))
     tables = []
     for title, head, rows in sections:
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(head):
-            table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+            table.add_column(_cell(name), justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(_cell, row))
         tables.append(table)
     return Group(*tables)
+
+
+def _cell(text: str) -> Text:
+    """Intervals on a line of their own. Text, not str: rich reads square brackets as markup."""
+    return Text(text.replace(" [", "\n["))
 
 
 def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -156,13 +171,13 @@ def _delta_sentence(name: str, reference: str, pair: Record, unit: str) -> str:
             f"`{name}`: {size} {side} than `{reference}` in what was run, but {delta['note']} "
             f"(n = {n}), so no difference is shown."
         )
-    interval = f"95 % interval {delta['low']:+.4f} to {delta['high']:+.4f}, p = {p_text(delta['p_value'])}"
+    interval = f"95 % interval {delta['low']:+.4f} to {delta['high']:+.4f}, {_p_clause(delta['p_value'])}"
     if not delta["shown"]:
         return f"`{name}`: no difference from `{reference}` shown at n = {n} (delta {delta['value']:+.4f}, {interval})."
     side = "lower" if delta["value"] < 0 else "higher"
     text = f"`{name}` ended {size} **{side}** than `{reference}` ({interval}, n = {n})."
     if pair["p_holm"] is not None and pair["p_holm"] >= 0.05:
-        text += f" After Holm's correction for the number of arms p = {p_text(pair['p_holm'])}: a hint, not a finding."
+        text += f" After Holm's correction for the number of arms {_p_clause(pair['p_holm'])}: a hint, not a finding."
     return text
 
 
@@ -249,8 +264,9 @@ def render_report(results: Record) -> str:
     parts += ["## Loss", f"Reference: `{reference}`. Loss in {results['loss_unit']}; a delta below 0 is better."]
     parts += [_markdown_table(_LOSS_HEAD, loss_rows(results))]
     parts += ["## Speed", _markdown_table(_SPEED_HEAD, speed_rows(results))]
-    parts += ["At the lowest loss that both reach (below 1x is slower):"]
-    parts += [_markdown_table(_MATCHED_HEAD, matched_rows(results))]
+    if _some_not_reached(results):
+        parts += ["At the lowest loss that both reach (below 1x is slower):"]
+        parts += [_markdown_table(_MATCHED_HEAD, matched_rows(results))]
     parts += ["![evaluation curves](curves.png)", _curve_caption(n)]
     others = [name for name in results["against"] if name != reference]
     if others:
@@ -313,12 +329,14 @@ def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
             run = runs.get(seed)
             loss = None if run is None else run["final_loss"]
             cells.append("not run" if run is None else "diverged" if loss is None else f"{loss:.4f}")
-        rows.append((arm["name"], *cells))
-    return ("final loss", *(f"seed {seed}" for seed in seeds)), rows
+        sd = arm["final_loss"]["sd"]
+        rows.append((arm["name"], *cells, _NONE if sd is None else f"{sd:.4f}"))
+    return ("final loss", *(f"seed {seed}" for seed in seeds), "sd"), rows
 
 
 def _settings_text(results: Record) -> str:
-    lines = [f"- {key}: `{value}`" for key, value in results["recipe"]["settings"].items()]
+    lines = [f"- arm {arm['name']}: `{arm['settings']}`" for arm in results["arms"]]
+    lines += [f"- {key}: `{value}`" for key, value in results["recipe"]["settings"].items()]
     lines += [f"- data.{key}: `{value}`" for key, value in results["data"].items()]
     lines += [f"- {key}: `{value}`" for key, value in results["machine"].items()]
     lines += [f"- {key}: `{value}`" for key, value in results["versions"].items()]

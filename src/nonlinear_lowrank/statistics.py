@@ -367,7 +367,7 @@ def compare_pair(
         delta = paired_mean([_final(arm[s]) - _final(reference[s]) for s in whole])
         matched = ratios([speeds[s].matched_speedup for s in whole])
         if reached < len(whole):
-            note = f"not reached ({reached} of {len(whole)} seeds reached it)"
+            note = f"not reached (by {reached} of {len(whole)} seeds)"
             steps = Estimate(value=None, n=len(whole), null=1.0, note=note)
         else:
             steps = ratios([speeds[s].step_speedup for s in whole])
