@@ -7,7 +7,19 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+)
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import convert as convert_module
@@ -71,6 +83,33 @@ def test_paper_init_reports_the_shift(name, tmp_path):
     with nlr.branches_disabled(load_model(tmp_path / "out")) as dense:
         inputs = batch(model)
         assert torch.equal(logits(dense, inputs), logits(model, inputs))
+
+
+def test_models_of_text_and_images(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=4)
+    text = LlamaConfig(**sizes, vocab_size=67, max_position_embeddings=20)
+    llava = LlavaConfig(vision_config=vision, text_config=text, image_token_index=66)
+    trained(lambda: AutoModelForImageTextToText.from_config(llava)).save_pretrained(tmp_path / "llava")
+    report = convert(tmp_path / "llava", tmp_path / "out", nlr.NobleConfig(rank=3))
+    assert report.measured == "logits (2, 20, 67)"
+    assert report.bit_equal
+    clip = CLIPConfig(vision_config=vision.to_dict(), text_config={**sizes, "vocab_size": 67}, projection_dim=16)
+    trained(lambda: CLIPModel(clip)).save_pretrained(tmp_path / "clip")
+    report = convert(tmp_path / "clip", tmp_path / "out", nlr.NobleConfig(rank=3), overwrite=True)
+    assert report.measured == "logits_per_image (2, 2)"
+    assert report.bit_equal
+
+
+def test_a_model_that_cannot_be_measured_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = Wav2Vec2Config(
+        **sizes, vocab_size=9, conv_dim=(32,), conv_stride=(5,), conv_kernel=(5,), num_conv_pos_embedding_groups=4
+    )
+    Wav2Vec2Model(config).save_pretrained(tmp_path / "plain")
+    with pytest.raises(nlr.UserError, match="cannot measure Wav2Vec2Model"):
+        convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3))
+    assert names_of(tmp_path) == {"plain"}
 
 
 def test_low_precision_stays(tmp_path):

@@ -131,9 +131,12 @@ class CheckpointedTrainer(Trainer):
             if not torch.isfinite(loss):
                 raise self.diverged(step)
         else:
-            bad = ~torch.isfinite(loss) & (self._bad_step == 0)
-            self._bad_step = torch.where(bad, step, self._bad_step)
+            self._note_bad(loss, step)
         return loss
+
+    def _note_bad(self, loss: torch.Tensor, step: int) -> None:
+        bad = ~torch.isfinite(loss) & (self._bad_step == 0)
+        self._bad_step = torch.where(bad, step, self._bad_step)
 
     def check_finite(self) -> None:
         """Raises DivergedError, in every process, if the loss of any step so far was not finite anywhere."""

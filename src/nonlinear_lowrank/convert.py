@@ -21,7 +21,7 @@ from transformers import initialization as init
 from .augment import AugmentReport, augment
 from .errors import UserError
 from .hub_classes import TYPE_PREFIX, augmented_layers
-from .hub_files import check_folder, check_model_folder
+from .hub_files import check_folder, check_model_folder, one_line
 from .hub_loading import load_model
 from .storage import describe_disk_error, is_disk_error, staged_folder
 
@@ -137,31 +137,39 @@ def _draw_up(layer: Any, config: Any) -> None:
 
 
 def _random_inputs(model: Any) -> dict[str, Tensor]:
-    """Random tokens or pixels that fit the model."""
-    config, device = model.config.get_text_config(), model.device
-    names = {model.main_input_name} | (
-        {"input_ids", "pixel_values"} if hasattr(model.config, "vision_config") else set()
-    )
+    """Random tokens or pixels that fit the model; both where it compares the two, as CLIP does."""
+    config, text = model.config, model.config.get_text_config()
+    image_token = getattr(config, "image_token_id", None)
+    names = {model.main_input_name}
+    if hasattr(config, "vision_config"):
+        names = {"input_ids"} if image_token is not None else {"input_ids", "pixel_values"}
     inputs: dict[str, Tensor] = {}
     if "input_ids" in names:
-        inputs["input_ids"] = torch.randint(config.vocab_size, (_SEQUENCES, _TOKENS), device=device)
-        if model.config.is_encoder_decoder:
+        length = min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS))
+        tokens = torch.randint(text.vocab_size, (_SEQUENCES, length), device=model.device)
+        inputs["input_ids"] = tokens.masked_fill(tokens == image_token, 0) if image_token is not None else tokens
+        if config.is_encoder_decoder:
             inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
     if "pixel_values" in names:
-        vision = getattr(model.config, "vision_config", model.config)
+        vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else size
         shape = (_SEQUENCES, getattr(vision, "num_channels", 3), height, width)
-        inputs["pixel_values"] = torch.randn(shape, device=device, dtype=model.dtype)
-    if not inputs:
-        raise UserError(f"{type(model).__name__} takes neither tokens nor pixels, so that convert cannot measure it")
+        inputs["pixel_values"] = torch.randn(shape, device=model.device, dtype=model.dtype)
     return inputs
 
 
 @torch.no_grad()
 def _output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
     """The model's first output on the inputs, with its name and shape."""
-    outputs = model(**inputs)
+    try:
+        outputs = model(**inputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        given = " and ".join(inputs) or "nothing: it takes neither tokens nor pixels"
+        raise UserError(
+            f"convert cannot measure {type(model).__name__} on random {given} ({one_line(error)[:200]}); "
+            "use augment and save_pretrained instead"
+        ) from error
     name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))
     return value.cpu(), f"{name} {tuple(value.shape)}"
 

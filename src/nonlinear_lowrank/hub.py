@@ -28,7 +28,7 @@ from torch import nn
 
 from .augment import after_augment
 from .convert import ConvertReport, convert
-from .hub_classes import FIELD, AugmentedModel, config_class_of, mark_initialized, register, twin_of
+from .hub_classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .hub_loading import load_model, load_tokenizer
 
 __all__ = [
@@ -58,7 +58,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
     memo: dict[int, Any] = {}
     config = copy.deepcopy(plain_config, memo)
     if not isinstance(model, AugmentedModel):
-        config.__class__ = config_class_of(type(plain_config))
+        config.__class__ = register(type(plain_config))
         twin = twin_of(type(model), type(plain_config))
         # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)

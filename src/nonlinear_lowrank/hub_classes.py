@@ -56,7 +56,8 @@ class AugmentedModel:
 
         A tensor may be new, or stay unread, only where the saved class and this one differ: a language
         model's checkpoint loads into a classifier, whose head is new, and the reverse. With
-        ignore_mismatched_sizes=True a head may also change its size; a branch may not.
+        ignore_mismatched_sizes=True a head may also change its size; a branch may not. A backbone that was
+        built without its pooler is loaded as it was built: `from_pretrained(path, add_pooling_layer=False)`.
 
         Args:
             *args: as in transformers.
@@ -184,7 +185,7 @@ def _config_class_of(base: Any) -> Any:
         base.__init__(self, *args, **kwargs)
         self.nonlinear_lowrank = nonlinear_lowrank
 
-    return type(
+    twin: Any = type(
         CLASS_PREFIX + base.__name__,
         (base,),
         {
@@ -194,6 +195,8 @@ def _config_class_of(base: Any) -> Any:
             "model_type": TYPE_PREFIX + base.model_type,
         },
     )
+    _share_weight_conversions(base.model_type, twin.model_type)
+    return twin
 
 
 def twin_of(base: Any, config_class: type | None = None) -> Any:
@@ -240,8 +243,8 @@ def __getattr__(name: str) -> Any:
 def register(base_config_class: Any) -> Any:
     """Makes the augmented twins of a backbone known to transformers' Auto classes.
 
-    Called by itself for every backbone that transformers knows; to be called for a backbone that was
-    added by `AutoConfig.register` only if its twins are wanted under their class names.
+    Nobody needs to call it: it is called when a model is augmented, and when an Auto class meets a
+    model_type "nonlinear_lowrank_<base>" whose base it knows (its own, or added by `AutoConfig.register`).
 
     Args:
         base_config_class: the plain config class, e.g. `LlamaConfig`.
@@ -252,15 +255,13 @@ def register(base_config_class: Any) -> Any:
     Raises:
         UserError: the class has no model_type.
     """
-    base_type = getattr(base_config_class, "model_type", "")
-    if not base_type:
+    if not getattr(base_config_class, "model_type", ""):
         raise UserError(f"{base_config_class.__name__} has no model_type, so that Auto classes cannot find it")
     config_class = config_class_of(base_config_class)
     model_type: str = config_class.model_type
     if dict.get(_configs, model_type) is config_class:
         return config_class
     _configs[model_type] = config_class
-    _share_weight_conversions(base_type, model_type)
     for mapping in _model_mappings():
         if base_config_class not in mapping:
             continue

@@ -129,7 +129,7 @@ def run_training(
         finished = on_first_process(lambda: folder.check(resume=resume, overwrite=overwrite))
         if finished is not None:
             return _finished(TrainResult.from_json(finished), folder)
-        before = _try_on_meta(recipe)
+        _try_on_meta(recipe)
         if prepared is None:
             prepared = _prepare(recipe, quiet)
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
@@ -137,10 +137,11 @@ def run_training(
         on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
 
         model = recipe.task.build_model(prepared, recipe.arm.dense_init, seed=train.seed)
+        before = _count(model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(train.seed)
             changed = recipe.arm.apply(model)
-        parameters = sum(parameter.numel() for parameter in changed.parameters())
+        parameters = _count(changed)
         optimizer = _optimizer(changed, recipe, arguments)
 
         on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
@@ -300,14 +301,12 @@ def _micro_batch(train: TrainConfig, processes: int) -> int:
     return train.batch_size // pieces
 
 
-def _try_on_meta(recipe: Recipe) -> int:
-    """Parameters of the plain model. A method that does not fit fails here, before any text is prepared."""
-    model: nn.Module = recipe.task.build_on_meta()
-    if ":" not in recipe.arm.method:  # a user's function need not know of meta devices
-        recipe.arm.apply(recipe.task.build_on_meta())
-    else:
+def _try_on_meta(recipe: Recipe) -> None:
+    """An arm that does not fit fails here, before any text is prepared."""
+    if ":" in recipe.arm.method:  # a user's function need not know of meta devices
         recipe.arm.function()
-    return sum(parameter.numel() for parameter in model.parameters())
+    else:
+        recipe.arm.apply(recipe.task.build_on_meta())
 
 
 def _prepare(recipe: Recipe, quiet: bool) -> Any:
@@ -352,3 +351,7 @@ def _finished(result: TrainResult, folder: RunFolder) -> TrainResult:
             result.steps,
         )
     return result
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -30,7 +30,7 @@ from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTas
 HERE = Path(__file__).parent
 CONTROLS = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
 RANKS = {"cpu": (8, 16, 32), "gpu": (32, 64, 128)}
-RATES = {"cpu": (1e-3, 2e-3, 4e-3), "gpu": (5e-4, 1e-3, 2e-3)}
+RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (1e-3, 2e-3, 4e-3)}
 BOTTLENECKS = (
     *(
         f"activation={activation},depth={depth}"

@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
-    from ..convert import convert
+    from ..hub import convert
     from ..layers import NobleConfig
 
     config = NobleConfig(rank=options.rank, activation=options.activation, depth=options.depth)

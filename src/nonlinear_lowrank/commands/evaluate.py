@@ -1,7 +1,6 @@
 """`nlr evaluate CHECKPOINT`: perplexity, bits per byte, lm-eval's tasks."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ class EvaluateOptions:
     text: str | None = None
     """A file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
+    text_field: str = "text"
+    """Field of JSON lines, parquet and data sets that holds the text."""
     sequence_length: int | None = None
     """Tokens per window of --text; default: the model's positions, at most 1024."""
     tasks: tuple[str, ...] = ()
@@ -52,7 +53,9 @@ def run(arguments: list[str]) -> None:
     from ..hub import load_model, load_tokenizer
 
     device = choose_device(options.device)
-    model, tokenizer = load_model(folder).to(device), load_tokenizer(folder)
+    model = load_model(folder).to(device)
+    # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
+    tokenizer = load_tokenizer(folder) if options.text is not None or options.tasks else None
     results: dict[str, Any] = {"checkpoint": options.checkpoint}
     if options.text is not None or not options.tasks:
         if options.text is None:
@@ -118,19 +121,14 @@ def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple
 
 def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
     from ..evaluation import score_documents
+    from ..tasks.corpus import Corpus
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
     return score_documents(
         model,
         tokenizer,
-        _documents(options.text or ""),
+        Corpus(source=options.text or "", text_field=options.text_field).documents(),
         sequence_length=options.sequence_length or min(longest, 1024),
         separator=tokenizer.eos_token,
         batch_size=options.batch_size,
     )
-
-
-def _documents(source: str) -> Iterable[str]:
-    from ..tasks.corpus import read_documents
-
-    return read_documents(source)

@@ -17,6 +17,7 @@ would be read as a gain of the branch.
 from ..recipe import Arm, Recipe, TrainConfig
 from ..tasks.language_model import GlmBackbone, LanguageModelTask
 from ..tasks.text import TextData
+from . import RECIPES
 
 _BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
 _PAPER_RANKS = ("noble:rank=64", "noble:rank=128", "noble:rank=256")
@@ -33,7 +34,7 @@ def llm_demo() -> Recipe:
     """
     return Recipe(
         name="llm-demo",
-        description="tiny language model on Python sources; 2 CPU cores, minutes",
+        description=RECIPES["llm-demo"].summary,
         task=LanguageModelTask(
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=128),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
@@ -65,7 +66,7 @@ def llm_small() -> Recipe:
     """
     return Recipe(
         name="llm-small",
-        description="35M language model on OpenWebText; one small GPU, hours",
+        description=RECIPES["llm-small"].summary,
         task=LanguageModelTask(
             text=TextData(
                 source="Skylion007/openwebtext",
@@ -108,7 +109,7 @@ def llm_base() -> Recipe:
     """
     return Recipe(
         name="llm-base",
-        description="the paper's 250M language model on OpenWebText; 8 large GPUs",
+        description=RECIPES["llm-base"].summary,
         task=LanguageModelTask(
             text=_openwebtext(),
             backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
@@ -132,7 +133,7 @@ def llm_large() -> Recipe:
     """
     return Recipe(
         name="llm-large",
-        description="the paper's 1.5B language model on OpenWebText; 8 large GPUs",
+        description=RECIPES["llm-large"].summary,
         task=LanguageModelTask(
             text=_openwebtext(),
             backbone=GlmBackbone(layers=24, width=2048, heads=16, hidden=5504, embedding_std=1.0),
