@@ -49,7 +49,7 @@ def recipe(data: Path, size: str) -> Recipe:
         valid_source=str(data / "valid.txt.xz"),
         vocab_size=512 if small else 8192,
         sequence_length=128 if small else 512,
-        eval_sequences=256,
+        eval_sequences=128 if small else 512,
     )
     if small:
         backbone = GlmBackbone(layers=4, width=128, heads=4, hidden=352, embedding_std=1.0)

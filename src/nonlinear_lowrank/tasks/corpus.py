@@ -109,7 +109,7 @@ class Corpus:
                 elif kind == ".jsonl":
                     yield from self._json_lines(path)
                 else:
-                    yield from self._split(_decode(path, _open(path).read()))
+                    yield from self._split(_decode(path, _read(path)))
             except _DAMAGED as error:
                 raise UserError(f"{path} is damaged or cut off: {_one_line(error)}") from error
             except OSError as error:
@@ -124,29 +124,30 @@ class Corpus:
         yield from re.split(rf"^{re.escape(separator)}[ \t]*$\n?", text, flags=re.MULTILINE)
 
     def _json_lines(self, path: Path) -> Iterator[str]:
-        for number, line in enumerate(_open(path), 1):
-            text = _decode(path, line).strip()
-            if not text:
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
-            yield self._field(row, f"{path}:{number}")
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                text = _decode(path, line).strip()
+                if not text:
+                    continue
+                try:
+                    row = json.loads(text)
+                except ValueError as error:
+                    raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
+                yield self._field(row, f"{path}:{number}")
 
     def _parquet(self, path: Path) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
 
         try:
-            table = pyarrow.parquet.ParquetFile(io.BytesIO(_open(path).read()) if _is_compressed(path) else path)
-            if self.text_field not in table.schema_arrow.names:
-                raise UserError(
-                    f"{path} has no column {self.text_field!r}; it has {', '.join(table.schema_arrow.names)} "
-                    "(set text_field)"
-                )
-            for batch in table.iter_batches(columns=[self.text_field]):
-                yield from (text or "" for text in batch.column(0).to_pylist())
+            with pyarrow.parquet.ParquetFile(io.BytesIO(_read(path)) if _is_compressed(path) else path) as table:
+                names = table.schema_arrow.names
+                if self.text_field not in names:
+                    raise UserError(
+                        f"{path} has no column {self.text_field!r}; it has {', '.join(names)} (set text_field)"
+                    )
+                for batch in table.iter_batches(columns=[self.text_field]):
+                    yield from (text or "" for text in batch.column(0).to_pylist())
         except pyarrow.ArrowException as error:
             raise UserError(f"{path} is not a whole parquet file: {_one_line(error)}") from error
 
@@ -206,8 +207,25 @@ def _open(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
-        return io.BufferedReader(zstandard.open(path, "rb"))  # type: ignore[arg-type]
+        return io.BytesIO(_zstd(path.read_bytes()))
     return path.open("rb")
+
+
+def _zstd(data: bytes) -> bytes:
+    """All frames; the library's own reader takes a frame that is cut off for its end."""
+    parts = []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        parts.append(frame.decompress(data))
+        if not frame.eof:
+            raise EOFError("the last frame is not whole")
+        data = frame.unused_data
+    return b"".join(parts)
+
+
+def _read(path: Path) -> bytes:
+    with _open(path) as file:
+        return file.read()
 
 
 def _decode(path: Path, data: bytes) -> str:
