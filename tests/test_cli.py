@@ -1,7 +1,10 @@
 """cli.py and commands/: what the user types, what comes back, and what is refused."""
 
 import ast
+import json
+import random
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -9,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nonlinear_lowrank import UserError, cli
 from nonlinear_lowrank.commands import COMMANDS
@@ -250,3 +255,169 @@ def test_help_shows_defaults_and_docs_and_the_recipe_lines(capsys):
     assert re.search(r"^Time: 3 minutes.$", out, re.MULTILINE)
     assert "Peak learning rate." in out
     assert "0.001" in out
+
+
+# --- the whole way -------------------------------------------------------------------------------------------
+
+SIZES = [
+    *("--layers", "1", "--width", "32", "--heads", "2", "--hidden", "48", "--vocab-size", "280"),
+    *("--sequence-length", "16", "--eval-sequences", "4", "--tracker", "none", "--threads", "1"),
+    *("--steps", "4", "--batch-size", "2", "--warmup-steps", "1", "--eval-every", "2", "--save-every", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a corpus, the options that train on it, and a run of NOBLE in `run`."""
+    folder = tmp_path_factory.mktemp("cli")
+    words = ["tree", "river", "stone", "light", "water", "grass", "cloud", "house"]
+    order = random.Random(0)
+    lines = [" ".join(order.choices(words, k=8)) for _ in range(400)]
+    (folder / "corpus.txt").write_text("\n<|endoftext|>\n".join(lines))
+    options = ["--source", folder / "corpus.txt", "--cache-dir", folder / "cache", *SIZES]
+    code = cli.main(
+        [str(each) for each in ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]]
+    )
+    assert code == 0
+    return folder, options
+
+
+def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
+    folder, _ = trained
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert result["arm"] == "noble-r4"
+    code, out, err = run(capsys, "evaluate", folder / "run", "--output", tmp_path / "score.json")
+    assert code == 0, err
+    assert "held-out text of llm-demo" in out
+    score = json.loads((tmp_path / "score.json").read_text())["text"]
+    # Two ways to the same number: Trainer's evaluation, and a loaded model on the packed text.
+    assert score["loss"] == pytest.approx(result["final_loss"], rel=1e-5)
+    assert score["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
+    # A checkpoint in the middle of the run is a model too, and knows its run.
+    code, out, err = run(capsys, "evaluate", folder / "run" / "checkpoints" / "step-000004")
+    assert code == 0, err
+    assert f"loss {result['final_loss']:.4f}" in out
+
+
+def test_evaluate_scores_any_text(trained, capsys):
+    folder, _ = trained
+    code, out, err = run(capsys, "evaluate", folder / "run", "--text", folder / "corpus.txt")
+    assert code == 0, err
+    assert re.search(r"perplexity \d.* bits per byte \d", out)
+
+
+def test_generate_continues_a_prompt(trained, capsys):
+    folder, _ = trained
+    arguments = ["generate", folder / "run", "--prompt", "tree river", "--max-new-tokens", "5", "--seed", "1"]
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith("tree river")
+    assert len(out) > len("tree river\n")
+    assert run(capsys, *arguments)[1] == out
+
+
+def test_a_finished_run_resumes_to_the_same_and_is_not_overwritten_unasked(trained, capsys):
+    folder, options = trained
+    again = ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]
+    before = (folder / "run" / "result.json").read_bytes()
+    assert_refused(capsys, again, "--resume", "--overwrite")
+    assert run(capsys, *again, "--resume")[0] == 0
+    assert (folder / "run" / "result.json").read_bytes() == before
+
+
+def test_compare_writes_table_picture_and_report(trained, capsys, tmp_path):
+    _, options = trained
+    arms = ["--arms", "baseline", "noble:rank=4", "--seeds", "2", "--timing-rounds", "2"]
+    code, out, err = run(capsys, "compare", "llm-demo", "--out", tmp_path / "c", *arms, *options)
+    assert code == 0, err
+    assert "n = 2" in out
+    assert "noble-r4" in out
+    for name in ("results.json", "report.md", "curves.png"):
+        assert (tmp_path / "c" / name).stat().st_size > 0
+    assert_refused(capsys, ["compare", "llm-demo", "--out", tmp_path / "c", *arms, *options], "--resume")
+
+
+def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
+    _, options = trained
+    plain = ["train", "llm-demo", "--out", tmp_path / "plain", "--arm", "baseline", *options]
+    assert run(capsys, *plain)[0] == 0
+    code, out, err = run(capsys, "convert", tmp_path / "plain", tmp_path / "up", "--rank", "4")
+    assert code == 0, err
+    assert "bit-equal" in out
+    code, out, err = run(capsys, "convert", tmp_path / "plain", tmp_path / "paper", "--rank", "4", "--up-init", "paper")
+    assert code == 0, err
+    assert "bit-equal" not in out
+    assert run(capsys, "generate", tmp_path / "up", "--prompt", "tree", "--max-new-tokens", "2")[0] == 0
+    assert_refused(capsys, ["convert", tmp_path / "plain", tmp_path / "big", "--rank", "32"], "rank")
+    assert not (tmp_path / "big").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--arm", "noble:rank=0"], ["rank"]),
+        (["--arm", "noble:rank=-3"], ["rank"]),
+        (["--arm", "noble:rank=32"], ["rank"]),
+        (["--arm", "noble:activation=relu6"], ["relu6", "cosine"]),
+        (["--arm", "nobel"], ["nobel"]),
+        (["--arm", "no_such_module:change"], ["no_such_module"]),
+        (["--source", "missing.txt"], ["missing.txt"]),
+        (["--source", "empty.txt"], ["empty"]),
+        (["--source", "binary.txt"], ["binary"]),
+        (["--source", "short.txt"], ["short"]),
+        (["--tokenizer", "no/such/tokenizer"], ["no/such/tokenizer"]),
+        (["--steps", "0"], ["steps"]),
+        (["--optimiser", "sgd"], ["--optimiser"]),
+        (["--width", "33"], ["33"]),
+        (["--resume", "--overwrite"], ["overwrite"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_wrong_runs_are_refused_with_nothing_written(trained, capsys, monkeypatch, tmp_path, command, options, words):
+    _, usual = trained
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "short.txt").write_text("too few words")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    if command == "compare" and options[0] == "--arm":
+        options = ["--arms", "baseline", options[1]]
+    assert_refused(capsys, [command, "llm-demo", "--out", "out", *usual, *options], *words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def damage_truncate(model):
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def damage_drop(model):
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop(next(name for name in tensors if "noble_up" in name))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_add(model):
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.stray": torch.zeros(2)}, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_config(model):
+    (model / "config.json").write_text('{"name": "not a config"}')
+
+
+def damage_json(model):
+    (model / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_drop, damage_add, damage_config, damage_json])
+@pytest.mark.parametrize("command", ["evaluate", "generate", "convert"])
+def test_damaged_models_are_refused(trained, capsys, tmp_path, command, damage):
+    folder, _ = trained
+    shutil.copytree(folder / "run" / "model", tmp_path / "model")
+    damage(tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    extra = [tmp_path / "out"] if command == "convert" else []
+    assert_refused(capsys, [command, tmp_path / "model", *extra], "model")
+    assert sorted(tmp_path.rglob("*")) == before

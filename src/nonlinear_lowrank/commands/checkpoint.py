@@ -1,8 +1,8 @@
 """What the commands on trained models share: where the model lies, and where it runs."""
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 
@@ -35,6 +35,17 @@ def find_recipe_file(folder: Path) -> Path | None:
     return None
 
 
+def open_model(folder: Path, device: str) -> Any:
+    """The model of a folder, on a device; see `hub.load_model` for what is refused."""
+    from transformers.utils import logging
+
+    from ..hub import load_model
+
+    device = choose_device(device)
+    logging.disable_progress_bar()  # a bar of milliseconds, in the middle of what the command prints
+    return load_model(folder).to(device)
+
+
 def choose_device(name: str) -> str:
     """The device of that name; by default the GPU when there is one.
 
@@ -50,18 +61,3 @@ def choose_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
     return name
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file.
-
-    Raises:
-        UserError: the file is not JSON, or not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not an object of settings")
-    return content

@@ -8,7 +8,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from ..errors import UserError
-from .checkpoint import choose_device, find_model, find_recipe_file
+from .checkpoint import find_model, find_recipe_file, open_model
 from .options import parse
 
 
@@ -50,10 +50,9 @@ def run(arguments: list[str]) -> None:
     folder = find_model(options.checkpoint)
     _check(options)
 
-    from ..hub import load_model, load_tokenizer
+    from ..hub import load_tokenizer
 
-    device = choose_device(options.device)
-    model = load_model(folder).to(device)
+    model = open_model(folder, options.device)
     # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
     tokenizer = load_tokenizer(folder) if options.text is not None or options.tasks else None
     results: dict[str, Any] = {"checkpoint": options.checkpoint}

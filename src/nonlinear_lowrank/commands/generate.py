@@ -1,11 +1,10 @@
 """`nlr generate CHECKPOINT --prompt TEXT`."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from .checkpoint import find_model
+from .checkpoint import find_model, open_model
 from .options import parse
 
 
@@ -25,8 +24,8 @@ class GenerateOptions:
     """Draw from the k most likely tokens; 0: from all."""
     seed: int = 0
     """The same seed, model and prompt give the same text on the same machine."""
-    device: Annotated[str, arg(metavar="cpu|cuda")] = ""
-    """Where to run; default: the GPU when there is one."""
+    device: str = ""
+    """cpu, cuda or cuda:N; default: the GPU when there is one."""
 
 
 def run(arguments: list[str]) -> None:
@@ -37,8 +36,7 @@ def run(arguments: list[str]) -> None:
     folder = find_model(options.checkpoint)
 
     from ..generation import Sampling, encode_prompt, generate_text
-    from ..hub import load_model, load_tokenizer
-    from .checkpoint import choose_device
+    from ..hub import load_tokenizer
 
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
@@ -46,8 +44,7 @@ def run(arguments: list[str]) -> None:
         top_k=options.top_k,
         seed=options.seed,
     )
-    device = choose_device(options.device)
-    model, tokenizer = load_model(folder).to(device), load_tokenizer(folder)
+    model, tokenizer = open_model(folder, options.device), load_tokenizer(folder)
     encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
     print(options.prompt, end="", flush=True)
     generate_text(model, tokenizer, options.prompt, sampling, lambda text: print(text, end="", flush=True))

@@ -1,0 +1,95 @@
+"""recipes/: every recipe builds, its docstring says what it must, and the paper's are the paper's."""
+
+import re
+import shlex
+
+import pytest
+
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.recipe import Arm, Recipe
+from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
+
+# noble.txt, table 1 and section 4.1.1; the totals follow from the architecture.
+PAPER = {
+    "llm-base": {
+        "total": 254_733_312,
+        "percent": {64: 5.70, 128: 11.63, 256: 24.19},
+        "sizes": (12, 1024, 8, 2752),
+        "train": (250_000, 64, 3e-4),
+    },
+    "llm-large": {
+        "total": 1_420_204_032,
+        "percent": {64: 4.04, 128: 8.17, 256: 16.68},
+        "sizes": (24, 2048, 16, 5504),
+        "train": (200_000, 128, 2.5e-4),
+    },
+}
+
+
+def parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_and_survives_json(name):
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    assert recipe.description == RECIPES[name].summary
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_docstrings_state_command_hardware_time_and_expectation(name):
+    text = recipe_function(name).__doc__
+    for label in ("Command", "Hardware", "Time", "Expect"):
+        assert re.search(rf"^ *{label}: \S", text, re.MULTILINE), label
+    commands = re.findall(r"`(?:nlr|torchrun .* -m nonlinear_lowrank.cli) ([^`]+)`", text)
+    assert commands
+    assert all(shlex.split(command)[1] == name for command in commands)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_arm_fits_the_model(name):
+    recipe = get_recipe(name)
+    arms = [Arm.parse(text) for text in recipe.arms]
+    assert [str(arm) for arm in arms[:3]] == ["baseline", "baseline:init=noble", "baseline:init=kaiming"]
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert str(recipe.arm) in recipe.arms
+    for arm in arms:
+        plain = recipe.task.build_on_meta()
+        before = parameters(plain)
+        changed = arm.apply(plain)
+        assert (parameters(changed) > before) == (arm.method != "baseline")
+        assert all(parameter.is_meta for parameter in changed.parameters())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rates_and_intervals_suit_the_length(name):
+    train = get_recipe(name).train
+    assert train.warmup_steps <= train.steps / 10
+    assert train.steps % train.eval_every == 0
+    # The picture leaves out the first fifth, and crossings are interpolated between evaluations.
+    assert train.steps / train.eval_every >= 10
+    assert (train.betas, train.weight_decay, train.schedule) == ((0.9, 0.98), 0.01, "linear")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_to_the_last_parameter(name):
+    recipe, paper = get_recipe(name), PAPER[name]
+    backbone, train, text = recipe.task.backbone, recipe.train, recipe.task.text
+    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == paper["sizes"]
+    assert (train.steps, train.batch_size, train.lr) == paper["train"]
+    assert (train.warmup_steps, train.bf16, train.compile) == (2000, True, True)
+    assert (text.source, text.tokenizer, text.vocab_size) == ("Skylion007/openwebtext", "gpt2", 50257)
+    assert (text.sequence_length, text.streaming) == (1024, True)
+    assert parameters(recipe.task.build_on_meta()) == paper["total"]
+    for rank, percent in paper["percent"].items():
+        changed = Arm.parse(f"noble:rank={rank}").apply(recipe.task.build_on_meta())
+        assert round(100 * (parameters(changed) / paper["total"] - 1), 2) == percent
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'llm-base'"):
+        get_recipe("llm_base")
+    with pytest.raises(UserError, match="there are llm-demo, "):
+        get_recipe("imagenet")
