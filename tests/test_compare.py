@@ -161,6 +161,15 @@ def test_no_difference_is_called_none(go):
     assert not any("**lower**" in line or "**higher**" in line or "**faster**" in line for line in lines)
 
 
+def test_untuned_rates_and_a_missing_control_are_said(go, tmp_path):
+    plain = " ".join(findings(go(arms=(BASE, NOBLE)).results))
+    assert "Rates were not tuned" in plain
+    assert "No control has NOBLE's dense init" in plain
+    full = " ".join(findings(go(tune_lr=(1e-3, 2e-3), out=tmp_path / "full").results))
+    assert "not tuned" not in full
+    assert "No control" not in full
+
+
 def test_a_slower_arm_is_printed_as_plainly(go):
     comparison = go(lambda arm, rate, seed: gain(arm, rate, seed) + (0.5 if arm == "noble-r4" else 0.0))
     pair = comparison.results["against"]["baseline"]["noble-r4"]

@@ -271,12 +271,13 @@ def _processor() -> str:
 
 
 def command_line() -> str:
-    """The command of this process, with no path of this machine in it."""
+    """The command of this process, as one starts it afresh, with no path of this machine in it."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     if program in ("", "-c", "-m"):
         return "python"
     words = ["python", program] if program.endswith(".py") else [program]
-    return shlex.join(clean(word) for word in [*words, *sys.argv[1:]])
+    arguments = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+    return shlex.join(clean(word) for word in [*words, *arguments])
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

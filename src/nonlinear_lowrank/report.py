@@ -232,7 +232,21 @@ def findings(results: Record) -> list[str]:
                 strongest = _delta_sentence(name, best["name"], second, unit)
                 speed = _speed_sentence(name, best["name"], second)
                 lines.append(f"Against the strongest control: {strongest} {speed}".rstrip())
-    return lines + list(results["notes"])
+    return lines + list(results["notes"]) + _cautions(results)
+
+
+def _cautions(results: Record) -> list[str]:
+    """What a reader must hold against a gain: rates that were not tuned, and an init without its control."""
+    lines = []
+    untuned = [arm["name"] for arm in results["arms"] if arm["lr"] is not None and not arm["tuning"]]
+    if untuned and results["n"]:
+        who = "Rates were not tuned" if len(untuned) == len(results["arms"]) else f"Not tuned: {', '.join(untuned)}"
+        lines.append(f"{who}: a rate that suits one arm better can pass for a gain of the method (--tune-lr).")
+    own = results["recipe"]["settings"].get("task.backbone.dense_init")
+    inits = {arm["settings"]["dense_init"] or own for arm in results["arms"] if arm["control"]}
+    if any(arm["settings"]["method"] == "noble" for arm in results["arms"]) and "noble" not in inits:
+        lines.append("No control has NOBLE's dense init (baseline:init=noble): part of a difference may be the init's.")
+    return lines
 
 
 # --- the report ----------------------------------------------------------------------------------------------
@@ -249,8 +263,8 @@ when every seed reached that loss. A curve that rises again at its end flatters 
 loss, the steps the reference took to the arm's final loss / the steps of the arm, which is below 1.
 - Wall-clock speedup: speedup in steps / step-time ratio. The step-time ratio is the median of paired ratios \
 of interleaved training steps (all arms in turn, same batch) on the machine named below, quartiles in \
-brackets; evaluation, loading and checkpoints are not in it. Its error is bootstrapped and added to that of \
-the seeds on the log scale.
+brackets; evaluation, loading and checkpoints are not in it. Its error is bootstrapped and combined with \
+that of the seeds on the log scale, so the interval is never narrower than that of the steps.
 - p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
 - Learning rates are tuned on a seed of their own, which is not used in the comparison; a single tuning seed \
 leaves the best rate uncertain by about one step of the grid."""

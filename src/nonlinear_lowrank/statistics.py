@@ -20,12 +20,13 @@ intervals are carried back. Intervals are 95 %. One seed gives no interval and n
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from scipy import stats
+from scipy.optimize import brentq
 
 CONFIDENCE = 0.95
 # Seeds whose differences agree to this relative size did not vary: a t interval on them would have no
@@ -271,8 +272,10 @@ def summarise_ratios(ratios: Sequence[float], resamples: int = 4000) -> RatioSum
 def wall_clock_speedup(speedup: Estimate, step_time: RatioSummary | None) -> Estimate:
     """Speedup in steps divided by the step-time ratio, with the errors of both.
 
-    On the log scale the two errors are independent and their variances add (seeds: t; rounds: bootstrap);
-    the degrees of freedom are Welch and Satterthwaite's.
+    On the log scale the half-width of the interval is the root of the sum of the squared half-widths of its
+    two independent parts, seeds (t) and timing rounds (bootstrap, t): Zou and Donner's MOVER. It is never
+    narrower than either part, as pooled degrees of freedom (Welch and Satterthwaite's) would be for two or
+    three seeds. The p-value is the level at which the interval touches 1.
     """
     if speedup.value is None:
         return Estimate(value=None, n=speedup.n, null=1.0, note=speedup.note)
@@ -283,20 +286,30 @@ def wall_clock_speedup(speedup: Estimate, step_time: RatioSummary | None) -> Est
     if seed_error is None or seed_dof is None or time_error is None:
         note = speedup.note or "one timing: no interval and no p-value"
         return Estimate(value=math.exp(log_value), n=speedup.n, null=1.0, note=note)
-    variance = seed_error**2 + time_error**2
-    dof = variance**2 / (seed_error**4 / seed_dof + time_error**4 / (step_time.n - 1))
-    error = math.sqrt(variance)
-    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, dof)) * error
+
+    def half_width(level: float) -> float:
+        seeds = float(stats.t.isf(level / 2, seed_dof)) * seed_error
+        rounds = float(stats.t.isf(level / 2, step_time.n - 1)) * time_error
+        return math.hypot(seeds, rounds)
+
+    reach = half_width(1 - CONFIDENCE)
     return Estimate(
         value=math.exp(log_value),
         low=math.exp(log_value - reach),
         high=math.exp(log_value + reach),
-        p_value=float(2 * stats.t.sf(abs(log_value) / error, dof)),
+        p_value=_level_of(half_width, abs(log_value)),
         n=speedup.n,
         null=1.0,
-        standard_error=error,
-        dof=dof,
+        standard_error=math.hypot(seed_error, time_error),
     )
+
+
+def _level_of(half_width: Callable[[float], float], distance: float) -> float:
+    """The level whose interval just reaches `distance`; half_width falls from infinity to 0 over (0, 1]."""
+    smallest = 1e-15
+    if half_width(smallest) <= distance:
+        return smallest
+    return float(brentq(lambda level: half_width(level) - distance, smallest, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
