@@ -1,5 +1,6 @@
 """The Trainer of a run: a fixed order of the data, evaluation in one pass, and when to do what."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -94,7 +95,9 @@ class EndlessShuffle(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for first in range(0, self.total, self.size):
-            generator = torch.Generator().manual_seed((self.seed << 32) + first // self.size)
+            # Of a seed, torch's CPU generator takes 32 bits: the two numbers are hashed into those.
+            digest = hashlib.sha256(f"{self.seed} {first // self.size}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             order = torch.randperm(self.size, generator=generator)[: self.total - first]
             for part in order.split(65536):  # of a large text, not a list of all at once
                 yield from part.tolist()
