@@ -74,6 +74,10 @@ def test_init_follows_the_table():
 def test_meta_then_to_empty_then_reset(config):
     layer = NobleLinear(12, 10, config=config, device="meta")
     assert all(parameter.is_meta for parameter in layer.parameters())
+    y = layer(torch.randn(4, 12, device="meta"))
+    assert y.shape == (4, 10)
+    y.sum().backward()
+    assert layer.noble_up.grad.shape == (10, 4)
     layer.to_empty(device="cpu").reset_parameters()
     assert layer(torch.randn(4, 12)).isfinite().all()
 

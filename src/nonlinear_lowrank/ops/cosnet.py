@@ -109,7 +109,7 @@ def noble_linear(
         (..., d_out).
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
         # each keep a copy of their own.
         dtype = torch.get_autocast_dtype(device)
