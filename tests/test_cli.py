@@ -352,6 +352,53 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     assert not (tmp_path / "big").exists()
 
 
+def test_inspect_counts_recipes_folders_and_configs_alike(trained, capsys):
+    folder, _ = trained
+    saved = load_file(folder / "run" / "model" / "model.safetensors")
+    counts = []
+    for model in (folder / "run", folder / "run" / "model", folder / "run" / "model" / "config.json"):
+        code, out, err = run(capsys, "inspect", model, "--json")
+        assert code == 0, err
+        counts.append(json.loads(out)["parameters"])
+    assert counts == [sum(tensor.numel() for tensor in saved.values())] * 3
+    code, out, err = run(capsys, "inspect", folder / "run")
+    assert code == 0, err
+    assert f"{counts[0]:,}" in out
+    assert "kept bytes" in out
+
+    plain = json.loads(run(capsys, "inspect", "llm-demo", "--arm", "baseline", "--json")[1])
+    noble = json.loads(run(capsys, "inspect", "llm-demo", "--rank", "8", "--json")[1])
+    # One branch on each of q, k, v, o (128 -> 128), gate-up (128 -> 688) and down (344 -> 128) of 4 layers.
+    widths = [256, 256, 256, 256, 816, 472]
+    assert noble["parameters"] - plain["parameters"] == 4 * sum(8 * width + 8 * 8 + 4 * 8 for width in widths)
+    assert noble["kept_bytes"] > plain["kept_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["llm-dem"], ["'llm-demo'"]),
+        (["nowhere/config.json"], ["nowhere/config.json"]),
+        (["llm-demo", "--rank", "0"], ["rank"]),
+        (["llm-demo", "--rank", "128"], ["rank", "128"]),
+        (["llm-demo", "--rank", "8", "--arm", "baseline"], ["--rank", "--arm"]),
+        (["llm-demo", "--sequence-length", "0"], ["sequence_length"]),
+        (["broken.json"], ["broken.json"]),
+        (["other.json"], ["other.json", "model_type"]),
+        (["strange.json"], ["strange.json", "no_such_type"]),
+        (["wrong.json"], ["wrong.json"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_inspect_refuses_what_is_no_model(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "strange.json").write_text('{"model_type": "no_such_type"}')
+    (tmp_path / "wrong.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    assert_refused(capsys, ["inspect", *arguments], *words)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

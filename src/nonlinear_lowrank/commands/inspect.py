@@ -1,0 +1,101 @@
+"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from ..errors import UserError
+from ..recipes import RECIPES, check_name
+from .options import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Options of `nlr inspect`."""
+
+    model: Positional[str]
+    """A recipe's name, a model folder, the run folder of `nlr train`, or a config.json."""
+    rank: int | None = None
+    """Add NOBLE branches of this rank; default: the model as it is, a recipe with its own arm."""
+    arm: str | None = None
+    """Any other change, as in `nlr train`: baseline, noble:rank=64,activation=gelu, module:function."""
+    sequence_length: int | None = None
+    """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
+    batch_size: int = 1
+    """Sequences for the bytes that are kept for backward."""
+    bf16: bool | None = None
+    """Kept bytes as under bfloat16 autocast; default: as the recipe trains."""
+    every_layer: FlagCreatePairsOff[bool] = False
+    """One row a module; default: repeated layers are folded into one row with their sum."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of the table, with a row for every module."""
+
+
+def run(arguments: list[str]) -> None:
+    """Prints the table."""
+    options = parse(
+        InspectOptions,
+        arguments,
+        command="inspect",
+        description="Parameters, FLOPs and bytes kept for backward by layer, without building the model.",
+    )
+    if options.rank is not None and options.arm is not None:
+        raise UserError("--rank is short for --arm noble:rank=...; give one of them")
+    path = Path(options.model)
+    if options.model not in RECIPES and not path.exists():
+        if "/" in options.model or path.suffix:
+            raise UserError(f"no such file or folder: {options.model}")
+        check_name(options.model)
+
+    from ..analysis.inspect import format_cost, inspect_model
+    from ..recipe import Arm
+
+    chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
+    arm = None if chosen is None else Arm.parse(chosen)
+    length, bf16 = options.sequence_length, options.bf16
+    if options.model in RECIPES:
+        from ..recipes import get_recipe
+
+        recipe = get_recipe(options.model)
+        model: Any = recipe.task.build_on_meta()
+        arm = recipe.arm if arm is None else arm
+        length = recipe.task.text.sequence_length if length is None else length
+        bf16 = recipe.train.bf16 if bf16 is None else bf16
+    else:
+        model = _from_config(path)
+    if arm is not None:
+        model = arm.apply(model)
+    if length is None:
+        length = min(getattr(model.config, "max_position_embeddings", None) or 1024, 1024)
+    cost = inspect_model(model, length, options.batch_size, bf16=bool(bf16))
+    if options.json:
+        print(cost.to_json())
+    else:
+        width = max(100, shutil.get_terminal_size((120, 40)).columns)
+        print(format_cost(cost, every_layer=options.every_layer, width=width))
+
+
+def _from_config(path: Path) -> Any:
+    """The model on meta that a config.json, or the one in a folder, describes."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from ..analysis.inspect import build_on_meta
+    from ..hub_files import read_json
+    from .checkpoint import find_model
+
+    file = find_model(str(path)) / "config.json" if path.is_dir() else path
+    content = read_json(file)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{file} is not a model config: it has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{file}: this transformers version does not know model_type {model_type!r}")
+    try:
+        return build_on_meta(CONFIG_MAPPING[model_type].from_dict(content))
+    except UserError:
+        raise
+    except Exception as error:  # every config class checks its fields in its own way
+        raise UserError(f"{file} describes no model that can be built: {type(error).__name__}: {error}") from error
