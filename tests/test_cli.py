@@ -328,7 +328,8 @@ def test_a_finished_run_resumes_to_the_same_and_is_not_overwritten_unasked(train
 def test_compare_writes_table_picture_and_report(trained, capsys, tmp_path):
     _, options = trained
     arms = ["--arms", "baseline", "noble:rank=4", "--seeds", "2", "--timing-rounds", "2"]
-    code, out, err = run(capsys, "compare", "llm-demo", "--out", tmp_path / "c", *arms, *options)
+    # `make demo` always resumes, the first time too.
+    code, out, err = run(capsys, "compare", "llm-demo", "--out", tmp_path / "c", "--resume", *arms, *options)
     assert code == 0, err
     assert "n = 2" in out
     assert "noble-r4" in out
@@ -397,6 +398,20 @@ def test_inspect_refuses_what_is_no_model(capsys, monkeypatch, tmp_path, argumen
     (tmp_path / "strange.json").write_text('{"model_type": "no_such_type"}')
     (tmp_path / "wrong.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     assert_refused(capsys, ["inspect", *arguments], *words)
+
+
+def test_bench_step_measures_and_records(capsys, tmp_path):
+    small = ["--width", "32", "--heads", "2", "--hidden", "48", "--layers", "1", "--sequence-length", "8"]
+    options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--output", tmp_path / "b.json"]
+    code, out, err = run(capsys, "bench", "step", *small, *options)
+    assert code == 0, err
+    assert "step / FLOPs" in out
+    assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
+    assert_refused(capsys, ["bench", "stop"], "stop", "nlr bench step")
+    assert_refused(capsys, ["bench"], "nlr bench step")
+    assert_refused(capsys, ["bench", "step", "--ranks", "0"], "rank")
+    assert_refused(capsys, ["bench", "step", "--device", "tpu9"], "tpu9")
+    assert_refused(capsys, ["bench", "step", "--output", "/no/such/folder/b.json"], "/no/such/folder")
 
 
 @pytest.mark.parametrize(

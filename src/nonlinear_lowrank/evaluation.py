@@ -99,7 +99,8 @@ def score_documents(
         size += len(document.encode("utf-8"))
     if len(ids) < 2 or size == 0:
         raise UserError(f"the text comes to {len(ids)} tokens; at least 2 are needed")
-    rows = model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.num_embeddings
     if max(ids) >= rows:
         raise UserError(f"the tokenizer gives token {max(ids)}, the model has {rows} embeddings; they do not fit")
     tokens = torch.tensor(ids)

@@ -56,8 +56,9 @@ def run(arguments: list[str]) -> None:
         task=recipe.task,
         train=recipe.train,
     )
+    kind: Any = CompareOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
     options = parse(
-        CompareOptions[type(recipe.task), type(recipe.train)],  # type: ignore[misc]
+        kind,
         rest,
         command=f"compare {name}",
         description=recipe_function(name).__doc__,

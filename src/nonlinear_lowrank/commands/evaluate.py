@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
 
     model = open_model(folder, options.device)
     # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
-    tokenizer = load_tokenizer(folder) if options.text is not None or options.tasks else None
+    tokenizer: Any = load_tokenizer(folder) if options.text is not None or options.tasks else None
     results: dict[str, Any] = {"checkpoint": options.checkpoint}
     if options.text is not None or not options.tasks:
         if options.text is None:

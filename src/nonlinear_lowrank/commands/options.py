@@ -48,7 +48,7 @@ def parse(
         arguments = _lengthen(arguments, list(_leaves(default)))
 
     def read() -> Options:
-        return tyro.cli(
+        return tyro.cli(  # type: ignore[return-value]  # a default of None is left out
             options,
             prog=f"nlr {command}",
             description=_paragraphs(description),

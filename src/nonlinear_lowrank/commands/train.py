@@ -40,8 +40,9 @@ def run(arguments: list[str]) -> None:
     default: TrainOptions[Any, Any] = TrainOptions(
         out=f"runs/{name}", arm=str(recipe.arm), task=recipe.task, train=recipe.train
     )
+    kind: Any = TrainOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
     options = parse(
-        TrainOptions[type(recipe.task), type(recipe.train)],  # type: ignore[misc]
+        kind,
         rest,
         command=f"train {name}",
         description=recipe_function(name).__doc__,
