@@ -1,0 +1,1 @@
+"""What a model costs: parameters, FLOPs, bytes kept for backward, and the time of a step."""

@@ -1,0 +1,236 @@
+"""Parameters and forward FLOPs of a model, layer by layer, from its modules alone.
+
+Nothing is run and nothing is read but shapes, so a model on the meta device will do: 1.5B on a laptop.
+
+| part                        | forward FLOPs per token (a multiply-add is 2)                            |
+|-----------------------------|--------------------------------------------------------------------------|
+| linear, output head         | 2 x d_in x d_out                                                         |
+| NOBLE branch                | 2 x r x (d_in + d_out) + 2 x r x r for each mixing matrix                |
+| attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
+|                             | kernel that skips its upper half computes half of it)                    |
+| patch embedding             | 2 x its weights                                                          |
+| everything else             | 0: embeddings look up, norms and activations are elementwise             |
+
+Every linear counts for every token. So a classifier that sees one position of the sequence is overstated.
+The backward pass costs twice the forward.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..augment import output_head_names
+from ..errors import UserError
+from ..layers import method_of_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One module. `parameters` and `flops` include the branch's share."""
+
+    name: str
+    """In the model; "" is the model itself."""
+    kind: str
+    """Class of the module, or "head"."""
+    parameters: int
+    """Own parameters, not those of modules inside; tied ones count where they come first."""
+    branch_parameters: int = 0
+    flops: int
+    """Forward, per token."""
+    branch_flops: int = 0
+    kept_bytes: int | None = None
+    """Kept for backward over the whole batch; None where no forward pass was traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCost:
+    """What a model costs: rows in the model's order, and totals. `print(cost)` gives a table."""
+
+    rows: list[LayerCost]
+    sequence_length: int
+    batch_size: int | None = None
+    """Of `kept_bytes`."""
+    kept_dtype: str | None = None
+    """Type of the activations behind `kept_bytes`."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be counted."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def branch_parameters(self) -> int:
+        """Those that methods added."""
+        return sum(row.branch_parameters for row in self.rows)
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs per token."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def branch_flops(self) -> int:
+        """Those that methods added."""
+        return sum(row.branch_flops for row in self.rows)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes kept for backward over the whole batch."""
+        if self.batch_size is None:
+            return None
+        return sum(row.kept_bytes or 0 for row in self.rows)
+
+    @property
+    def parameter_ratio(self) -> float:
+        """Parameters over those of the plain model."""
+        return self.parameters / (self.parameters - self.branch_parameters)
+
+    @property
+    def flop_ratio(self) -> float:
+        """FLOPs over those of the plain model."""
+        return self.flops / (self.flops - self.branch_flops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: every row, and the totals."""
+        totals = {
+            name: getattr(self, name)
+            for name in ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
+        }
+        return {
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "kept_dtype": self.kept_dtype,
+            **totals,
+            "notes": self.notes,
+            "layers": [asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        from .inspect import format_cost  # rich is slow to import and only tables need it
+
+        return format_cost(self)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
+    """Parameters and forward FLOPs per token of every module; see this file's docstring.
+
+    Args:
+        model: augmented or plain, on any device (meta too); not run.
+        sequence_length: tokens that each token attends to.
+
+    Returns:
+        A row for every module that has parameters of its own, costs FLOPs, or both.
+
+    Raises:
+        UserError: the sequence length is below 1.
+    """
+    if sequence_length < 1:
+        raise UserError(f"sequence_length must be at least 1, not {sequence_length!r}")
+    heads = output_head_names(model)
+    attention = {id(module) for module in _innermost_attention(model)}
+    counted: set[int] = set()
+    rows, notes = [], []
+    for name, module in model.named_modules():
+        method = method_of_layer(module)
+        added = set(method.roles(module)) if method else set()
+        parameters = branch_parameters = 0
+        for local, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in counted:
+                continue
+            counted.add(id(parameter))
+            parameters += parameter.numel()
+            branch_parameters += parameter.numel() if local in added else 0
+        branch_flops = method.flops(module) if method else 0
+        flops = branch_flops + _dense_flops(module)
+        if id(module) in attention:
+            width = _attention_width(module, model)
+            if width is None:
+                notes.append(f"attention of {name} ({type(module).__name__}) is not counted: no head sizes found")
+            else:
+                flops += 4 * sequence_length * width
+        if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module):
+            notes.append(f"FLOPs of {name or 'the model'} ({type(module).__name__}) are not counted")
+        if parameters or flops:
+            rows.append(
+                LayerCost(
+                    name=name,
+                    kind="head" if name in heads else type(module).__name__,
+                    parameters=parameters,
+                    branch_parameters=branch_parameters,
+                    flops=flops,
+                    branch_flops=branch_flops,
+                )
+            )
+    return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes)
+
+
+def _dense_flops(module: nn.Module) -> int:
+    """Of the module's own plain product."""
+    if isinstance(module, nn.Linear | Conv1D):
+        return 2 * module.weight.numel()
+    if isinstance(module, nn.MultiheadAttention):
+        # It reads these tensors itself and never calls its out_proj, whose weight is counted there.
+        own = [module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+        return 2 * sum(weight.numel() for weight in own if weight is not None)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
+        return 2 * module.weight.numel()
+    return 0
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Convolutions, experts and the like: parameters that surely take part in products.
+
+    A leading 1 marks a token, a position table or the like, which is added.
+    """
+    return any(
+        parameter.ndim >= 2 and parameter.shape[0] > 1 and "position" not in name and "embed" not in name
+        for name, parameter in module.named_parameters(recurse=False)
+    )
+
+
+def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
+    """Modules called ...Attention that hold no other such module: where the scores are computed."""
+    for module in model.modules():
+        if "Attention" in type(module).__name__ and any(True for _ in module.parameters()):
+            inner = (type(each).__name__ for each in module.modules() if each is not module)
+            if not any("Attention" in name for name in inner):
+                yield module
+
+
+def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
+    """Heads x head width; None if neither the module nor a config says."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    heads = _first_whole([module, config], ("num_heads", "num_attention_heads", "n_heads", "n_head"))
+    if heads is None:
+        return None
+    head_width = _first_whole([module, config], ("head_dim", "attention_head_size"))
+    if head_width is not None:
+        return heads * head_width
+    return _first_whole([config, module], ("hidden_size", "embed_dim", "d_model"))
+
+
+def _first_whole(sources: Sequence[Any], names: Sequence[str]) -> int | None:
+    for source in sources:
+        for name in names:
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool | torch.Tensor):
+                return value
+    return None

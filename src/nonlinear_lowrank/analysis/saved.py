@@ -1,0 +1,162 @@
+"""Bytes kept for backward: distinct storages that autograd holds when a forward pass has ended.
+
+Storages are told apart by `untyped_storage()._cdata`, which also works on meta and fake tensors (their
+data pointers are all 0). A saved view counts as its whole storage, since that is what stays in memory.
+Parameters and buffers are left out, and so are autocast's copies of them: a model has these anyhow, and
+how many there are does not depend on the batch. What is dropped again before the forward pass ends is not
+counted.
+
+It sees what goes through saved-tensor hooks: eager autograd, autograd.Function's save_for_backward, and
+compiled functions (AOTAutograd saves by save_for_backward too); beside that, tensors that a function keeps
+as attributes of its context. Recomputation under `torch.utils.checkpoint` hides its inner tensors from the
+hooks, as it should: they are not kept.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(kw_only=True)
+class SavedStorage:
+    """One block of memory that is kept for backward."""
+
+    nbytes: int
+    dtype: torch.dtype
+    label: str
+    """Who saved it first: what `label()` gave at that moment."""
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    """Of the tensors in it that were saved."""
+
+
+def saved_bytes(function: Callable[..., Any], *args: Any, parameters: Iterable[Tensor] = (), **kwargs: Any) -> int:
+    """Bytes that `function(*args, **kwargs)` keeps for backward; see this file's docstring.
+
+    Args:
+        function: a module (its parameters and buffers are known) or any function, eager or compiled.
+        *args: its arguments. Those that are saved count, like any other activation.
+        parameters: further tensors to leave out, for functions that are not modules.
+        **kwargs: its keyword arguments.
+    """
+    return sum(storage.nbytes for storage in saved_storages(function, *args, parameters=parameters, **kwargs))
+
+
+def saved_storages(
+    function: Callable[..., Any],
+    *args: Any,
+    parameters: Iterable[Tensor] = (),
+    label: Callable[[], str] = str,
+    **kwargs: Any,
+) -> list[SavedStorage]:
+    """The storages behind `saved_bytes`, in the order in which they were first saved.
+
+    Args:
+        function: as in `saved_bytes`.
+        *args: as in `saved_bytes`.
+        parameters: as in `saved_bytes`.
+        label: called when something is saved; its string goes into `SavedStorage.label`.
+        **kwargs: as in `saved_bytes`.
+    """
+    excluded = list(parameters)
+    if isinstance(function, nn.Module):
+        excluded += [*function.parameters(), *function.buffers()]
+    held: list[weakref.ref[_Held]] = []
+
+    def pack(tensor: Tensor) -> "_Held":
+        holder = _Held(tensor, label())
+        held.append(weakref.ref(holder))
+        return holder
+
+    known = {_key(tensor) for tensor in excluded}
+    # A dispatch mode would make torch.compile fall back to eager, so it serves fake tensors alone, which
+    # have no contents to compare.
+    casts = _CastWatch(known) if any(_is_fake(tensor) for tensor in excluded) else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        if casts is None:
+            result = function(*args, **kwargs)
+        else:
+            with casts:
+                result = function(*args, **kwargs)
+    saved = [(holder.tensor, holder.label) for holder in (each() for each in held) if holder is not None]
+    saved += [(tensor, "") for tensor in _kept_on_contexts(result)]
+    storages: dict[int, SavedStorage] = {}
+    for tensor, name in saved:
+        key = _key(tensor)
+        if key in known:
+            continue
+        if key not in storages:
+            if casts is None and _is_cast_copy(tensor, excluded):
+                known.add(key)
+                continue
+            nbytes = tensor.untyped_storage().nbytes()
+            storages[key] = SavedStorage(nbytes=nbytes, dtype=tensor.dtype, label=name)
+        storages[key].shapes.append(tuple(tensor.shape))
+    return list(storages.values())
+
+
+class _Held:
+    """What autograd keeps in place of the tensor: gone from memory as soon as the graph lets go of it."""
+
+    __slots__ = ("__weakref__", "label", "tensor")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor, self.label = tensor, label
+
+
+class _CastWatch(TorchDispatchMode):
+    """Adds the storages of type-cast copies of known tensors to `known`, and keeps those copies alive."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        self.copies: list[Tensor] = []  # a freed storage's address could come again for an activation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and _key(args[0]) in self.known:
+            self.known.add(_key(result))
+            self.copies.append(result)
+        return result
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor.data, FakeTensor)
+
+
+def _is_cast_copy(tensor: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Whether a saved tensor is a parameter in another floating type, by its contents."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    for parameter in parameters:
+        if parameter.numel() != flat.numel() or parameter.dtype == flat.dtype or not parameter.is_floating_point():
+            continue
+        copy = parameter.detach().to(flat.dtype)
+        layouts = [copy.reshape(-1), copy.t().reshape(-1)] if copy.ndim == 2 else [copy.reshape(-1)]
+        if any(torch.equal(flat, layout) for layout in layouts):
+            return True
+    return False
+
+
+def _kept_on_contexts(result: Any) -> Iterator[Tensor]:
+    """Tensors that functions hold as attributes of their contexts, over the whole graph of the result."""
+    pending = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            for value in vars(node).values():
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
