@@ -44,14 +44,20 @@ def parse(
         UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
         SystemExit: after --help was printed.
     """
+    description = _paragraphs(description)
     if default is not None:
-        arguments = _lengthen(arguments, list(_leaves(default)))
+        known = list(_leaves(default))
+        arguments = _lengthen(arguments, known)
+        nested = next((name for name in known if name.startswith("train.")), None)
+        if nested is not None:
+            short = _option(nested.rpartition(".")[2])
+            description += f"\n\nNames may be shortened where that is clear: {short} for {_option(nested)}."
 
     def read() -> Options:
         return tyro.cli(  # type: ignore[return-value]  # a default of None is left out
             options,
             prog=f"nlr {command}",
-            description=_paragraphs(description),
+            description=description,
             args=list(arguments),
             default=default,
             config=(tyro.conf.PositionalMetavarFromFieldName,),
@@ -137,7 +143,7 @@ def _columns(number: int) -> Iterator[None]:
 
 def _paragraphs(docstring: str) -> str:
     """A recipe's docstring with its labelled lines (Command, Hardware, Time, Expect) as paragraphs."""
-    return re.sub(r"\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(docstring))
+    return re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(docstring))
 
 
 def _option(name: str) -> str:
