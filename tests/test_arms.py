@@ -108,7 +108,7 @@ def test_apply():
         *(("lr", 0.0), ("lr", -1.0), ("lr", float("inf")), ("lr", float("nan")), ("lr", "fast")),
         *(("warmup_steps", 13), ("warmup_steps", -1), ("betas", (0.9,)), ("betas", (0.9, 1.0)), ("weight_decay", -1)),
         *(("schedule", "step"), ("optimizer", "sgd"), ("max_grad_norm", -1.0), ("eval_every", 0)),
-        *(("save_every", 0), ("keep_checkpoints", 0), ("log_every", 0), ("seed", -1), ("threads", 0)),
+        *(("save_every", 0), ("keep_checkpoints", 0), ("log_every", 0), ("seed", -1), ("seed", 2**31), ("threads", 0)),
         *(("eval_batch_size", 0), ("dataloader_workers", -1)),
     ],
 )

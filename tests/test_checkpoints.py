@@ -289,6 +289,21 @@ def test_no_space_keeps_the_last_good_one(tmp_path, monkeypatch, victim):
     assert not (tmp_path / "out" / "result.json").exists()
 
 
+def test_no_space_for_the_final_model(tmp_path, monkeypatch):
+    text = FakeText()
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(text.tokenizer, "save_pretrained", full)
+        with pytest.raises(UserError, match=r"cannot write the model to .*no space left.*--resume"):
+            run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, quiet=True)
+    assert not (tmp_path / "out" / "model").exists()
+    assert not temporaries(tmp_path)
+    assert run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, resume=True, quiet=True).steps == 4
+
+
 # --- the loss is no number ------------------------------------------------------------------------------------
 
 
@@ -328,6 +343,12 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
     with pytest.raises(DivergedError, match=r"at step 4; the last good checkpoint is .*step-000002"):
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
     assert list(step_folders(tmp_path / "out" / "checkpoints")) == [2]
+
+
+def test_evaluation_that_is_no_number(tmp_path):
+    with pytest.raises(DivergedError, match=r"at step 5; the last good checkpoint is .*step-000004"):
+        run_training(make_recipe("training_kit:poison_evaluation"), tmp_path / "out", prepared=TEXT, quiet=True)
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["curve"] == []
 
 
 # --- files ----------------------------------------------------------------------------------------------------

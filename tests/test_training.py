@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -309,8 +311,6 @@ def test_quiet_is_silent_and_loud_is_one_line_an_evaluation(tmp_path, capfd):
 
 
 def test_process_settings_are_put_back(tmp_path, monkeypatch):
-    import os
-
     before = torch.get_num_threads(), dict(os.environ)
     train(tmp_path / "a", threads=2, bf16=True, deterministic=True, steps=2)
     environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
@@ -410,12 +410,17 @@ def test_two_processes(tmp_path, monkeypatch, sharded):
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(textwrap.dedent(SCRIPT))
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(script), str(Path(__file__).parent), str(out)]
 
     def launch() -> None:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as started:
+            try:
+                errors = started.communicate(timeout=300)[1]
+            except subprocess.TimeoutExpired:
+                os.killpg(started.pid, signal.SIGKILL)  # the workers too
+                raise
+        assert started.returncode == 0, errors[-3000:]
 
     launch()
     result = TrainResult.from_json((out / "a" / "result.json").read_text())

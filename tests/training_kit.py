@@ -130,6 +130,17 @@ def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
     return model
 
 
+def poison_evaluation(model: nn.Module) -> nn.Module:
+    """The loss is not a number in evaluation only."""
+
+    def spoil(module: nn.Module, args: Any, output: Any) -> None:
+        if not module.training:
+            output["loss"] = output["loss"] * float("inf")
+
+    model.register_forward_hook(spoil)
+    return model
+
+
 def no_module(model: nn.Module) -> None:
     """Forgets to return the model."""
 

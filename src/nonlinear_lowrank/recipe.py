@@ -245,6 +245,8 @@ class TrainConfig:
         for name in ("threads", "eval_batch_size"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), least=1)
+        if self.seed >= 2**31:
+            raise UserError(f"seed must be below 2**31, not {self.seed}")
         _check_number("lr", self.lr, above=0)
         _check_number("weight_decay", self.weight_decay, least=0)
         _check_number("max_grad_norm", self.max_grad_norm, least=0)

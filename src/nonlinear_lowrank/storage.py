@@ -5,7 +5,6 @@ synced to disk and renamed. What is found under `.tmp-` is a killed process's an
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock, the rest works
+    fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
@@ -174,6 +178,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         # Not flock: data-loading workers, being forks, would go on holding it after a kill.
         self._file = (folder / ".lock").open("w")
+        if fcntl is None:
+            return
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -197,7 +203,9 @@ def _describe(file: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name != "posix" and path.is_dir():
+        return  # other systems cannot open a folder
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

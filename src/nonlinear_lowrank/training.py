@@ -12,6 +12,7 @@ arm draws and however many processes and micro-batches share the work.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -201,6 +202,11 @@ def run_training(
         finally:
             progress.close()
             folder.close()
+            if arguments.device.type != "cpu":
+                # Trainer is part of a cycle: without this the next run's model would not fit beside it.
+                del trainer, model, changed, optimizer
+                gc.collect()
+                torch.accelerator.empty_cache()
 
 
 # --- setting up ----------------------------------------------------------------------------------------------
@@ -310,10 +316,10 @@ def _try_on_meta(recipe: Recipe) -> None:
 
 
 def _prepare(recipe: Recipe, quiet: bool) -> Any:
-    """The first process fills the cache, then all read it."""
-    first = on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)
-    assert first is None
-    return recipe.task.prepare(progress=False)
+    """The first process fills the cache, then the others read it."""
+    mine: list[Any] = []
+    on_first_process(lambda: mine.append(recipe.task.prepare(progress=not quiet)))
+    return mine[0] if mine else recipe.task.prepare(progress=False)
 
 
 def _optimizer(
