@@ -70,7 +70,8 @@ def saved_storages(
     held: list[weakref.ref[_Held]] = []
 
     def pack(tensor: Tensor) -> "_Held":
-        holder = _Held(tensor, label())
+        # Detached: a saved output holds its node, which holds what it saved, and would never die.
+        holder = _Held(tensor.detach(), label())
         held.append(weakref.ref(holder))
         return holder
 

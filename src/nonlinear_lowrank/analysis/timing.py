@@ -81,6 +81,11 @@ def interleaved_step_times(
     names = list(steppers)
     times: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
+    # What is there already is taken out of the collector's sight: looking through it takes long.
+    freezing = gc.get_freeze_count() == 0
+    gc.collect()
+    if freezing:
+        gc.freeze()
     try:
         for round_index in range(-warmup, rounds):
             gc.collect()
@@ -95,6 +100,8 @@ def interleaved_step_times(
             if after_round is not None and round_index >= 0:
                 after_round(round_index + 1)
     finally:
+        if freezing:
+            gc.unfreeze()
         if collecting:
             gc.enable()
     return times
