@@ -1,7 +1,8 @@
 """Documents out of files, folders, the standard library and `datasets`, one string each.
 
 Text files hold one document, or several with lines of a separator between them; JSON lines and parquet hold
-one a row. Compressed files (.xz .gz .zst) are read as what they contain.
+one a row. Compressed files (.xz .gz .zst) are read as what they contain. Nothing but a parquet file that was
+compressed once more is held in memory whole.
 """
 
 import gzip
@@ -9,9 +10,11 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import re
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,10 +26,11 @@ from ..errors import UserError
 SEPARATOR = "<|endoftext|>"
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _COMPRESSED = (".xz", ".gz", ".zst")
-_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zstandard.ZstdError, EOFError)
+_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
 # The standard library's own tests and bundled strangers are not library sources.
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%-]+))?")
+_BLOCK = 8 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +46,27 @@ class Corpus:
     streaming: bool = False
     """Read a dataset over the network as it is needed, not whole first."""
     max_bytes: int | None = None
-    """Stop after so many bytes of text."""
+    """Stop before the document that would exceed so many bytes of text; a first document that is longer is cut."""
 
     def files(self) -> list[Path]:
-        """The files that a local source is made of, sorted; empty for a dataset.
+        """The files that a local source is made of, sorted; empty for a dataset. Hidden ones are left out.
 
         Raises:
             UserError: it does not exist, or holds no file of a known kind.
         """
         if self.source == "stdlib":
             root = Path(sysconfig.get_paths()["stdlib"])
-            found = (path for path in root.rglob("*.py") if not _NOT_SOURCES & set(path.relative_to(root).parts))
-            return sorted(found)
+            found = [path for path in _visible_files(root, _NOT_SOURCES) if path.suffix == ".py"]
+            if not found:
+                raise UserError("this Python has no library sources on disk; give a file, a folder or a dataset's name")
+            return found
         path = Path(self.source).expanduser()
         if path.is_file():
             if _kind(path) is None:
                 raise UserError(f"{path}: unknown kind of file; use {' '.join(_KINDS)}, also with .xz .gz .zst")
             return [path]
         if path.is_dir() and not _is_saved_dataset(path) and not self.streaming:
-            files = sorted(each for each in path.rglob("*") if each.is_file() and _kind(each) is not None)
+            files = [each for each in _visible_files(path) if _kind(each) is not None]
             if not files:
                 raise UserError(f"{path} holds no file of a known kind ({' '.join(_KINDS)}, also with .xz .gz .zst)")
             return files
@@ -69,19 +75,28 @@ class Corpus:
         return []
 
     def identity(self) -> str:
-        """A hash of the source's content (of a dataset: its name and fingerprint) and of how it is read."""
-        digest = hashlib.sha256(json.dumps([self.text_field, self.separator, self.max_bytes]).encode())
+        """A hash of the source's content and of how it is read.
+
+        A dataset is known by its name and its fingerprint; a streamed one, of which nothing is here to be
+        hashed, by its name alone.
+        """
         files = self.files()
-        for path in files:
-            try:
-                with path.open("rb") as file:
-                    content = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}") from error
-            digest.update(f"{path.name}\n{content}\n".encode())
-        if not files:
-            print_of = None if self.streaming else getattr(self._dataset(), "_fingerprint", None)
-            digest.update(json.dumps([self.source, print_of]).encode())
+        # A folder that `datasets` reads may give other documents than its files do.
+        reading = [self.text_field, self.separator, self.max_bytes, "files" if files else "dataset"]
+        digest = hashlib.sha256(json.dumps(reading).encode())
+        name, *parts = self._name()
+        if files or Path(name).is_dir():
+            digest.update(json.dumps(parts).encode())
+            for path in files or _visible_files(Path(name)):
+                try:
+                    with path.open("rb") as file:
+                        content = hashlib.file_digest(file, "sha256").hexdigest()
+                except OSError as error:
+                    raise UserError(f"cannot read {path}: {error.strerror}") from error
+                digest.update(f"{path.name}\n{content}\n".encode())
+        else:
+            fingerprint = None if self.streaming else getattr(self._dataset(), "_fingerprint", None)
+            digest.update(json.dumps([self.source, fingerprint]).encode())
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
@@ -92,12 +107,17 @@ class Corpus:
         """
         size = 0
         files = self.files()
-        for document in self._rows(self._dataset()) if not files else self._of_files(files):
+        for document in self._of_files(files) if files else self._rows(self._dataset()):
             if not document.strip():
                 continue
-            size += len(document.encode("utf-8", "surrogatepass"))
-            if self.max_bytes is not None and size > self.max_bytes:
-                return
+            if self.max_bytes is not None:
+                data = document.encode()
+                if size + len(data) > self.max_bytes:
+                    cut = "" if size else data[: self.max_bytes].decode(errors="ignore")
+                    if cut.strip():
+                        yield cut
+                    return
+                size += len(data)
             yield document
 
     def _of_files(self, files: list[Path]) -> Iterator[str]:
@@ -109,31 +129,47 @@ class Corpus:
                 elif kind == ".jsonl":
                     yield from self._json_lines(path)
                 else:
-                    yield from self._split(_decode(path, _read(path)))
+                    yield from self._text(path)
             except _DAMAGED as error:
                 raise UserError(f"{path} is damaged or cut off: {_one_line(error)}") from error
             except OSError as error:
                 raise UserError(f"cannot read {path}: {_one_line(error)}") from error
 
-    def _split(self, text: str) -> Iterator[str]:
+    def _text(self, path: Path) -> Iterator[str]:
         separator = SEPARATOR if self.separator is None else self.separator
-        if not separator:
-            yield text
-            return
         # Only where it stands alone on a line: text may speak of the separator.
-        yield from re.split(rf"^{re.escape(separator)}[ \t]*$\n?", text, flags=re.MULTILINE)
+        pattern = re.compile(rf"^{re.escape(separator)}[ \t]*\r?$\n?", re.MULTILINE)
+        parts: list[str] = []
+        for block in _line_blocks(path):
+            first, *others = pattern.split(block) if separator else [block]
+            parts.append(first)
+            for other in others:
+                yield "".join(parts)
+                parts = [other]
+        yield "".join(parts)
 
     def _json_lines(self, path: Path) -> Iterator[str]:
+        offset = 0
         with _open(path) as file:
             for number, line in enumerate(file, 1):
-                text = _decode(path, line).strip()
-                if not text:
+                text = _decode(path, line, offset)
+                offset += len(line)
+                if not text.strip():
                     continue
                 try:
                     row = json.loads(text)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
-                yield self._field(row, f"{path}:{number}")
+                document = self._field(row, f"{path}:{number}")
+                if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
+                    try:
+                        document.encode()
+                    except UnicodeEncodeError as error:
+                        half = f"\\u{ord(document[error.start]):04x}"
+                        raise UserError(
+                            f"{path}:{number} holds half a character ({half} without its other half); mend or drop it"
+                        ) from error
+                yield document
 
     def _parquet(self, path: Path) -> Iterator[str]:
         import pyarrow
@@ -146,15 +182,22 @@ class Corpus:
                     raise UserError(
                         f"{path} has no column {self.text_field!r}; it has {', '.join(names)} (set text_field)"
                     )
-                for batch in table.iter_batches(columns=[self.text_field]):
-                    yield from (text or "" for text in batch.column(0).to_pylist())
+                row = 0
+                for batch in table.iter_batches(columns=[self.text_field], batch_size=1024):
+                    for text in batch.column(0).to_pylist():
+                        yield "" if text is None else self._field({self.text_field: text}, f"row {row} of {path}")
+                        row += 1
         except pyarrow.ArrowException as error:
             raise UserError(f"{path} is not a whole parquet file: {_one_line(error)}") from error
 
     def _field(self, row: Any, place: str) -> str:
-        if not isinstance(row, dict) or not isinstance(row.get(self.text_field), str):
-            raise UserError(f"{place} has no text in the field {self.text_field!r}; name another with text_field")
-        return row[self.text_field]
+        text = row.get(self.text_field) if isinstance(row, dict) else None
+        if isinstance(text, str):
+            return text
+        if text is not None:
+            raise UserError(f"the field {self.text_field!r} of {place} is no text but {type(text).__name__}")
+        has = f"; it has {', '.join(map(str, row))[:100]}" if isinstance(row, dict) and row else ""
+        raise UserError(f"{place} has no text in the field {self.text_field!r}{has} (set text_field)")
 
     def _rows(self, dataset: Any) -> Iterator[str]:
         try:
@@ -165,24 +208,36 @@ class Corpus:
         except Exception as error:
             raise UserError(f"reading the dataset {self.source!r} failed: {_one_line(error)}") from error
 
+    def _name(self) -> tuple[str, str | None, str | None]:
+        """Of a dataset: name or folder, configuration, split."""
+        path = Path(self.source).expanduser()
+        match = None if path.exists() else _DATASET.fullmatch(self.source)
+        return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
+
     def _dataset(self) -> Any:
         import datasets
 
         path = Path(self.source).expanduser()
         if path.is_dir() and _is_saved_dataset(path):
-            found = datasets.load_from_disk(str(path))
-            return found["train"] if isinstance(found, datasets.DatasetDict) else found
-        match = _DATASET.fullmatch(self.source)
-        name, config, split = (
-            (match["name"], match["config"], match["split"]) if match and not path.exists() else (str(path), None, None)
-        )
+            try:
+                found = datasets.load_from_disk(str(path))
+            except Exception as error:
+                raise UserError(f"{path} is not a whole saved dataset: {_one_line(error)}") from error
+            if not isinstance(found, datasets.DatasetDict):
+                return found
+            if "train" not in found:
+                raise UserError(f"{path} has no split 'train'; give the folder of one of {', '.join(found)}")
+            return found["train"]
+        name, config, split = self._name()
+        # Of a folder, `datasets` would go on giving what it cached when the folder has changed.
+        streaming = self.streaming or Path(name).is_dir()
         try:
-            return datasets.load_dataset(name, config, split=split or "train", streaming=self.streaming)
+            return datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
         except Exception as error:  # the library raises many kinds, of its own and of its network stack
-            raise UserError(
-                f"there is no file or folder {self.source!r}, and no dataset of that name could be loaded "
-                f"({type(error).__name__}: {_one_line(error)})"
-            ) from error
+            what = f"the folder {name!r} could not be read as a dataset"
+            if not Path(name).is_dir():
+                what = f"there is no file or folder {self.source!r}, and no dataset of that name could be loaded"
+            raise UserError(f"{what} ({type(error).__name__}: {_one_line(error)})") from error
 
 
 def _kind(path: Path) -> str | None:
@@ -200,6 +255,14 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
+def _visible_files(folder: Path, without: Set[str] = frozenset(("__pycache__",))) -> list[Path]:
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(path for path in found if path.is_file())
+
+
 def _open(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
     if suffix == ".xz":
@@ -207,20 +270,44 @@ def _open(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
-        return io.BytesIO(_zstd(path.read_bytes()))
+        return io.BufferedReader(_Chunks(_zstd(path)), _BLOCK)
     return path.open("rb")
 
 
-def _zstd(data: bytes) -> bytes:
-    """All frames; the library's own reader takes a frame that is cut off for its end."""
-    parts = []
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        parts.append(frame.decompress(data))
-        if not frame.eof:
-            raise EOFError("the last frame is not whole")
-        data = frame.unused_data
-    return b"".join(parts)
+def _zstd(path: Path) -> Iterator[bytes]:
+    """All frames. zstandard's own reader would take a frame that is cut off for its end."""
+    frame = None
+    with path.open("rb") as file:
+        while data := file.read(_BLOCK):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = b""
+                if frame.eof:
+                    data, frame = frame.unused_data, None
+    if frame is not None:
+        raise EOFError("the last frame is not whole")
+
+
+class _Chunks(io.RawIOBase):
+    """Pieces of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 def _read(path: Path) -> bytes:
@@ -228,14 +315,31 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
-def _decode(path: Path, data: bytes) -> str:
+def _line_blocks(path: Path) -> Iterator[str]:
+    """The text in blocks of whole lines."""
+    offset = 0
+    held: list[bytes] = []  # a line that has not ended yet
+    with _open(path) as file:
+        while data := file.read(_BLOCK):
+            cut = data.rfind(b"\n") + 1
+            if not cut:
+                held.append(data)
+                continue
+            whole = b"".join([*held, data[:cut]])
+            yield _decode(path, whole, offset)
+            offset += len(whole)
+            held = [data[cut:]]
+    yield _decode(path, b"".join(held), offset)
+
+
+def _decode(path: Path, data: bytes, offset: int) -> str:
     nul = data.find(b"\0")
     if nul >= 0:
-        raise UserError(f"{path} is binary (a zero byte at offset {nul}); give text")
+        raise UserError(f"{path} is binary (a zero byte at offset {offset + nul}); give text")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (offset {error.start}); convert it first") from error
+        raise UserError(f"{path} is not UTF-8 text (offset {offset + error.start}); convert it first") from error
 
 
 def _one_line(error: BaseException) -> str:

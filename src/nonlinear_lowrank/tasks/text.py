@@ -1,18 +1,12 @@
 """Packed text: documents -> tokens with document boundaries -> sequences of one length, cached on disk.
 
-    <cache>/text/<key>/train.bin, valid.bin    tokens of all documents in order, each document ended by the
-                                               end-of-text token; uint16 or uint32, little-endian
-    <cache>/text/<key>/tokenizer/, text.json   what they were made with and what they contain
-
-The key is a hash of the sources' content and of every setting that shapes the tokens. The cache lies in
-$NLR_CACHE, else in the user's cache folder.
+A cache folder, <cache>/text/<key>, is what `packing` makes. The key is a hash of the sources' content and of
+every setting that shapes the tokens. The cache lies in $NLR_CACHE, else in the user's cache folder.
 """
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,29 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..storage import staged_folder
 from .corpus import Corpus
-from .tokenizers import (
-    boundary_id,
-    byte_lengths,
-    check_vocab_size,
-    encode,
-    load_tokenizer,
-    quiet_about_forks,
-    train_bpe,
-)
+from .packing import Packing, check_lengths, tokenizer_hash
+from .tokenizers import byte_lengths, check_vocab_size, load_tokenizer, quiet_about_forks, vocabulary_size
 
-_VERSION = 1  # of the cache's layout; part of the key
-_TRAINING_BYTES = 20_000_000  # text that a tokenizer is trained on; more changes its merges little
-_BATCH_BYTES = 4_000_000
-_PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
-_FEW_DOCUMENTS = 20  # fewer than this are divided before some are held out
-_PIECES = 200
+_VERSION = 2  # of the cache's layout and of the split; part of the key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +33,15 @@ class TextData:
     """"stdlib" (the running Python's own library sources), a file or folder (.txt .md .py .jsonl .parquet, also
     .xz .gz .zst), or a dataset's name: "owner/name", "owner/name:config", either with "@split"."""
     valid_source: str | None = None
-    """Held-out text of its own; None: a part of the documents, chosen by the hash of their content."""
+    """Held-out text of its own, less the documents that are also in the source; None: a part of the source's
+    documents, chosen by the hash of their content. Of a single document pieces are held out."""
     valid_fraction: float = 0.02
-    """Part of the documents held out when there is no valid_source."""
+    """Part of the documents held out when there is no valid_source; at least one is."""
     max_bytes: int | None = None
-    """Stop reading a source after so many bytes of text."""
+    """Stop before the document that would exceed so many bytes of text, in each source."""
     streaming: bool = False
-    """Read datasets over the network as needed. The tokens are cached all the same, so that training can
-    shuffle and resume."""
+    """Read datasets over the network as needed, not whole first. The tokens are cached all the same, so that
+    training can shuffle and resume. A streamed dataset is known to the cache by its name."""
     text_field: str = "text"
     """Field of JSON lines, parquet and datasets that holds the text."""
     document_separator: str | None = None
@@ -78,17 +59,19 @@ class TextData:
     """Where tokens are cached; None: $NLR_CACHE, else the user's cache folder."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "eval_sequences"):
-            least = 2 if name == "sequence_length" else 1
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if not 0 < self.valid_fraction < 0.5:
-            raise UserError(f"valid_fraction must be above 0 and below 0.5, not {self.valid_fraction!r}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise UserError(f"max_bytes must be at least 1, not {self.max_bytes!r}")
+        _check_whole("sequence_length", self.sequence_length, 2)
+        _check_whole("eval_sequences", self.eval_sequences, 1)
+        if self.max_bytes is not None:
+            _check_whole("max_bytes", self.max_bytes, 1)
+        fraction = self.valid_fraction
+        if not isinstance(fraction, int | float) or not 0 < fraction < 0.5:
+            raise UserError(f"valid_fraction must be above 0 and below 0.5, not {fraction!r}")
         if not self.source:
             raise UserError("source is empty; give 'stdlib', a file, a folder or a dataset's name")
+        if self.valid_source == "":
+            raise UserError("valid_source is empty; give a file, a folder or a dataset's name, or leave it out")
+        if not self.tokenizer:
+            raise UserError("tokenizer is empty; give 'bpe', a folder, a tokenizer.json or a hub name")
         if self.tokenizer == "bpe":
             check_vocab_size(self.vocab_size)
 
@@ -106,30 +89,38 @@ class TextData:
 class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
     """Sequences out of a file of tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64.
 
-    Labels equal the inputs: transformers' language models shift them. The file is mapped, not read.
+    Labels equal the inputs: transformers' language models shift them. The file is mapped, not read; each
+    data-loading worker maps it anew.
+
+    Args:
+        path: an .npy file of one axis.
+        length: of a sequence, T.
+        most: sequences at most; None: all that the file holds. A rest shorter than T is left out.
     """
 
-    def __init__(self, path: Path, dtype: str, length: int, count: int) -> None:
-        self.path, self.dtype, self.length, self.count = path, dtype, length, count
-        self._tokens: np.ndarray | None = None
+    def __init__(self, path: Path, length: int, most: int | None = None) -> None:
+        self.path, self.length = path, length
+        self._tokens: np.ndarray | None = np.load(path, mmap_mode="r")
+        count = len(self._tokens) // length
+        self.count = count if most is None else min(count, most)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not -self.count <= index < self.count:
-            raise IndexError(index)
+            raise IndexError(f"sequence {index} of {self.count}")
         row = torch.from_numpy(self.block(index % self.count).astype(np.int64))
         return {"input_ids": row, "labels": row.clone()}
 
     def block(self, index: int) -> np.ndarray:
         """Tokens of a sequence, (T,), in the file's type."""
         if self._tokens is None:
-            self._tokens = np.memmap(self.path, dtype=self.dtype, mode="r")
+            self._tokens = np.load(self.path, mmap_mode="r")
         return self._tokens[index * self.length : (index + 1) * self.length]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": None}  # a worker maps the file itself
+        return self.__dict__ | {"_tokens": None}
 
 
 @dataclass(frozen=True)
@@ -140,11 +131,13 @@ class PackedText:
     valid: TokenBlocks
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
-    """Entries of the tokenizer, special tokens included."""
+    """Rows of the embedding: the tokenizer's highest id + 1, special tokens included."""
     valid_bytes_per_token: float
-    """Bytes of held-out text for each predicted token: positions 1 to T - 1 of the evaluated sequences. The
-    end-of-text token is predicted too but is no text, so it counts 0 bytes. Bits per byte =
-    loss / ln 2 / valid_bytes_per_token."""
+    """UTF-8 bytes of held-out text per predicted token, over positions 1 to T - 1 of the evaluated sequences (the
+    first of each is given, not predicted). The end-of-text token is predicted too but is no text, so it counts 0
+    bytes. A byte-level token has the bytes that it decodes to; of other kinds a token has the bytes from the end of
+    the token before to its own end, so that dropped white space is counted (and, after a document's last token,
+    given to the end-of-text token). Bits per byte = loss / ln 2 / valid_bytes_per_token."""
     fingerprint: str
     """Hash of tokens, tokenizer and sequence length: equal where training sees the same numbers."""
     facts: dict[str, Any]
@@ -160,6 +153,11 @@ class PackedText:
             "valid_bytes_per_token": self.valid_bytes_per_token,
             "fingerprint": self.fingerprint,
         }
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def prepare_text(config: TextData, *, progress: bool = True) -> PackedText:
@@ -183,7 +181,7 @@ def prepare_text(config: TextData, *, progress: bool = True) -> PackedText:
             with FileLock(f"{folder}.lock"):
                 facts = _read(folder)
                 if facts is None:
-                    facts = _build(config, given, folder, progress)
+                    facts = _packing(config).build(given, folder, progress)
         except OSError as error:
             raise UserError(
                 f"cannot write the text cache {folder.parent} ({error.strerror or error}); set cache_dir or NLR_CACHE"
@@ -204,260 +202,61 @@ def _key(config: TextData, tokenizer: PreTrainedTokenizerBase | None) -> str:
         parts.append(config.valid_fraction)
     else:
         parts.append(config.corpus(config.valid_source).identity())
-    parts.append(config.vocab_size if tokenizer is None else _tokenizer_hash(tokenizer))
+    parts.append(config.vocab_size if tokenizer is None else tokenizer_hash(tokenizer))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{text}{boundary_id(tokenizer)}".encode()).hexdigest()
-
-
-# --- building ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Split:
-    """Which documents are held out."""
-
-    cutoff: int
-    """Documents whose hash is below it."""
-    divide: int | None
-    """Size in characters of the pieces that long documents are cut into first; None: they stay whole."""
-    documents: int
-    train_hashes: set[int]
-
-
-def _build(config: TextData, given: PreTrainedTokenizerBase | None, folder: Path, progress: bool) -> dict[str, Any]:
-    source = config.corpus(config.source)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.1f} MB"),
-        TimeElapsedColumn(),
-        disable=not progress,
-        transient=True,
-    ) as bar:
-        split = _plan_split(config, source, bar)
-        if given is None:
-            sample = _sample(_side(source, split, held_out=False), bar)
-            tokenizer: PreTrainedTokenizerBase = train_bpe(sample, config.vocab_size)
-        else:
-            tokenizer = given
-        dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
-        dropped = 0
-        with staged_folder(folder) as staged:
-            tokenizer.save_pretrained(staged / "tokenizer")
-            facts: dict[str, Any] = {
-                "source": config.source,
-                "valid_source": config.valid_source,
-                "divided_documents": split.divide is not None,
-                "dtype": dtype,
-            }
-            facts["train"] = _write(
-                staged / "train.bin", _side(source, split, held_out=False), tokenizer, dtype, bar, "train"
-            )
-            if config.valid_source is None:
-                held_out: Iterable[str] = _side(source, split, held_out=True)
-            else:
-                documents = list(config.corpus(config.valid_source).documents())
-                held_out = [each for each in documents if _hash(each) not in split.train_hashes]
-                dropped = len(documents) - len(held_out)
-            facts["valid"] = _write(staged / "valid.bin", held_out, tokenizer, dtype, bar, "held-out")
-            facts["held_out_documents_dropped_as_also_in_train"] = dropped
-            facts["tokenizer_sha256"] = _tokenizer_hash(tokenizer)
-            (staged / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
-            for name, what in (("train", "training"), ("valid", "held-out")):
-                _check_length(facts[name]["tokens"], config.sequence_length, what)
-    return facts
-
-
-def _plan_split(config: TextData, source: Corpus, bar: Progress) -> _Split:
-    """Reads the documents once and decides which are held out.
-
-    By the hash of the content, so that equal documents land on one side. The lowest hashes are held out, which
-    gives the wanted number however few documents there are; a streamed dataset, read once, is cut at a fixed
-    value instead.
-    """
-    if config.valid_source is None and config.streaming and not source.files():
-        return _Split(int(config.valid_fraction * 2**64), None, 0, set())
-    task = bar.add_task("reading", total=None)
-    hashes, size = [], 0
-    for document in source.documents():
-        hashes.append(_hash(document))
-        size += len(document)
-        bar.update(task, completed=size / 1e6)
-    bar.remove_task(task)
-    if not hashes:
-        raise UserError(f"{config.source} holds no text; give a source with at least one document")
-    if config.valid_source is not None:
-        return _Split(0, None, len(hashes), set(hashes))
-    divide = None
-    if len(set(hashes)) < _FEW_DOCUMENTS:
-        divide = max(1000, size // _PIECES)
-        hashes = [_hash(piece) for document in source.documents() for piece in _pieces(document, divide)]
-    unique = sorted(set(hashes))
-    count = max(1, math.ceil(config.valid_fraction * len(unique)))
-    if count >= len(unique):
-        raise UserError(
-            f"{config.source} has {size:,} characters, too few to hold some out; give more text or a valid_source"
-        )
-    return _Split(unique[count], divide, len(hashes), set())
-
-
-def _side(source: Corpus, split: _Split, *, held_out: bool) -> Iterator[str]:
-    for document in source.documents():
-        for piece in [document] if split.divide is None else _pieces(document, split.divide):
-            if (_hash(piece) < split.cutoff) == held_out:
-                yield piece
-
-
-def _hash(document: str) -> int:
-    return int.from_bytes(hashlib.sha256(document.encode("utf-8", "surrogatepass")).digest()[:8])
-
-
-def _pieces(document: str, size: int) -> Iterator[str]:
-    """Cuts at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
-    start = 0
-    while start < len(document):
-        end = start + size
-        if end < len(document):
-            cut = document.find("\n", end, end + size) + 1 or document.find(" ", end, end + size)
-            end = cut if cut > 0 else end + size
-        yield document[start:end]
-        start = end
-
-
-def _sample(documents: Iterator[str], bar: Progress) -> list[str]:
-    """Up to _TRAINING_BYTES of text, from all over: every n-th piece of what was read."""
-    task = bar.add_task("learning the vocabulary", total=None)
-    kept: list[str] = []
-    size, every, index, read = 0, 1, 0, 0
-    for document in documents:
-        for piece in _pieces(document, _PIECE):
-            read += len(piece)
-            if index % every == 0:
-                kept.append(piece)
-                size += len(piece)
-            index += 1
-            if size > 2 * _TRAINING_BYTES:
-                kept, every = kept[::2], 2 * every
-                size = sum(map(len, kept))
-        bar.update(task, completed=read / 1e6)
-    while size > _TRAINING_BYTES and len(kept) > 1:
-        kept = kept[::2]
-        size = sum(map(len, kept))
-    bar.remove_task(task)
-    return kept
-
-
-def _write(
-    path: Path,
-    documents: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: str,
-    bar: Progress,
-    what: str,
-) -> dict[str, Any]:
-    """Tokens of all documents, each followed by the boundary. Returns the counts."""
-    task = bar.add_task(f"tokenizing {what} text", total=None)
-    boundary = boundary_id(tokenizer)
-    count = {"documents": 0, "bytes": 0, "tokens": 0}
-    digest = hashlib.sha256()
-    unknown = 0
-    with path.open("wb") as file:
-        for batch in _batches(documents):
-            texts = [piece for document in batch for piece in _pieces(document, _PIECE)]
-            encoded = iter(encode(tokenizer, texts))
-            rows: list[np.ndarray] = []
-            for document in batch:
-                for _ in _pieces(document, _PIECE):
-                    rows.append(np.array(next(encoded), dtype=dtype))
-                rows.append(np.array([boundary], dtype=dtype))
-                count["documents"] += 1
-                count["bytes"] += len(document.encode("utf-8", "surrogatepass"))
-            tokens = np.concatenate(rows)
-            if tokenizer.unk_token_id not in (None, boundary):
-                unknown += int((tokens == tokenizer.unk_token_id).sum())
-            count["tokens"] += len(tokens)
-            if unknown > 0.01 * count["tokens"]:
-                raise UserError(
-                    f"the tokenizer does not fit the text: {100 * unknown / count['tokens']:.1f} % of its tokens are "
-                    "unknown; choose another tokenizer, or 'bpe' to train one"
-                )
-            file.write(tokens.tobytes())
-            digest.update(tokens.tobytes())
-            bar.update(task, completed=count["bytes"] / 1e6)
-    bar.remove_task(task)
-    return {**count, "sha256": digest.hexdigest()}
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-# --- opening -------------------------------------------------------------------------------------------------
+def _packing(config: TextData) -> Packing:
+    return Packing(
+        source=config.corpus(config.source),
+        valid_source=None if config.valid_source is None else config.corpus(config.valid_source),
+        valid_fraction=config.valid_fraction,
+        vocab_size=config.vocab_size,
+        sequence_length=config.sequence_length,
+    )
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     """What the cache says of itself, or None where it is absent or not whole."""
     try:
         facts = json.loads((folder / "text.json").read_text(encoding="utf-8"))
-        width = np.dtype(facts["dtype"]).itemsize
+        # A file that is shorter than its header says cannot be mapped.
         whole = all(
-            (folder / f"{name}.bin").stat().st_size == width * facts[name]["tokens"] for name in ("train", "valid")
+            len(np.load(folder / f"{name}.npy", mmap_mode="r")) == facts[name]["tokens"] for name in ("train", "valid")
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-    return facts if whole and (folder / "tokenizer" / "tokenizer.json").is_file() else None
+    return facts if whole and (folder / "tokenizer" / "tokenizer_config.json").is_file() else None
 
 
 def _open(config: TextData, folder: Path, facts: dict[str, Any]) -> PackedText:
-    length = config.sequence_length
-    for name, what in (("train", "training"), ("valid", "held-out")):
-        _check_length(facts[name]["tokens"], length, what)
-    train = TokenBlocks(folder / "train.bin", facts["dtype"], length, facts["train"]["tokens"] // length)
-    evaluated = min(config.eval_sequences, facts["valid"]["tokens"] // length)
-    valid = TokenBlocks(folder / "valid.bin", facts["dtype"], length, evaluated)
+    check_lengths(facts, config.sequence_length)
+    train = TokenBlocks(folder / "train.npy", config.sequence_length)
+    valid = TokenBlocks(folder / "valid.npy", config.sequence_length, config.eval_sequences)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    made_of = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"], length, evaluated]
+    hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
+    made_of = json.dumps([*hashes, train.length, len(valid)])
     return PackedText(
         train=train,
         valid=valid,
         tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
-        valid_bytes_per_token=_bytes_per_token(valid, tokenizer),
-        fingerprint=hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32],
+        vocab_size=vocabulary_size(tokenizer),
+        valid_bytes_per_token=_bytes_per_token(valid, tokenizer, folder / "valid_bytes.npy"),
+        fingerprint=hashlib.sha256(made_of.encode()).hexdigest()[:32],
         facts=facts,
     )
 
 
-def _bytes_per_token(blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
+def _bytes_per_token(blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase, bytes_file: Path) -> float:
     lengths = byte_lengths(tokenizer)
+    sizes = TokenBlocks(bytes_file, blocks.length, len(blocks)) if bytes_file.exists() else None
     total = 0
     for index in range(len(blocks)):
         predicted = blocks.block(index)[1:]
         if lengths is not None:
             total += int(lengths[predicted].sum())
-        else:  # other kinds of tokens have no bytes of their own: count those of the decoded text
+        elif sizes is not None:
+            total += int(sizes.block(index)[1:].sum())
+        else:  # a tokenizer in Python tells neither
             total += len(str(tokenizer.decode(predicted.tolist(), skip_special_tokens=True)).encode())
     return total / (len(blocks) * (blocks.length - 1))
-
-
-def _check_length(tokens: int, length: int, what: str) -> None:
-    if tokens < length:
-        raise UserError(
-            f"the {what} text has {tokens} tokens, fewer than one sequence of {length}; "
-            "give more text or lower sequence_length"
-        )

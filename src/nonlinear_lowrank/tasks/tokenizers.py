@@ -1,7 +1,8 @@
 """Tokenizers: a byte-level BPE trained on the corpus, GPT-2's from files, any other by path or name."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from ..errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # looked for where a tokenizer names no end
 _ALPHABET = 256
 _GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
@@ -60,19 +62,29 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         except Exception as error:  # the Rust side raises plain Exception
             raise UserError(f"{path} is not a tokenizer.json: {_one_line(error)}") from error
-        if tokenizer.eos_token is None and END_OF_TEXT in tokenizer.get_vocab():
-            tokenizer.eos_token = END_OF_TEXT
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
         except Exception as error:
+            why = _one_line(error).split(". ")[0]
             raise UserError(
-                f"no tokenizer {name!r} could be loaded ({_one_line(error)}); give a folder with GPT-2's files or a "
-                "tokenizer.json, a hub name, or 'bpe' to train one"
+                f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's files or a tokenizer.json, "
+                "a hub name, or 'bpe' to train one"
             ) from error
     if boundary_id(tokenizer) is None:
-        raise UserError(f"the tokenizer {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json")
+        vocabulary = tokenizer.get_vocab()
+        end = next((token for token in _ENDS if token in vocabulary), None)
+        if end is None:
+            raise UserError(
+                f"the tokenizer {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
+            )
+        tokenizer.eos_token = end
     return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that an embedding needs: the highest id + 1, which is more than the entries where ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def boundary_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -82,30 +94,76 @@ def boundary_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids without added specials; text that looks like a special token is encoded as text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
+    backend = _backend(tokenizer)
+    if backend is None:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    backend.no_truncation()
-    backend.no_padding()
-    before, backend.encode_special_tokens = backend.encode_special_tokens, True
-    try:
+    with _plain(backend):
         return [each.ids for each in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-    finally:
-        backend.encode_special_tokens = before
+
+
+def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+    """Like `encode`, each text with the UTF-8 bytes from the end of the token before to the end of each token.
+
+    So white space that a tokenizer drops belongs to the token after it; what follows the last token is in no
+    count. Only for tokenizers with a Rust backend.
+    """
+    backend = _backend(tokenizer)
+    assert backend is not None
+    with _plain(backend):
+        encoded = backend.encode_batch(list(texts), add_special_tokens=False)
+    found = []
+    for text, each in zip(texts, encoded, strict=True):
+        # Offsets count characters: bytes_before[i] is where character i starts.
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+        bytes_before = np.concatenate([[0], np.cumsum(widths)])
+        ends = np.maximum.accumulate(np.array([end for _, end in each.offsets], dtype=np.int64))
+        found.append((each.ids, np.diff(bytes_before[ends], prepend=0)))
+    return found
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
     """UTF-8 bytes of each token of a byte-level tokenizer, (vocabulary,); 0 for specials; None for other kinds."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer) or not isinstance(backend.decoder, decoders.ByteLevel):
+    backend = _backend(tokenizer)
+    if backend is None or not isinstance(backend.decoder, decoders.ByteLevel):
         return None
-    lengths = np.zeros(len(tokenizer), dtype=np.int64)
+    lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         # In this alphabet every character stands for one byte.
         lengths[index] = len(token)
+    for index, added in backend.get_added_tokens_decoder().items():
+        lengths[index] = 0 if added.special else len(added.content.encode())
     for index in tokenizer.all_special_ids:
         lengths[index] = 0
     return lengths
+
+
+def has_normalizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the text is changed before it is tokenized, so that its bytes need not come back."""
+    backend = _backend(tokenizer)
+    return backend is None or backend.normalizer is not None
+
+
+def is_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer has a Rust backend."""
+    return _backend(tokenizer) is not None
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend if isinstance(backend, tokenizers.Tokenizer) else None
+
+
+@contextmanager
+def _plain(backend: tokenizers.Tokenizer) -> Iterator[None]:
+    """Whole texts, unpadded, in which special tokens are text like any other."""
+    backend.no_truncation()
+    backend.no_padding()
+    before, backend.encode_special_tokens = backend.encode_special_tokens, True
+    try:
+        yield
+    finally:
+        backend.encode_special_tokens = before
 
 
 def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
@@ -123,8 +181,10 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"{vocabulary} and {merges} in {folder} do not fit: {_one_line(error)}") from error
     if model.token_to_id(END_OF_TEXT) is None:
         raise UserError(f"{folder / vocabulary} has no {END_OF_TEXT!r}; these are not GPT-2's files")
-    backend = _byte_level(model)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
+    missing = sum(model.token_to_id(symbol) is None for symbol in pre_tokenizers.ByteLevel.alphabet())
+    if missing:
+        raise UserError(f"{folder / vocabulary} lacks {missing} of the 256 byte symbols; these are not GPT-2's files")
+    return PreTrainedTokenizerFast(tokenizer_object=_byte_level(model), eos_token=END_OF_TEXT)
 
 
 def _byte_level(model: Any) -> tokenizers.Tokenizer:
