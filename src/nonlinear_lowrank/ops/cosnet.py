@@ -61,16 +61,18 @@ def bottleneck(
     for layer in range(len(mixes) + 1):
         if layer > 0:
             u = F.linear(u, mixes[layer - 1])
-        u = _activate(u, frequencies, phases, layer, activation).to(h.dtype)
+        argument = _argument(u, frequencies, phases, layer, activation)
+        u = (torch.cos(argument) if activation == "cosine" else _PLAIN[activation](argument)).to(h.dtype)
     return u
 
 
-def _activate(
+def _argument(
     z: Tensor, frequencies: Sequence[Tensor], phases: Sequence[Tensor], layer: int, activation: str
 ) -> Tensor:
+    """What the activation itself is given, float32 or wider; a new tensor only for the cosine."""
     if activation == "cosine":
-        return torch.cos(torch.addcmul(_wide(phases[layer]), _wide(z), _wide(frequencies[layer])))
-    return _PLAIN[activation](_wide(z))
+        return torch.addcmul(_wide(phases[layer]), _wide(z), _wide(frequencies[layer]))
+    return _wide(z)
 
 
 def noble_linear_reference(
@@ -186,11 +188,21 @@ def _forward(
     phases: list[Tensor],
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """y (..., d_out) and h (tokens, r); the up projection is accumulated into y in place."""
+    """y (..., d_out) and h (tokens, r); the up projection is accumulated into y in place.
+
+    Between the products, steps are in place where they can be: on r-wide tensors the number of memory
+    passes, not of FLOPs, is the cost (the same in `_backward`).
+    """
     x_TI = x.reshape(-1, x.shape[-1])
     y_TO = F.linear(x_TI, weight, bias)
     h_TR = F.linear(x_TI, down)
-    y_TO.addmm_(bottleneck(h_TR, mixes, frequencies, phases, activation), up.t())
+    u_TR = h_TR
+    for layer in range(len(mixes) + 1):
+        if layer > 0:
+            u_TR = F.linear(u_TR, mixes[layer - 1])
+        argument = _argument(u_TR, frequencies, phases, layer, activation)
+        u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
+    y_TO.addmm_(u_TR, up.t())
     return y_TO.view(*x.shape[:-1], weight.shape[0]), h_TR
 
 
@@ -212,13 +224,15 @@ def _backward(
     The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
     """
     dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    inputs, outputs = [], []  # of each activation, (T, r)
+    inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
     u = h
     for layer in range(len(mixes) + 1):
         if layer > 0:
             u = F.linear(u, mixes[layer - 1])
         inputs.append(u)
-        u = _activate(u, frequencies, phases, layer, activation).to(h.dtype)
+        arguments.append(_argument(u, frequencies, phases, layer, activation))
+        u = torch.cos(arguments[-1]) if activation == "cosine" else _PLAIN[activation](arguments[-1])
+        u = u.to(h.dtype)
         outputs.append(u)
 
     dup = dy_TO.t() @ outputs[-1]
@@ -227,15 +241,16 @@ def _backward(
     dfrequencies: list[Tensor] = []
     dphases: list[Tensor] = []
     for layer in reversed(range(len(mixes) + 1)):
-        z = _wide(inputs[layer])
         if activation == "cosine":
-            argument = torch.addcmul(_wide(phases[layer]), z, _wide(frequencies[layer]))
-            dargument = argument.sin_().mul_(_wide(du)).neg_()
+            du_wide = _wide(du)
+            dargument = arguments[layer].sin_().mul_(du_wide).neg_()
             dphases.insert(0, dargument.sum(0).to(phases[layer].dtype))
-            dfrequencies.insert(0, (dargument * z).sum(0).to(frequencies[layer].dtype))
+            # du is not needed again: its memory takes the product.
+            scaled = torch.mul(dargument, _wide(inputs[layer]), out=du_wide)
+            dfrequencies.insert(0, scaled.sum(0).to(frequencies[layer].dtype))
             du = dargument.mul_(_wide(frequencies[layer])).to(h.dtype)
         else:
-            du = _activation_gradient(_wide(du), z, outputs[layer], activation).to(h.dtype)
+            du = _activation_gradient(_wide(du), arguments[layer], outputs[layer], activation).to(h.dtype)
         if layer > 0:
             dmixes.insert(0, du.t() @ outputs[layer - 1])
             du = du @ mixes[layer - 1]
@@ -259,17 +274,25 @@ def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> T
     return torch.ops.aten.silu_backward(du, z)
 
 
-_forward_op = torch.library.custom_op("nonlinear_lowrank::noble_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("nonlinear_lowrank::noble_backward", _backward, mutates_args=())
+# Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
+# layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+_BRANCH = "Tensor down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
+_LIBRARY.define(f"noble_forward(Tensor x, Tensor weight, Tensor? bias, {_BRANCH}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
+_LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
+_forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
+_backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("nonlinear_lowrank::noble_forward")
 def _(x, weight, bias, down, up, mixes, frequencies, phases, activation):
     tokens = x.numel() // x.shape[-1]
     return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(tokens, down.shape[0])
 
 
-@_backward_op.register_fake
+@torch.library.register_fake("nonlinear_lowrank::noble_backward")
 def _(dy, x, h, weight, down, up, mixes, frequencies, phases, activation, wanted):
     nothing = dy.new_empty(0)
     return [
