@@ -10,7 +10,7 @@ from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.layers import NobleLinear
-from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 from training_kit import make_recipe
 
 FORMS = {

@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nonlinear_lowrank import checkpoints
-from nonlinear_lowrank.checkpoints import DivergedError
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.storage import (
     MANIFEST,
@@ -27,7 +25,7 @@ from nonlinear_lowrank.storage import (
     step_folders,
     write_json,
 )
-from nonlinear_lowrank.training import run_training
+from nonlinear_lowrank.training import DivergedError, checkpoints, run_training
 from training_kit import FakeText, TrainingServer, make_recipe
 
 TEXT = FakeText()

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from nonlinear_lowrank.checkpoints import DivergedError
 from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.measure import Measurement, measure_arms, training_step
+from nonlinear_lowrank.compare.plots import Bar, ablation_bars
+from nonlinear_lowrank.compare.record import clean, flatten
+from nonlinear_lowrank.compare.report import findings, render_report
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.measure import Measurement, measure_arms, training_step
-from nonlinear_lowrank.plots import Bar, ablation_bars
-from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
-from nonlinear_lowrank.record import clean, flatten
-from nonlinear_lowrank.report import findings, render_report
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, DivergedError, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
 STEPS = 100
@@ -170,7 +169,8 @@ def test_untuned_rates_and_a_missing_control_are_said(go, tmp_path):
     assert "No control" not in full
 
 
-def test_a_slower_arm_is_printed_as_plainly(go):
+def test_a_slower_arm_is_printed_as_plainly(go, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")  # cells in one line each
     comparison = go(lambda arm, rate, seed: gain(arm, rate, seed) + (0.5 if arm == "noble-r4" else 0.0))
     pair = comparison.results["against"]["baseline"]["noble-r4"]
     assert pair["reached"] == 0

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank import convert as convert_module
-from nonlinear_lowrank.hub import convert, load_model
+from nonlinear_lowrank.hub import conversion, convert, load_model
 from zoo import FAMILIES, batch, llama
 
 AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
@@ -189,7 +188,7 @@ def test_a_full_disk_leaves_the_old_output(plain, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(convert_module, "_copy_companions", fail)
+    monkeypatch.setattr(conversion, "_copy_companions", fail)
     with pytest.raises(nlr.UserError, match=r"cannot write .*out: no space left"):
         convert(plain, out, nlr.NobleConfig(rank=5), overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before

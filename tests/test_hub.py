@@ -24,8 +24,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank import hub, hub_classes
-from nonlinear_lowrank.hub_classes import augmented_layers
+from nonlinear_lowrank import hub
+from nonlinear_lowrank.hub import classes as hub_classes
+from nonlinear_lowrank.hub.classes import augmented_layers
 from zoo import FAMILIES, batch, glm, llama
 
 AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}

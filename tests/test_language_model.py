@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.recipe import Arm
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm
 
 BASE = {"layers": 12, "width": 1024, "heads": 8, "hidden": 2752}
 LARGE = {"layers": 24, "width": 2048, "heads": 16, "hidden": 5504}

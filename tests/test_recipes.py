@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.recipe import Arm, Recipe
 from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
+from nonlinear_lowrank.training import Arm, Recipe
 
 # noble.txt, table 1 and section 4.1.1; the totals follow from the architecture.
 PAPER = {

@@ -17,15 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 import training_kit
-from nonlinear_lowrank import training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
-from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
-from nonlinear_lowrank.run_trainer import EndlessShuffle
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import TrainResult, run_training
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, TrainResult, run_training
+from nonlinear_lowrank.training import run as training
+from nonlinear_lowrank.training.trainer import EndlessShuffle
 from training_kit import SEEN, FakeText, Sequences, make_recipe
 
 TEXT = FakeText()
@@ -364,7 +363,7 @@ SCRIPT = """
             if self.distributed_type == DistributedType.MULTI_CPU:
                 self.distributed_type = DistributedType.MULTI_GPU
         PartialState.__init__ = init
-    from nonlinear_lowrank.checkpoints import CheckpointedTrainer, DivergedError
+    from nonlinear_lowrank.training import CheckpointedTrainer, DivergedError
     from nonlinear_lowrank.errors import UserError
     from nonlinear_lowrank.training import run_training
     from training_kit import FakeText, make_recipe

@@ -23,9 +23,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 
 VOCABULARY, LENGTH = 48, 16
 

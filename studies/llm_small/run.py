@@ -20,12 +20,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.tasks.text import TextData
-
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare import Comparison, compare
-from nonlinear_lowrank.recipe import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
+from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 CONTROLS = ("baseline", "baseline:init=noble", "baseline:init=kaiming")

@@ -223,6 +223,7 @@ class Stepper:
 
     model: nn.Module
     cost: ModelCost
+    optimizer: torch.optim.Optimizer
     step: Callable[[], torch.Tensor]
     """Trains on one batch and returns the loss (a tensor: reading it would wait for the device)."""
 
@@ -269,7 +270,8 @@ def make_stepper(
         optimizer.zero_grad()
         return loss.detach()
 
-    return Stepper(model=model, cost=model_cost(model, config.sequence_length), step=step)
+    cost = model_cost(model, config.sequence_length)
+    return Stepper(model=model, cost=cost, optimizer=optimizer, step=step)
 
 
 def glm_config(config: StepBenchConfig) -> GlmConfig:

@@ -69,8 +69,8 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
-    from ..compare import compare
-    from ..recipe import Arm
+    from ..compare.run import compare
+    from ..training.recipe import Arm
 
     recipe = replace(recipe, task=options.task, train=options.train, seeds=options.seeds, tune_lr=options.tune_lr)
     comparison = compare(

@@ -98,7 +98,7 @@ def _check(options: EvaluateOptions) -> None:
 def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple[str, Any]:
     """The evaluation sequences that the checkpoint's training measured itself on."""
     from ..evaluation import score_sequences
-    from ..recipe import Recipe
+    from ..training.recipe import Recipe
 
     file = find_recipe_file(folder)
     if file is None:

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> None:
         check_name(options.model)
 
     from ..analysis.inspect import format_cost, inspect_model
-    from ..recipe import Arm
+    from ..training.recipe import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
     arm = None if chosen is None else Arm.parse(chosen)
@@ -83,7 +83,7 @@ def _from_config(path: Path) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from ..analysis.inspect import build_on_meta
-    from ..hub_files import read_json
+    from ..hub.files import read_json
     from .checkpoint import find_model
 
     file = find_model(str(path)) / "config.json" if path.is_dir() else path

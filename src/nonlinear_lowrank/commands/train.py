@@ -51,8 +51,8 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
-    from ..recipe import Arm
-    from ..training import run_training
+    from ..training.recipe import Arm
+    from ..training.run import run_training
 
     recipe = replace(recipe, arm=Arm.parse(options.arm), task=options.task, train=options.train)
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)

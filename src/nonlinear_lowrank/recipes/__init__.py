@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 
 if TYPE_CHECKING:
-    from ..recipe import Recipe
+    from ..training.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ init of std 0.02, with NOBLE's dense init, and with PyTorch's Kaiming init. With
 would be read as a gain of the branch.
 """
 
-from ..recipe import Arm, Recipe, TrainConfig
 from ..tasks.language_model import GlmBackbone, LanguageModelTask
 from ..tasks.text import TextData
+from ..training.recipe import Arm, Recipe, TrainConfig
 from . import RECIPES
 
 _BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")

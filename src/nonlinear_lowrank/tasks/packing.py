@@ -58,10 +58,15 @@ class Packing:
             UserError: a source or the tokenizer cannot be used.
             OSError: the folder could not be written.
         """
+        console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
         with (
             Progress(
-                *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress, transient=True
+                *columns,
+                TimeElapsedColumn(),
+                console=console,
+                disable=not (progress and console.is_terminal),  # elsewhere it leaves an empty line
+                transient=True,
             ) as bar,
             staged_folder(folder) as staged,
         ):

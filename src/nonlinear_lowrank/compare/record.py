@@ -6,22 +6,17 @@ no host name, no user, and of absolute paths only the last name.
 
 import math
 import os
-import platform
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..environment import machine, versions
 from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, summarise_ratios
 
 FORMAT = 1
-_PACKAGES = ("nonlinear-lowrank", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "scipy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,46 +223,6 @@ def _final_loss(arm: ArmRecord, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 # --- where the numbers came from -----------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that a loss may depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine(threads: int | None = None) -> dict[str, Any]:
-    """The kind of machine: never its name, its user or a path on it.
-
-    Args:
-        threads: CPU threads that the runs set; None: torch's own choice.
-    """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "processor": _processor(),
-        "cpu_count": os.cpu_count(),
-        "threads": threads or torch.get_num_threads(),
-        "device": device,
-        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
-
-
-def _processor() -> str:
-    # platform.processor() is empty or only the architecture on Linux.
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return platform.processor() or platform.machine()
 
 
 def command_line() -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers.models.auto import configuration_auto
 
-from .augment import apply_saved
-from .errors import UserError
-from .layers import method_of_layer
+from ..augment import apply_saved
+from ..errors import UserError
+from ..layers import method_of_layer
 
 TYPE_PREFIX = "nonlinear_lowrank_"
 """An augmented config's model_type is this and the base's model_type."""

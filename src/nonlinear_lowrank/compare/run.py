@@ -24,9 +24,11 @@ from typing import Any
 
 from rich.console import Console
 
-from . import training
-from .checkpoints import on_first_process
-from .compare_folder import (
+from ..storage import TEMPORARY
+from ..training.checkpoints import on_first_process
+from ..training.recipe import Arm, Recipe
+from ..training.run import join_processes, run_training
+from .folder import (
     Plan,
     arm_settings,
     check_folder,
@@ -36,13 +38,11 @@ from .compare_folder import (
     save_timing,
     version_notes,
 )
-from .compare_runs import Runner, Runs, chosen_rate, tune
 from .measure import Measurement, measure_arms
 from .plots import ArmCurves, plot_curves, plot_rate_sweep
-from .recipe import Arm, Recipe
 from .record import ArmRecord, Run, build_results, command_line
 from .report import findings, render_report, render_tables
-from .storage import TEMPORARY
+from .runs import Runner, Runs, chosen_rate, tune
 
 Measurer = Callable[..., Measurement]
 
@@ -82,7 +82,7 @@ def compare(
     keep_checkpoints: bool = False,
     quiet: bool = False,
     command: str | None = None,
-    run: Runner = training.run_training,
+    run: Runner = run_training,
     measure: Measurer = measure_arms,
     clock: Callable[[], float] = time.monotonic,
 ) -> Comparison:
@@ -120,7 +120,7 @@ def compare(
     out = Path(out)
     plan = Plan.make(recipe, arms, seeds, tune_lr, reference, max_extensions)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _join_processes(recipe, out)
+        join_processes(recipe, out)
     main = int(os.environ.get("RANK", "0")) == 0
     on_first_process(lambda: check_folder(out, plan, resume=resume, overwrite=overwrite))
     console = Console(quiet=quiet or not main, highlight=False)
@@ -187,7 +187,7 @@ def compare(
 
 def _join_processes(recipe: Recipe, out: Path) -> None:
     """Joins torchrun's group the way run_training will, so that one process can decide for all."""
-    training._arguments(recipe, out)
+    join_processes(recipe, out)
 
 
 def _record(

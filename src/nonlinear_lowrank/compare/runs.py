@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from .checkpoints import DivergedError, on_first_process
-from .compare_folder import Plan, tidy
-from .recipe import Arm, Recipe
+from ..training.checkpoints import DivergedError, on_first_process
+from ..training.recipe import Arm, Recipe
+from .folder import Plan, tidy
 from .record import Run
 
 Runner = Callable[..., Any]

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.models.auto import configuration_auto
 
-from .errors import UserError
-from .hub_classes import FIELD, TYPE_PREFIX
+from ..errors import UserError
+from .classes import FIELD, TYPE_PREFIX
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import CheckpointedTrainer
-from .errors import UserError
-from .recipe import Recipe
-from .record import versions
-from .storage import (
+from ..environment import versions
+from ..errors import UserError
+from ..storage import (
     TEMPORARY,
     FolderLock,
     clear_folder,
@@ -18,6 +16,8 @@ from .storage import (
     staged_folder,
     write_json,
 )
+from .checkpoints import CheckpointedTrainer
+from .recipe import Recipe
 
 RECIPE, RESULT, MODEL, LOCK = "recipe.json", "result.json", "model", ".lock"
 

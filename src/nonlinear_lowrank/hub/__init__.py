@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import nn
 
-from .augment import after_augment
-from .convert import ConvertReport, convert
-from .hub_classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
-from .hub_loading import load_model, load_tokenizer
+from ..augment import after_augment
+from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
+from .conversion import ConvertReport, convert
+from .loading import load_model, load_tokenizer
 
 __all__ = [
     "AugmentedModel",

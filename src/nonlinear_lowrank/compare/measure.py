@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from .analysis.timing import interleaved_step_times
-from .optim import MuonAdamW, param_groups
-from .recipe import Arm, Recipe
+from ..analysis.timing import interleaved_step_times
+from ..optim import MuonAdamW, param_groups
+from ..training.recipe import Arm, Recipe
 
 _WARMUP = 3
 # Time does not depend on the rate, but at the recipe's own rate a model that sees one batch again and again

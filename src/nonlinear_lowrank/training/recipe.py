@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 from torch import nn
 
-from .augment import augment
-from .errors import UserError
-from .layers import METHODS
-from .tasks.language_model import DenseInit, LanguageModelTask, check_dense_init
+from ..augment import augment
+from ..errors import UserError
+from ..layers import METHODS
+from ..tasks.language_model import DenseInit, LanguageModelTask, check_dense_init
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
-from .recipe import Arm, Recipe
-from .record import clean, flatten, machine, versions
-from .storage import TEMPORARY, FolderLock, describe_disk_error, write_json
+from ..environment import machine, versions
+from ..errors import UserError
+from ..storage import TEMPORARY, FolderLock, describe_disk_error, write_json
+from ..training.recipe import Arm, Recipe
+from .record import clean, flatten
 
 _MARKER = "compare.json"
 # The marker goes last: while it is there, the folder can still be continued or overwritten.

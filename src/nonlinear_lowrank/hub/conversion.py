@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import initialization as init
 
-from .augment import AugmentReport, augment
-from .errors import UserError
-from .hub_classes import TYPE_PREFIX, augmented_layers
-from .hub_files import check_folder, check_model_folder, one_line
-from .hub_loading import load_model
-from .storage import describe_disk_error, is_disk_error, staged_folder
+from ..augment import AugmentReport, augment
+from ..errors import UserError
+from ..storage import describe_disk_error, is_disk_error, staged_folder
+from .classes import TYPE_PREFIX, augmented_layers
+from .files import check_folder, check_model_folder, one_line
+from .loading import load_model
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")

@@ -8,9 +8,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .errors import UserError
-from .hub_classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
-from .hub_files import check_folder, check_model_folder, one_line, read_json
+from ..errors import UserError
+from .classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
+from .files import check_folder, check_model_folder, one_line, read_json
 
 
 def load_model(path: str | Path, **kwargs: Any) -> Any:

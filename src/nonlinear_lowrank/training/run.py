@@ -26,14 +26,14 @@ from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
+from ..errors import UserError
+from ..optim import MuonAdamW, param_groups
+from ..processes import on_first_process
 from .checkpoints import CheckpointedTrainer, DivergedError
-from .errors import UserError
-from .optim import MuonAdamW, param_groups
-from .processes import on_first_process
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
 from .run_folder import RunFolder
-from .run_trainer import RunTrainer, Schedule, SeedDropout
+from .trainer import RunTrainer, Schedule, SeedDropout
 
 __all__ = ["Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
 
@@ -235,6 +235,11 @@ def _surroundings(train: TrainConfig) -> Iterator[None]:
             for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
                 del os.environ[key]
             os.environ.update(environment)
+
+
+def join_processes(recipe: Recipe, out: Path) -> None:
+    """Joins torchrun's process group the way `run_training` will, so that one process can decide for all."""
+    _arguments(recipe, out)
 
 
 def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:

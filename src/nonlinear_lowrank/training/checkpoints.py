@@ -31,18 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging as transformers_logging
 
-from .errors import UserError
-from .processes import gather_objects, on_first_process
-from .state_files import (
-    random_state,
-    read_optimizer,
-    read_plain,
-    seed_all,
-    set_random_state,
-    write_optimizer,
-    write_plain,
-)
-from .storage import (
+from ..errors import UserError
+from ..processes import gather_objects, on_first_process
+from ..storage import (
     MANIFEST,
     describe_disk_error,
     is_disk_error,
@@ -51,6 +42,15 @@ from .storage import (
     remove_temporaries,
     staged_folder,
     step_folders,
+)
+from .state_files import (
+    random_state,
+    read_optimizer,
+    read_plain,
+    seed_all,
+    set_random_state,
+    write_optimizer,
+    write_plain,
 )
 
 
