@@ -197,7 +197,6 @@ def test_a_pass_that_needs_contents_is_noted():
 def test_table_and_json():
     cost = inspect_model(_make("glm", True), LENGTH, BATCH)
     folded, every = format_cost(cost), format_cost(cost, every_layer=True)
-    assert str(cost) == folded
     row = next(line.split() for line in folded.splitlines() if line.startswith("model.layers.*.self_attn.q_proj"))
     assert row[1:4] == ["2", "3,264", "1,216"]  # 2 x (32 x 32 + 8 x (32 + 32) + 8 x 8 + 4 x 8)
     assert "model.layers.1.self_attn.q_proj" in every

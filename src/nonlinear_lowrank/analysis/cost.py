@@ -49,7 +49,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """What a model costs: rows in the model's order, and totals. `print(cost)` gives a table."""
+    """What a model costs: rows in the model's order, and totals."""
 
     rows: list[LayerCost]
     sequence_length: int
@@ -115,11 +115,6 @@ class ModelCost:
     def to_json(self) -> str:
         """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2)
-
-    def __str__(self) -> str:
-        from .inspect import format_cost  # rich is slow to import and only tables need it
-
-        return format_cost(self)
 
 
 def count_parameters(model: nn.Module) -> int:
