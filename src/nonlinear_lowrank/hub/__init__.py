@@ -6,7 +6,7 @@
     import nonlinear_lowrank
     model = AutoModelForCausalLM.from_pretrained("out")
 
-`augment` turns the model, in place, into its augmented twin (see `hub_classes`): class, config class and
+`augment` turns the model, in place, into its augmented twin (see `hub.classes`): class, config class and
 the config's list `nonlinear_lowrank`, to which every further augment appends. The config is a copy, so a
 plain model that was built from the same config object stays plain. Augment the model that is saved, not
 a part of it: a part does not know the whole.

@@ -228,7 +228,7 @@ def _twin_of(base: Any, config_class: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Twins by name, so that pickle and `from nonlinear_lowrank.hub_classes import ...` find them."""
+    """Twins by name, so that pickle and `from nonlinear_lowrank.hub.classes import ...` find them."""
     if name.startswith(CLASS_PREFIX):
         import transformers
 

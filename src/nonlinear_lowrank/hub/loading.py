@@ -24,7 +24,7 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
         The `transformers.PreTrainedModel`, in evaluation mode.
 
     Raises:
-        UserError: the folder or a file in it is not whole (see `hub_files`), the architecture is unknown,
+        UserError: the folder or a file in it is not whole (see `hub.files`), the architecture is unknown,
             or tensors are missing, extra or of another shape.
     """
     config = check_model_folder(path)
