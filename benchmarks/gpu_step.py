@@ -90,6 +90,8 @@ def main() -> int:
         config = StepBenchConfig(**chosen, device=options.device, clock=clock)
     except UserError as error:
         parser.error(str(error))
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision("high")
     results: dict[str, Any] = {
         "versions": {name: version(name.replace("_", "-")) for name in ("torch", "transformers", "nonlinear_lowrank")},
@@ -115,7 +117,7 @@ def main() -> int:
         _release()
         if options.output is not None:
             options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in results.items() if key != "step"}, indent=2))
+    print(json.dumps(results))
     return 1 if results["failed"] else 0
 
 
