@@ -16,8 +16,8 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 DEMO_OUT ?= demo
-# No seed begins after so many minutes. A seed of all arms takes up to three, so the end is within ten.
-DEMO_MINUTES ?= 6
+# No seed begins that would not end within so many minutes; the rest of ten is for preparing and drawing.
+DEMO_MINUTES ?= 9
 
 .PHONY: help setup demo test test-all lint format lock clean
 

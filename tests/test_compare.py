@@ -323,6 +323,13 @@ def test_no_new_seed_after_the_time_is_up(go):
     assert [call[0] for call in training.calls[:3]] == ["baseline", "baseline-init-noble", "noble-r4"]
 
 
+@pytest.mark.parametrize(("limit", "n"), [(4.9, 1), (5.1, 5)])
+def test_a_seed_that_would_not_end_in_time_is_not_begun(go, limit, n):
+    # Three arms of 1.5 s each and a tenth: 4.95 s, by a clock that stands still.
+    comparison = go(seeds=5, max_seconds=limit, clock=lambda: 0.0)
+    assert comparison.results["n"] == n
+
+
 def test_the_first_seed_always_runs(go):
     comparison = go(seeds=3, max_seconds=1e-9)
     assert comparison.results["n"] == 1

@@ -30,7 +30,7 @@ class CompareOptions(Generic[Task, Train]):
     timing_rounds: int = 30
     """Interleaved steps of each arm for the step times; 0 leaves them out."""
     max_minutes: float | None = None
-    """Begin no new seed after this many minutes; the report states how many there are."""
+    """Begin no new seed that would not end within so many minutes; the report states how many there are."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on with the runs that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False

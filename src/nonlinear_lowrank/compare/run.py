@@ -101,8 +101,9 @@ def compare(
         resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
             checkpoint, missing ones are run. Arms and seeds may be added.
         overwrite: delete what a former comparison wrote to `out`; other files there are left alone.
-        max_seconds: no new seed and no new rate of the tuning is begun after this time. The first rate and
-            the first seed always run, for without them there is nothing to report.
+        max_seconds: no new seed and no new rate of the tuning is begun that would not end within this time,
+            by the slowest run of each arm so far. The first rate and the first seed always run, for without
+            them there is nothing to report.
         max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
         keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
@@ -142,11 +143,14 @@ def compare(
         notes = [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
         runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console)
 
-        def time_left() -> bool:
-            # Clocks differ between processes, and a split decision would hang them.
-            return on_first_process(lambda: max_seconds is None or clock() - started < max_seconds)
+        def time_for(arms: Sequence[Arm]) -> bool:
+            def fits() -> bool:
+                return max_seconds is None or clock() - started + runs.expected_seconds(arms) < max_seconds
 
-        tuned = tune(plan, runs, time_left, notes)
+            # Clocks differ between processes, and a split decision would hang them.
+            return on_first_process(fits)
+
+        tuned = tune(plan, runs, time_for, notes)
         rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name)) for arm in plan.arms}
         running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
 
@@ -172,7 +176,7 @@ def compare(
 
         for index, seed in enumerate(plan.seeds):
             missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
-            if index > 0 and missing and not time_left():
+            if index > 0 and missing and not time_for([arm for arm, _ in missing]):
                 notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
                 break
             for arm, rate in missing:
@@ -183,11 +187,6 @@ def compare(
     finally:
         if lock is not None:
             lock.release()
-
-
-def _join_processes(recipe: Recipe, out: Path) -> None:
-    """Joins torchrun's group the way run_training will, so that one process can decide for all."""
-    join_processes(recipe, out)
 
 
 def _record(

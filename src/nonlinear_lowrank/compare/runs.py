@@ -33,6 +33,7 @@ class Runs:
     ) -> None:
         self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
         self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
+        self._slowest: dict[str, float] = {}
 
     def folder(self, arm: Arm, rate: float, seed: int) -> Path:
         return self.out / "runs" / arm.name / f"lr-{rate:.6g}" / f"seed-{seed}"
@@ -47,7 +48,14 @@ class Runs:
             except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
                 return None
 
-        return on_first_process(read)
+        found = on_first_process(read)
+        if found is not None:
+            self._slowest[arm.name] = max(found.seconds, self._slowest.get(arm.name, 0.0))
+        return found
+
+    def expected_seconds(self, arms: Iterable[Arm]) -> float:
+        """How long one more run of each arm will take: as long as its slowest so far, and a tenth for the rest."""
+        return 1.1 * sum(self._slowest.get(arm.name, 0.0) for arm in arms)
 
     def get(self, arm: Arm, rate: float, seed: int, place: str) -> Run:
         """The finished run, trained or resumed first if need be. A run that diverges is a result too."""
@@ -102,7 +110,7 @@ def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
     )
 
 
-def tune(plan: Plan, runs: Runs, time_left: Callable[[], bool], notes: list[str]) -> dict[str, list[Run]]:
+def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], notes: list[str]) -> dict[str, list[Run]]:
     """Runs the grid on the tuning seed, rate by rate, and extends it for arms whose best is at its edge."""
     arms = [arm for arm in plan.arms if arm.lr is None] if plan.grid else []
     tried: dict[str, list[Run]] = {arm.name: [] for arm in arms}
@@ -111,8 +119,8 @@ def tune(plan: Plan, runs: Runs, time_left: Callable[[], bool], notes: list[str]
         tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
 
     for index, rate in enumerate(plan.grid if arms else ()):
-        missing = any(runs.find(arm, rate, plan.tuning_seed) is None for arm in arms)
-        if index > 0 and missing and not time_left():
+        missing = [arm for arm in arms if runs.find(arm, rate, plan.tuning_seed) is None]
+        if index > 0 and missing and not time_for(missing):
             notes.append(f"Tuning stopped for time after {index} of {len(plan.grid)} rates of the grid.")
             return tried
         for arm in arms:
@@ -123,7 +131,7 @@ def tune(plan: Plan, runs: Runs, time_left: Callable[[], bool], notes: list[str]
             if beyond is None:
                 break
             known = runs.find(arm, beyond, plan.tuning_seed) is not None
-            if extension == plan.max_extensions or not (known or time_left()):
+            if extension == plan.max_extensions or not (known or time_for([arm])):
                 notes.append(_edge_note(arm.name, tried[arm.name], extension))
                 break
             attempt(arm, beyond, f"tuning, grid extended to {beyond:g}")

@@ -26,7 +26,7 @@ _PAPER_RANKS = ("noble:rank=64", "noble:rank=128", "noble:rank=256")
 def llm_demo() -> Recipe:
     """A language model small enough for two CPU cores, on the running Python's own library sources.
 
-    Command: `nlr compare llm-demo --max-minutes 6` (what `make demo` runs), or `nlr train llm-demo`.
+    Command: `nlr compare llm-demo --max-minutes 9` (what `make demo` runs), or `nlr train llm-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about half a minute for an arm, under three minutes for one seed of all four arms.
     Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few
