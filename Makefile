@@ -11,6 +11,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+QUANTIZED := $(VENV)/quantized
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -49,13 +50,18 @@ $(STAMP): requirements.lock pyproject.toml
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+$(QUANTIZED)/.installed: $(STAMP) requirements-quantized.lock
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(QUANTIZED) -r requirements-quantized.lock
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
 	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
 
 # One thread a process: more would fight over the cores, and make the slow tests slower.
-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --durations=10
+test: $(STAMP) $(QUANTIZED)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu and not quantized" --durations=10
+	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "quantized and not slow and not gpu"
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
