@@ -1,16 +1,18 @@
 """The language-model table, figure and ablation of noble.txt (section 4.1.1 and Table 5) in small.
 
-    python studies/llm_small/run.py DATA [--size cpu|gpu] [--stage setting|table|ablation|all] [--work FOLDER]
+    python studies/llm_small/run.py DATA [--size cpu|gpu] [--stage table|ablation|long|setting|all] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, novels joined by lines of
 '<|endoftext|>', held out by novel. Every stage continues where it was interrupted; what is finished is
 copied to this folder: `<size>-<stage>.json`, its picture and its report. Stages:
 
-    setting   baseline with three dense inits and NOBLE, at embedding std 0.02: where a fair test is possible
-    table     the same and NOBLE at three ranks, at embedding std 1; rates tuned for each arm; 3 seeds
+    table     baseline with three dense inits and NOBLE at three ranks, at embedding std 1; rates tuned for each
+              arm; 3 seeds
     ablation  every bottleneck of Table 5 at CosNet's rank and at the rate that was best for CosNet; 3 seeds
+    long      the controls and the smallest NOBLE for four times as many steps, at the rates of `table`; 3 seeds
+    setting   the controls and the smallest NOBLE at embedding std 0.02, rates tuned for each arm; 1 seed
 
-Size "cpu" is what two cores manage in about three hours; "gpu" is the same design at width 512, and runs
+Size "cpu" is what two cores manage in about four hours; "gpu" is the same design at width 512, and runs
 unchanged on one GPU. Width / rank is 16, 8 and 4 in both, as in the paper.
 """
 
@@ -97,6 +99,14 @@ def keep(comparison: Comparison, name: str) -> None:
     print(comparison)
 
 
+def tuned_rates(size: str, work: Path) -> dict[str, float]:
+    """The rate that `table` found for each arm."""
+    record = work / f"{size}-table" / "results.json"
+    if not record.exists():
+        raise UserError("this stage takes its learning rates from the stage 'table'; run that first")
+    return {arm["name"]: arm["lr"] for arm in json.loads(record.read_text())["arms"]}
+
+
 def setting(base: Recipe, size: str, work: Path) -> None:
     """Embedding std 0.02, transformers' own: one seed, each arm at its best rate."""
     task = replace(base.task, backbone=replace(base.task.backbone, embedding_std=0.02))
@@ -118,10 +128,7 @@ def table(base: Recipe, size: str, work: Path) -> None:
 def ablation(base: Recipe, size: str, work: Path) -> None:
     """Table 5 in small, at the rate that `table` found best for CosNet of the same rank."""
     rank = RANKS[size][0]
-    record = work / f"{size}-table" / "results.json"
-    if not record.exists():
-        raise UserError("the ablation takes CosNet's learning rate from the stage 'table'; run that first")
-    rate = next(arm["lr"] for arm in json.loads(record.read_text())["arms"] if arm["name"] == f"noble-r{rank}")
+    rate = tuned_rates(size, work)[f"noble-r{rank}"]
     texts = ["baseline:init=noble,name=baseline", *(f"noble:rank={rank},{each}" for each in BOTTLENECKS)]
     arms = [Arm.parse(text) for text in texts]
     out = work / f"{size}-ablation"
@@ -129,15 +136,28 @@ def ablation(base: Recipe, size: str, work: Path) -> None:
     keep(compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0), f"{size}-ablation")
 
 
+def long(base: Recipe, size: str, work: Path) -> None:
+    """Whether the difference lasts: four times the steps of `table`."""
+    rates = tuned_rates(size, work)
+    arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
+    arms = [replace(arm, lr=rates[arm.name]) for arm in arms]
+    out = work / f"{size}-long"
+    steps, warmup = 4 * base.train.steps, 4 * base.train.warmup_steps
+    base = replace(
+        base, train=replace(base.train, steps=steps, warmup_steps=warmup, eval_every=4 * base.train.eval_every)
+    )
+    keep(compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0), f"{size}-long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--stage", choices=("setting", "table", "ablation", "all"), default="all")
+    parser.add_argument("--stage", choices=("table", "ablation", "long", "setting", "all"), default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/llm_small"))
     arguments = parser.parse_args()
     base = recipe(arguments.data, arguments.size)
-    stages = {"table": table, "ablation": ablation, "setting": setting}
+    stages = {"table": table, "ablation": ablation, "long": long, "setting": setting}
     for name, stage in stages.items():
         if arguments.stage in (name, "all"):
             try:
