@@ -1,5 +1,35 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_linear, noble_linear_reference
+from .sine import (
+    Convolution,
+    effective_weight,
+    sine_delta,
+    sine_delta_linear,
+    sine_dora_linear,
+    sine_layer,
+    sine_layer_reference,
+    sine_linear,
+)
+from .sine_delta import SineFactors, dora_norm, sine_weight_reference
+from .sine_embedding import embedding_delta, sine_embedding
 
-__all__ = ["ACTIVATIONS", "bottleneck", "noble_linear", "noble_linear_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "Convolution",
+    "SineFactors",
+    "bottleneck",
+    "dora_norm",
+    "effective_weight",
+    "embedding_delta",
+    "noble_linear",
+    "noble_linear_reference",
+    "sine_delta",
+    "sine_delta_linear",
+    "sine_dora_linear",
+    "sine_embedding",
+    "sine_layer",
+    "sine_layer_reference",
+    "sine_linear",
+    "sine_weight_reference",
+]

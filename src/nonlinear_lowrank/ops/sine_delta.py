@@ -1,0 +1,234 @@
+"""One sine delta of a weight: its factors, its value, and its gradients (sine_lowrank.txt, equation (3)).
+
+What sine.py and sine_embedding.py share; formulas and shapes are in the docstring of sine.py. Product, phase and
+sine are float32 or wider whatever the types of the factors, autocast and the process's settings say.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SineFactors(NamedTuple):
+    """One delta: its factors and settings; shapes in the module's docstring."""
+
+    up: Tensor
+    down: Tensor
+    omega: float
+    gain: float
+    scale: float = 1.0
+    magnitude: Tensor | None = None
+    """Given: the delta of sine-DoRA."""
+
+
+def sine_weight_reference(up: Tensor, down: Tensor, omega: float, gain: float) -> Tensor:
+    """`sin(omega * up @ down) / gain`, the plain differentiable formula.
+
+    Args:
+        up: (d_out, r).
+        down: (r, d_in).
+        omega: frequency, radians per unit of the product.
+        gain: divisor g.
+
+    Returns:
+        (d_out, d_in), float32 or wider.
+
+    Source: sine_lowrank.txt, equation (3).
+    """
+    dtype = wide_dtype(up, down)
+    with no_autocast(up):
+        return torch.sin(omega * (up.to(dtype) @ down.to(dtype))) / gain
+
+
+def dora_norm(weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """Norms (d_out) of a plain weight's rows in float32 or wider: a magnitude that changes nothing."""
+    with torch.no_grad():
+        matrix = as_matrix(weight, transposed)
+        return torch.linalg.vector_norm(matrix.to(wide_dtype(matrix)), dim=0 if transposed else 1)
+
+
+def as_matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """A weight of any shape as (d_out, d_in), or (d_in, d_out) where transposed."""
+    return weight if transposed else weight.reshape(weight.shape[0], -1)
+
+
+def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float32, or float64 where a tensor is."""
+    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """A context without autocast on the tensor's device."""
+    device = tensor.device.type
+    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+_PRECISION_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 products in float32 and not in TF32 or bfloat16, whatever the process has set."""
+    backends: Any = torch.backends  # its modules are made at run time
+    places = (backends.cuda.matmul, backends.mkldnn.matmul)
+    with _PRECISION_LOCK:  # the settings are the process's, and backward has a thread for each device
+        before = [each.fp32_precision for each in places]
+        if all(each in ("none", "ieee") for each in before):
+            yield
+            return
+        legacy = None
+        with contextlib.suppress(RuntimeError):  # raised where only the newer interface was used
+            legacy = torch.get_float32_matmul_precision()
+        try:
+            if legacy is not None:  # torch refuses to run where the two interfaces disagree
+                torch.set_float32_matmul_precision("highest")
+            for each in places:
+                each.fp32_precision = "ieee"
+            yield
+        finally:
+            if legacy is not None:
+                torch.set_float32_matmul_precision(legacy)
+            for each, value in zip(places, before, strict=True):
+                each.fp32_precision = value
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of wide matrices, in their own type."""
+    with full_precision():
+        return torch.mm(left, right)
+
+
+class Delta:
+    """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
+
+    All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed.
+
+    Args:
+        weight: the plain weight as a matrix in its layout; needed with a magnitude.
+        up: (d_out, r).
+        down: (r, d_in).
+        magnitude: (d_out), or None.
+        omega: frequency.
+        amplitude: scale / gain.
+        transposed: whether the layout is (d_in, d_out).
+        dtype: float32 or wider; everything is computed in it.
+        multiply: the product of (d_out, r) and (r, d_in).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        up: Tensor,
+        down: Tensor,
+        magnitude: Tensor | None,
+        omega: float,
+        amplitude: float,
+        *,
+        transposed: bool,
+        dtype: torch.dtype,
+        multiply: Callable[[Tensor, Tensor], Tensor] = product,
+    ) -> None:
+        self.up, self.down = up.to(dtype), down.to(dtype)
+        self.omega, self.amplitude, self.transposed = omega, amplitude, transposed
+        scaled = self.up * omega  # on the narrow side: one pass over the wide one less
+        self.phase = multiply(self.down.t(), scaled.t()) if transposed else multiply(scaled, self.down)
+        self.dora = None if magnitude is None else _Direction(self, weight, magnitude)
+
+    def sine(self, *, in_place: bool) -> Tensor:
+        """amplitude * sin(phase); in the phase's memory if in_place."""
+        return (self.phase.sin_() if in_place else self.phase.sin()).mul_(self.amplitude)
+
+    def rows(self, per_row: Tensor) -> Tensor:
+        """(d_out) so that it multiplies rows in the layout."""
+        return per_row if self.transposed else per_row[:, None]
+
+    def value(self, *, keep_phase: bool = False) -> Tensor:
+        """The delta, a new tensor; it takes the phase's memory unless that is still needed."""
+        sine = self.sine(in_place=not keep_phase)
+        if self.dora is None:
+            return sine
+        # ratio * (W + D') - W, written so that ratio = 1 and D' = 0 give an exact 0
+        ratio = self.dora.ratio
+        return sine.mul_(self.rows(ratio)).add_(self.dora.weight * self.rows(ratio - 1))
+
+    def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Of up and down, out of the gradient of the weight; overwrites the phase."""
+        dphase = self.phase.cos_().mul_(gradient)
+        if self.dora is not None:
+            dphase.mul_(self.rows(self.dora.ratio))
+        if self.transposed:
+            dphase = dphase.t()
+        chain = self.omega * self.amplitude
+        return product(dphase, self.down.t()).mul_(chain), product(self.up.t(), dphase).mul_(chain)
+
+
+class _Direction:
+    """The part of sine-DoRA: direction W + D', its norms, and the ratio of the magnitude to them."""
+
+    def __init__(self, delta: Delta, weight: Tensor | None, magnitude: Tensor) -> None:
+        assert weight is not None
+        self.weight, self.dim = weight, 0 if delta.transposed else 1
+        self.direction = delta.sine(in_place=False).add_(weight)
+        self.norm = torch.linalg.vector_norm(self.direction, dim=self.dim)
+        # a row of zeros (a padding token's, a pruned one) has no direction and stays as it is
+        self.ratio = torch.where(self.norm > 0, magnitude.to(self.norm.dtype) / self.norm, 1.0)
+
+    def magnitude_gradient(self, gradient: Tensor) -> Tensor:
+        """Of m (d_out), out of the gradient of the weight; the norm is a constant (DoRA, section 4.3)."""
+        projection = torch.linalg.vecdot(self.direction, gradient.to(self.direction.dtype), dim=self.dim)
+        return torch.where(self.norm > 0, projection / self.norm, 0.0)
+
+
+def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
+    """The running sum ((base + first) + second) + ..., in the first delta's memory."""
+    if total is not None:
+        return total.add_(value)
+    return value if base is None else value.add_(base)
+
+
+# How a list of deltas passes an op's border: flat, and with three numbers for each.
+
+
+def settings_of(factors: SineFactors) -> tuple[float, float, float]:
+    """omega, amplitude scale / gain, and whether there is a magnitude."""
+    return float(factors.omega), factors.scale / factors.gain, float(factors.magnitude is not None)
+
+
+def flatten(factors: Sequence[SineFactors]) -> tuple[list[Tensor], tuple[float, ...]]:
+    """ups, downs, magnitudes (of those that have one) in one list, and all settings."""
+    flat = [each.up for each in factors] + [each.down for each in factors]
+    flat += [each.magnitude for each in factors if each.magnitude is not None]
+    return flat, tuple(value for each in factors for value in settings_of(each))
+
+
+def split(flat: Sequence[Tensor], settings: Sequence[float]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """ups, downs, magnitudes out of the one list (autograd takes no lists)."""
+    n = len(settings) // 3
+    return list(flat[:n]), list(flat[n : 2 * n]), list(flat[2 * n :])
+
+
+def unflatten(
+    ups: Sequence[Tensor], downs: Sequence[Tensor], magnitudes: Sequence[Tensor], settings: Sequence[float]
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, float, float]]:
+    """up, down, magnitude, omega and amplitude of each delta."""
+    rest = iter(magnitudes)
+    for index, (up, down) in enumerate(zip(ups, downs, strict=True)):
+        omega, amplitude, dora = settings[3 * index : 3 * index + 3]
+        yield up, down, next(rest) if dora else None, omega, amplitude
+
+
+def in_order(gradients: dict[int, Tensor], parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Every wanted gradient in its parameter's type, new empty tensors (an op may return none twice) for the rest."""
+    listed = []
+    for index, (parameter, want) in enumerate(zip(parameters, wanted, strict=True)):
+        if want and parameter is not None:
+            listed.append(gradients[index].to(parameter.dtype))
+        else:
+            device = next(each.device for each in parameters if each is not None)
+            listed.append(torch.empty(0, device=device))
+    return listed
