@@ -565,3 +565,17 @@ def test_same_loss_curve_as_the_formula_in_float64():
         curves.append(torch.tensor(curve, dtype=torch.float64))
     assert curves[1][-1] < 0.9 * curves[1][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@deltas
+def test_inductor_keeps_x_alone(dora):
+    torch.compiler.reset()
+    factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
+    x, weight, dy = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64), torch.randn(7, 48)
+    run = torch.compile(lambda x: sine_layer(x * 1, weight, None, factors), backend="inductor", fullgraph=True)
+    assert saved_bytes(run, x, parameters=[weight, *tensors(factors)]) == x.nbytes
+    inputs = [x, *tensors(factors)]
+    expected = with_gradients(sine_layer(x, weight, None, factors), inputs, dy)
+    assert_all_close(with_gradients(run(x), inputs, dy), expected)
