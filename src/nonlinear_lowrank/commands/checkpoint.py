@@ -7,8 +7,12 @@ from typing import Any
 from ..errors import UserError
 
 
-def find_model(path: str) -> Path:
-    """The model folder behind what a user names: the folder itself, or the run folder of `nlr train`.
+def find_model(path: str, *, adapters: bool = False) -> Path:
+    """The model folder behind what a user names: the folder itself, or the run folder that one was trained into.
+
+    Args:
+        path: as it was typed.
+        adapters: whether an adapter of peft, whose base model lies elsewhere, is one too.
 
     Raises:
         UserError: there is no such folder, or no model in it; the message says what was looked for.
@@ -18,10 +22,13 @@ def find_model(path: str) -> Path:
         raise UserError(f"no such folder: {path}")
     if not folder.is_dir():
         raise UserError(f"{path} is a file; name the folder that holds config.json and model.safetensors")
-    if (folder / "config.json").exists():
-        return folder
-    if (folder / "model" / "config.json").exists():
-        return folder / "model"
+    for place in (folder, folder / "model"):
+        if (place / "config.json").exists():
+            return place
+        if (place / "adapter_config.json").exists():
+            if not adapters:
+                raise UserError(f"{place} holds an adapter, no model; merge it first: nlr merge {place} OUT")
+            return place
     if (folder / "recipe.json").exists():
         raise UserError(f"the run in {path} has not finished; go on with nlr train ... --out {path} --resume")
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
@@ -35,15 +42,38 @@ def find_recipe_file(folder: Path) -> Path | None:
     return None
 
 
-def open_model(folder: Path, device: str) -> Any:
-    """The model of a folder, on a device; see `hub.load_model` for what is refused."""
+def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:
+    """The causal language model of a folder, on a device; an adapter is on its base model, not merged.
+
+    See `hub.load_model` and `hub.adapter.load_causal_adapter` for what is refused.
+
+    Args:
+        folder: from `find_model`.
+        device: see `choose_device`.
+        base: of an adapter, folder or name of its base model; None: as it names it.
+    """
     from transformers.utils import logging
 
     from ..hub import load_model
+    from ..hub.adapter import is_adapter, load_causal_adapter
+    from ..hub.loading import check_causal
 
     device = choose_device(device)
     logging.disable_progress_bar()  # a bar of milliseconds, in the middle of what the command prints
+    if is_adapter(folder):
+        return load_causal_adapter(folder, base=base).to(device)
+    if base is not None:
+        raise UserError(f"--base is for adapters; {folder} holds a whole model")
+    check_causal(folder)
     return load_model(folder).to(device)
+
+
+def open_tokenizer(folder: Path, base: str | None = None) -> Any:
+    """The tokenizer of a model's or an adapter's folder."""
+    from ..hub import load_tokenizer
+    from ..hub.adapter import is_adapter, load_adapter_tokenizer
+
+    return load_adapter_tokenizer(folder, base=base) if is_adapter(folder) else load_tokenizer(folder)
 
 
 def choose_device(name: str) -> str:

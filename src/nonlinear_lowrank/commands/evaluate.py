@@ -1,14 +1,15 @@
-"""`nlr evaluate CHECKPOINT`: perplexity, bits per byte, lm-eval's tasks."""
+"""`nlr evaluate CHECKPOINT`: perplexity, bits per byte, lm-eval's tasks, MMLU and commonsense over local rows."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
 from ..errors import UserError
-from .checkpoint import find_model, find_recipe_file, open_model
+from .checkpoint import find_model, find_recipe_file, open_language_model, open_tokenizer
 from .options import parse
 
 
@@ -17,7 +18,9 @@ class EvaluateOptions:
     """Options of `nlr evaluate`."""
 
     checkpoint: Positional[str]
-    """A model folder, or the run folder that `nlr train` wrote."""
+    """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
+    base: str | None = None
+    """Folder or name of an adapter's base model, where it is not what the adapter names."""
     text: str | None = None
     """A file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
@@ -26,13 +29,27 @@ class EvaluateOptions:
     sequence_length: int | None = None
     """Tokens per window of --text; default: the model's positions, at most 1024."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-eval, e.g. hellaswag arc_easy."""
+    """Tasks of lm-eval, e.g. hellaswag arc_easy; or over the files of --data: mmlu_local (also mmlu_local_stem,
+    mmlu_local_anatomy, ...), commonsense_local (also boolq_local, piqa_local, siqa_local, hellaswag_local,
+    winogrande_local, arc_easy_local, arc_challenge_local, openbookqa_local)."""
+    data: str | None = None
+    """The folder of the local tasks' files; with both kinds, it holds mmlu and commonsense."""
+    format: Literal["choices", "generate"] = "choices"
+    """How the local commonsense tests are asked: choices compared by log-likelihood, as lm-eval does, or the
+    answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do."""
+    prompt: Literal["llm-adapters", "alpaca"] = "llm-adapters"
+    """For --format generate: the prompt of LLM-Adapters' release with its indents, or without; take the one the
+    model was tuned with."""
+    beams: int = 4
+    """For --format generate: beams of the search; 1 is greedy."""
+    num_fewshot: int | None = None
+    """Answered examples in front of each question; default: 5 for mmlu_local, else as the task has it."""
     include_path: str | None = None
     """A folder with lm-eval task files of your own."""
     limit: int | None = None
-    """At most this many documents of each task."""
+    """At most this many questions of each task, and of each subject of MMLU."""
     batch_size: int = 16
-    """Sequences per forward pass; the numbers do not depend on it."""
+    """Sequences per forward pass; the numbers do not depend on it, but for rounding."""
     device: str = ""
     """cpu, cuda or cuda:N; default: the GPU when there is one."""
     output: str | None = None
@@ -47,14 +64,13 @@ def run(arguments: list[str]) -> None:
         command="evaluate",
         description="Perplexity and bits per byte on held-out text, and lm-eval's tasks.",
     )
-    folder = find_model(options.checkpoint)
+    folder = find_model(options.checkpoint, adapters=True)
     _check(options)
+    local, named = _find_tasks(options)
 
-    from ..hub import load_tokenizer
-
-    model = open_model(folder, options.device)
+    model = open_language_model(folder, options.device, options.base)
     # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
-    tokenizer: Any = load_tokenizer(folder) if options.text is not None or options.tasks else None
+    tokenizer: Any = open_tokenizer(folder, options.base) if options.text is not None or options.tasks else None
     results: dict[str, Any] = {"checkpoint": options.checkpoint}
     if options.text is not None or not options.tasks:
         if options.text is None:
@@ -64,35 +80,113 @@ def run(arguments: list[str]) -> None:
         print(f"{name}: {score}")
         results["text"] = {"source": name, **score.to_json()}
     if options.tasks:
-        from ..evaluation import score_tasks
+        from ..evaluation.table import task_table
 
-        results["tasks"] = score_tasks(
-            model,
-            tokenizer,
-            options.tasks,
-            include_path=options.include_path,
-            limit=options.limit,
-            batch_size=options.batch_size,
-        )
-        for task, metrics in results["tasks"].items():
-            print(f"{task}: " + "   ".join(f"{key} {value}" for key, value in metrics.items()))
+        results["tasks"] = _score_tasks(model, tokenizer, local, named, options)
+        results["settings"] = _settings(options)
+        results["data"] = [file.to_json() for file in local.files()]
+        print("\n".join(task_table(results["tasks"], local.hidden)))
+    results["versions"] = _versions()
     if options.output is not None:
         Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _check(options: EvaluateOptions) -> None:
     """What can be refused before a model is loaded."""
-    for name in ("sequence_length", "limit", "batch_size"):
+    for name, least in (("sequence_length", 2), ("limit", 1), ("batch_size", 1), ("beams", 1), ("num_fewshot", 0)):
         value = getattr(options, name)
-        least = 2 if name == "sequence_length" else 1
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"no such folder: {options.include_path} (--include-path)")
-    if options.include_path is not None and not options.tasks:
-        raise UserError("--include-path does nothing without --tasks")
+    for name in ("include_path", "data", "num_fewshot", "limit"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise UserError(f"no such folder: {Path(options.output).parent} (--output)")
+
+
+def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
+    """Local tasks, with their rows read and checked, and the names that are lm-eval's own."""
+    from ..evaluation import LocalTasks, find_local_tasks
+    from ..evaluation.commonsense import NAMES
+    from ..evaluation.local import is_local
+
+    own = [name for name in options.tasks if is_local(name)]
+    named = [name for name in options.tasks if name not in own]
+    if own and options.data is None:
+        raise UserError(f"{own[0]} reads its questions from files: name their folder with --data FOLDER")
+    if not own and options.data is not None:
+        raise UserError("--data does nothing without a local task, such as mmlu_local or commonsense_local")
+    if options.format == "generate" and not set(own) & set(NAMES):
+        raise UserError("--format generate is for the local commonsense tests, such as commonsense_local")
+    if options.num_fewshot is not None and set(options.tasks) <= set(NAMES):
+        raise UserError("--num-fewshot does nothing here: the local commonsense tests are asked without examples")
+    if options.data is None:
+        return LocalTasks(), named
+    return find_local_tasks(own, options.data, shots=options.num_fewshot), named
+
+
+def _score_tasks(
+    model: Any, tokenizer: Any, local: Any, named: list[str], options: EvaluateOptions
+) -> dict[str, dict[str, Any]]:
+    from ..evaluation import score_answers, score_tasks
+    from ..evaluation.commonsense import ALL, TESTS
+
+    scores: dict[str, dict[str, Any]] = {}
+    if options.format == "generate":
+        asked = local.only(lambda name: name in TESTS or name == ALL)
+        local = local.only(lambda name: name not in TESTS and name != ALL)
+        scores |= score_answers(
+            model,
+            tokenizer,
+            asked,
+            prompt=options.prompt,
+            beams=options.beams,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            progress=_show_progress,
+        )
+    if local.tasks or named:
+        scores |= score_tasks(
+            model,
+            tokenizer,
+            named,
+            local=local,
+            include_path=options.include_path,
+            shots=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+        )
+    return scores
+
+
+def _show_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done:,} of {total:,} questions", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def _settings(options: EvaluateOptions) -> dict[str, Any]:
+    """What the scores of tasks depend on beside model, data and versions."""
+    settings: dict[str, Any] = {"num_fewshot": options.num_fewshot, "limit": options.limit}
+    settings |= {"batch_size": options.batch_size, "format": options.format}
+    if options.format == "generate":
+        settings |= {"prompt": options.prompt, "beams": options.beams}
+    return settings
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    from ..environment import versions
+
+    found = versions()
+    for package in ("lm_eval", "peft"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple[str, Any]:

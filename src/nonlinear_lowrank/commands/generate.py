@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from .checkpoint import find_model, open_model
+from .checkpoint import find_model, open_language_model, open_tokenizer
 from .options import parse
 
 
@@ -13,7 +13,9 @@ class GenerateOptions:
     """Continue a prompt with a trained language model."""
 
     checkpoint: Positional[str]
-    """A model folder, or the run folder that `nlr train` wrote."""
+    """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
+    base: str | None = None
+    """Folder or name of an adapter's base model, where it is not what the adapter names."""
     prompt: str = ""
     """The text to continue; empty starts a new document."""
     max_new_tokens: int | None = None
@@ -33,10 +35,9 @@ def run(arguments: list[str]) -> None:
     options = parse(
         GenerateOptions, arguments, command="generate", description="Continue a prompt with a trained language model."
     )
-    folder = find_model(options.checkpoint)
+    folder = find_model(options.checkpoint, adapters=True)
 
     from ..generation import Sampling, encode_prompt, generate_text
-    from ..hub import load_tokenizer
 
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
@@ -44,7 +45,8 @@ def run(arguments: list[str]) -> None:
         top_k=options.top_k,
         seed=options.seed,
     )
-    model, tokenizer = open_model(folder, options.device), load_tokenizer(folder)
+    model = open_language_model(folder, options.device, options.base)
+    tokenizer = open_tokenizer(folder, options.base)
     encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
     print(options.prompt, end="", flush=True)
     generate_text(model, tokenizer, options.prompt, sampling, lambda text: print(text, end="", flush=True))

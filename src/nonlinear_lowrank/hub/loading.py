@@ -64,6 +64,26 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)[:500]}") from error
 
 
+def check_causal(path: str | Path) -> None:
+    """Refuses a model folder whose model does not continue text, before its weights are read.
+
+    Raises:
+        UserError: config.json names another kind of model.
+    """
+    folder = check_folder(path)
+    check_causal_config(read_json(folder / "config.json"), str(folder))
+
+
+def check_causal_config(config: dict[str, Any], where: str) -> None:
+    """As `check_causal`, of the content of config.json; `where` names it in the message."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}
+    names = config.get("architectures") or ["no model class"]
+    if str(names[0]).removeprefix(CLASS_PREFIX) not in registered.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise UserError(f"{where} is no causal language model: its config.json names {names[0]}")
+
+
 def _architecture(config: dict[str, Any], folder: str) -> Any:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):

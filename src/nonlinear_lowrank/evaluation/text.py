@@ -1,11 +1,11 @@
-"""What a trained language model is worth: perplexity, bits per byte, and lm-eval's tasks.
+"""How well a language model predicts a text: perplexity and bits per byte.
 
 Bits per byte compare models with different tokenizers; perplexity does not. Both follow from the same mean
 loss L in nats a token: perplexity = exp(L), bits per byte = L / ln 2 * tokens / bytes, bytes counted in UTF-8.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import UserError
+from ..errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,52 +108,6 @@ def score_documents(
     windows = (tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, step))
     total, count = _sum_losses(model, ((window, window) for window in windows), batch_size)
     return TextScore(loss=total / count, tokens=count, bytes_per_token=size / count)
-
-
-def score_tasks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    *,
-    include_path: str | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-) -> dict[str, dict[str, Any]]:
-    """Runs tasks of EleutherAI's lm-evaluation-harness on a live model.
-
-    Args:
-        model: a causal language model.
-        tokenizer: the one it was trained with.
-        tasks: names of tasks or groups, e.g. "hellaswag".
-        include_path: a folder with task files of your own.
-        limit: at most this many documents of each task.
-        batch_size: requests per forward pass.
-
-    Returns:
-        Metrics by task, as lm-eval names them.
-
-    Raises:
-        UserError: lm-eval is not installed, or does not know a task.
-    """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"lm-eval is needed for tasks ({error}); pip install 'nonlinear-lowrank[eval]'") from None
-    # lm-eval reads 10,000 task files at every start (12 seconds); a task of one's own does not need them.
-    manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
-    if manager is None or not set(tasks) <= set(manager.all_subtasks):
-        manager = TaskManager(include_path=include_path)
-    unknown = sorted(set(tasks) - set(manager.all_tasks))
-    if unknown:
-        raise UserError(f"lm-eval has no task {', '.join(unknown)}; a task file of your own needs --include-path")
-    harness = HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size)
-    results = simple_evaluate(model=harness, tasks=list(tasks), task_manager=manager, limit=limit)
-    return {
-        name: {key: value for key, value in metrics.items() if key != "alias"}
-        for name, metrics in results["results"].items()
-    }
 
 
 def _sum_losses(

@@ -1,0 +1,120 @@
+"""Loading an adapter folder of peft, ours or its own, on the base model that it names: strict, no pickle."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .files import check_folder, one_line, read_json, tensor_names
+from .loading import check_causal, check_causal_config, load_model, load_tokenizer
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder holds an adapter of peft, and no model of its own."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def base_of(path: str | Path, base: str | None = None) -> str:
+    """The folder or hub name of an adapter's base model.
+
+    Args:
+        path: the adapter's folder.
+        base: taken instead of the one that the adapter names.
+
+    Raises:
+        UserError: the adapter names none.
+    """
+    named = base or read_json(check_folder(path) / CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{Path(path) / CONFIG} names no base model (base_model_name_or_path); pass --base")
+    return named
+
+
+def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
+    """Loads a base language model with an adapter on it, unmerged.
+
+    What peft's AutoPeftModelForCausalLM does, but an adapter whose tensors are not all there is an error
+    instead of a warning, and pickled weights are never read.
+
+    Args:
+        path: a folder as `PeftModel.save_pretrained` writes it.
+        base: folder or hub name of the base model; None: as the adapter names it.
+        **kwargs: for the base model's from_pretrained (dtype, device_map, ...).
+
+    Returns:
+        The `peft.PeftModelForCausalLM`, in evaluation mode.
+
+    Raises:
+        UserError: a file is missing or damaged, the base is not there, is no causal language model, or
+            the adapter does not fit it.
+    """
+    from peft import PeftModel
+
+    folder = check_folder(path)
+    config = read_json(folder / CONFIG)
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise UserError(f"{folder} is an adapter for {task}, not for a causal language model")
+    if not (folder / WEIGHTS).is_file():
+        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
+        raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
+    tensor_names(folder / WEIGHTS)
+    named = base_of(folder, base)
+    if Path(named).is_dir():
+        check_causal(named)
+        model = load_model(named, **kwargs)
+    else:
+        model = _from_hub(named, folder, kwargs)
+    if (folder / "tokenizer_config.json").is_file():
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
+            model.resize_token_embeddings(len(tokenizer))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+        raise UserError(f"the adapter in {folder} does not fit {named}: {one_line(error)[:500]}") from error
+    for warning in caught:
+        if "missing adapter keys" in str(warning.message):
+            raise UserError(f"{folder / WEIGHTS} is not whole: {one_line(warning.message)[:500]}")  # type: ignore[arg-type]
+    return adapted.eval()
+
+
+def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
+    """The tokenizer in an adapter's folder, or else its base model's.
+
+    Raises:
+        UserError: there is none, or its files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = check_folder(path)
+    if (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(folder)
+    named = base_of(folder, base)
+    if Path(named).is_dir():
+        return load_tokenizer(named)
+    try:
+        return AutoTokenizer.from_pretrained(named, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"the tokenizer of {named} cannot be loaded: {one_line(error)[:500]}") from error
+
+
+def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        check_causal_config(config.to_dict(), name)
+        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **kwargs)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"the base model {name!r} of {folder} is no folder here, and cannot be had from the hub "
+            f"({one_line(error)[:200]}); pass --base FOLDER"
+        ) from error
