@@ -11,11 +11,11 @@ Importing it registers the augmented model types with transformers' Auto classes
 from typing import TYPE_CHECKING, Any
 
 from . import hub
-from .adapters.registration import config_class, config_class_names
 from .augment import AugmentReport, augment, branches_disabled
 from .errors import UserError
 from .layers import NobleConfig, NobleConv1D, NobleLinear
 from .optim import MuonAdamW, param_groups
+from .registration import CONFIG_CLASSES, config_class
 
 if TYPE_CHECKING:
     from .adapters.noble import NobleAdapterConfig
@@ -43,7 +43,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The config classes of the adapters: they are peft's dataclasses, and importing peft takes seconds."""
-    if name in config_class_names():
+    if name in CONFIG_CLASSES:
         return config_class(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

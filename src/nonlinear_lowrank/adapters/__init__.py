@@ -3,6 +3,8 @@
     import nonlinear_lowrank as nlr
     model = peft.get_peft_model(base, nlr.NobleAdapterConfig(r=16, target_modules="all-linear"))
 
-Importing this package's ground (`nonlinear_lowrank`) registers the methods with peft as soon as peft itself is
-imported (see `registration`). peft takes seconds to import, so nothing here imports it before it is asked for.
+`import nonlinear_lowrank` does not import this folder: peft takes seconds. See `registration`.
 """
+
+# Before any file of this folder: with peft come all methods (`registration`), each needing the others' whole files.
+import peft as _peft  # noqa: F401

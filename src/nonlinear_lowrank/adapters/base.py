@@ -1,0 +1,199 @@
+"""What all fine-tuning methods share, so that a method's file holds only its formula.
+
+A method is three classes:
+
+    @dataclass
+    class MyConfig(AdapterConfig):                  # fields; see `config.AdapterConfig`
+        type_name: ClassVar[str] = "NLR_MINE"
+        r: int = 8
+        rank_pattern: dict[str, int] = field(default_factory=dict)
+        patterns: ClassVar[dict[str, str]] = {"r": "rank_pattern"}
+        def check_value(self, name, value, where): check_whole(where, value, least=1)
+
+    class MyLinear(WeightLayer):                    # see `weights.WeightLayer`; or AdapterLayer for other modules
+        adapter_layer_names = ("nlr_mine_down", "nlr_mine_up")      # flat ParameterDicts, made by the base class
+        def add_parameters(self, name, config): self.nlr_mine_down[name] = self.parameter(config.r, self.d_in); ...
+        def reset_adapter(self, name): ...          # draws them, in place, also on meta
+        def adapted(self, x, names): ...            # forward with these adapters, in the order given
+        def merged_weight(self, weight, names): ... # (d_out, d_in) -> the same, formed in float32, rounded once
+
+    class MyModel(AdapterModel):                    # see `tuner.AdapterModel`
+        prefix = "nlr_mine_"
+        layer_classes = {"linear": MyLinear, "conv1d": MyLinear}
+
+and a line in `registration.METHODS`.
+
+What follows from that and need not be written again: several adapters, set / delete / disable, batches that mix
+adapters (`adapter_names`, with `__base__` rows), merge / unmerge / safe_merge / merge_and_unload from an
+original that is kept aside, quantized bases, patterns per module, checks of targets before anything is changed,
+saving and loading (peft's names), `model.add_adapter` of transformers, low_cpu_mem_usage.
+
+Rules that peft's own machinery imposes:
+
+- A parameter is called `<prefix><what>` and lives in a flat ParameterDict, keyed by the adapter: names nested
+  deeper are lost when a saved adapter is loaded under another name.
+- Class names: a layer over a linear has "Linear" in its name, any other has not ("all-linear" of a second
+  adapter goes by it).
+- Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
+  the input's type for products, never the input to float32.
+- `names` of `adapted` and `merged_weight` are sorted, so that results do not depend on the order of loading.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..layers import Role
+from .config import AdapterConfig
+
+BASE_ROWS = "__base__"
+"""In `adapter_names`: rows that no adapter touches."""
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class AdapterLayer(nn.Module, BaseTunerLayer):
+    """A module with adapters around it; subclasses give the formula.
+
+    Args:
+        base_layer: the module that is wrapped; its parameters are left alone.
+    """
+
+    adapter_layer_names: tuple[str, ...] = ()
+    """Names of the ParameterDicts that hold the trainable tensors."""
+    other_param_names: tuple[str, ...] = ("configs",)
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.base_layer = base_layer
+        self.configs: dict[str, Any] = {}
+        """Each adapter's config, with the values of this very module filled in from the patterns."""
+        for name in self.adapter_layer_names:
+            setattr(self, name, nn.ParameterDict())
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+
+    # What a method writes.
+
+    def add_parameters(self, name: str, config: Any) -> None:
+        """Puts the adapter's tensors, undrawn, into the ParameterDicts; `self.parameter(*shape)` makes one."""
+        raise NotImplementedError
+
+    def reset_adapter(self, name: str) -> None:
+        """Draws the adapter's tensors in place, as its config says; must do on the meta device."""
+        raise NotImplementedError
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """The module's output with these adapters (at least one, each present, sorted)."""
+        raise NotImplementedError
+
+    def roles(self, name: str) -> Mapping[str, Role]:
+        """Learning-rate roles of an adapter's tensors, by ParameterDict; what is left out is trained plainly."""
+        return {}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Puts adapters into the base module; a method that cannot, says so."""
+        raise NotImplementedError
+
+    def unmerge(self) -> None:
+        """Takes every merged adapter out again."""
+        raise NotImplementedError
+
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """Raises UserError where merging these adapters would give anything not finite; changes nothing."""
+
+    # What it gets.
+
+    def update_layer(self, name: str, config: AdapterConfig) -> None:
+        """Adds an adapter.
+
+        Args:
+            name: the adapter's.
+            config: its config with this module's values, see `AdapterConfig.resolve`.
+        """
+        self.configs[name] = config
+        self.add_parameters(name, config)
+        with torch.no_grad():
+            self.reset_adapter(name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An undrawn tensor on the base's device, in its type where that is a common float type, else float32."""
+        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype if dtype in _FLOATS else torch.float32))
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Those of the adapters that this module has, sorted."""
+        return sorted(name for name in names if name in self.configs)
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """The base module with the active adapters.
+
+        Args:
+            x: the base module's input, batch first.
+            *args: for the base module.
+            adapter_names: one adapter a row of x, or "__base__" for none, instead of the active ones.
+            **kwargs: for the base module.
+
+        Raises:
+            ValueError: adapter_names do not fit x, or adapters are merged.
+        """
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if adapter_names is not None:
+            return self._mixed(x, adapter_names, *args, **kwargs)
+        names = self.present(self.active_adapters)
+        if self.merged or not names:
+            return self.base_layer(x, *args, **kwargs)
+        return self.adapted(x, names, *args, **kwargs)
+
+    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        if len(x) != len(adapter_names):
+            raise UserError(
+                f"adapter_names has {len(adapter_names)} names and {type(self).__name__} is given {len(x)} rows; "
+                "give one name a row"
+            )
+        if self.merged:
+            raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(adapter_names):
+            rows.setdefault(name if name in self.configs else BASE_ROWS, []).append(row)
+        parts = []
+        for name, indices in rows.items():
+            part = x[indices]
+            parts.append(
+                self.base_layer(part, *args, **kwargs)
+                if name == BASE_ROWS
+                else self.adapted(part, [name], *args, **kwargs)
+            )
+        order = torch.tensor([row for indices in rows.values() for row in indices])
+        return torch.cat(parts)[order.argsort().to(x.device)]
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """Learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
+        return {f"{tensor}.{name}": role for name in self.configs for tensor, role in self.roles(name).items()}
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """peft's, but the tensors stay the objects they are: their type, and whether they are trained, too."""
+        if device is None:
+            device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        for name in self.adapter_layer_names:
+            tensors = getattr(self, name)
+            if device is not None and adapter_name in tensors and not tensors[adapter_name].is_meta:
+                tensors[adapter_name].data = tensors[adapter_name].data.to(device)
+
+    def __repr__(self) -> str:
+        return f"nlr.{nn.Module.__repr__(self)}"
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises UserError for a name that cannot be an adapter's."""
+    # A ParameterDict keeps its entries as attributes: "keys" would hide its method, "a.b" cannot be one.
+    if name == BASE_ROWS or not name or "." in name or hasattr(nn.ParameterDict(), name):
+        raise UserError(f"an adapter cannot be called {name!r}; choose a plain word without dots, such as 'default'")

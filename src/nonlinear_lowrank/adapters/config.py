@@ -1,0 +1,108 @@
+"""The fields that every fine-tuning method's config has, and their checks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from peft import PeftConfig, PeftType
+from peft.utils.other import get_pattern_key
+
+from ..errors import UserError
+
+_IMPORT_LINE = (
+    "import nonlinear_lowrank  # registers {type} with peft; without it loading fails with KeyError: '{type}'"
+)
+
+
+@dataclass
+class AdapterConfig(PeftConfig):
+    """Fields with peft's names and meanings, so that a user changes one class and no argument.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    type_name: ClassVar[str]
+    """Name of the method's `PeftType` member."""
+    patterns: ClassVar[Mapping[str, str]] = {}
+    """Fields whose value may differ by module -> the field with {name or regular expression: value}."""
+
+    target_modules: list[str] | str | None = None
+    """Names of the modules to adapt (ends of dotted names), a regular expression for whole names, or "all-linear"
+    for every linear but the output head. None takes peft's choice for the model's type."""
+    exclude_modules: list[str] | str | None = None
+    """Names, or a regular expression, of modules to leave out."""
+    layers_to_transform: list[int] | int | None = None
+    """Numbers of the layers to adapt; needs target_modules as a list."""
+    layers_pattern: list[str] | str | None = None
+    """Name of the ModuleList that layers_to_transform counts in, where it is not the first one."""
+    bias: str = "none"
+    """Which biases of the base are trained and saved: "none", "all", or "adapter_only", those of the adapted
+    modules ("lora_only" is taken for the same)."""
+    modules_to_save: list[str] | None = None
+    """Modules to train whole and to save with the adapter, such as a new classification head."""
+    init_weights: bool = True
+    """False draws the adapter so that it changes the outputs from the start (for tests)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType(self.type_name)
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), list | tuple):
+                setattr(self, name, set(getattr(self, name)))
+        if self.bias not in ("none", "all", "adapter_only", "lora_only"):
+            raise UserError(f"bias must be 'none', 'all' or 'adapter_only', not {self.bias!r}")
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
+            raise UserError(
+                "layers_to_transform needs target_modules as a list of names; as a regular expression, "
+                "target_modules can name the layers itself"
+            )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
+        for name, pattern in self.patterns.items():
+            self.check_value(name, getattr(self, name), name)
+            for key, value in getattr(self, pattern).items():
+                self.check_value(name, value, f"{pattern}[{key!r}]")
+
+    def check_value(self, name: str, value: Any, where: str) -> None:
+        """Raises UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
+
+    def resolve(self, module_name: str) -> Self:
+        """This config with the values that its patterns give a module, by its dotted name."""
+        values = {}
+        for name, pattern in self.patterns.items():
+            entries = getattr(self, pattern)
+            values[name] = entries.get(get_pattern_key(entries.keys(), module_name), getattr(self, name))
+        return replace(self, **values)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """peft's, and the import line that a reader of the folder needs goes into its README."""
+        super().save_pretrained(save_directory, **kwargs)
+        readme = Path(save_directory) / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        line = _IMPORT_LINE.format(type=self.type_name)
+        if line not in text:
+            block = f"## Loading\n\n```python\n{line}\n```\n"
+            readme.write_text(f"{text.rstrip()}\n\n{block}".lstrip(), encoding="utf-8")
+
+
+def check_whole(where: str, value: Any, *, least: int) -> None:
+    """Raises UserError unless the value is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{where} must be a whole number of at least {least}, not {value!r}")
+
+
+def check_number(where: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
+    """Raises UserError unless the value is a finite number above `above`, or of at least `least`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    if above is not None and not (number and value > above):
+        raise UserError(f"{where} must be a finite number above {above:g}, not {value!r}")
+    if least is not None and not (number and value >= least):
+        raise UserError(f"{where} must be a finite number of at least {least:g}, not {value!r}")
+
+
+def check_dropout(where: str, value: Any) -> None:
+    """Raises UserError unless the value is a probability below 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise UserError(f"{where} must be at least 0 and below 1, not {value!r}")

@@ -1,0 +1,148 @@
+"""Weights of wrapped modules, quantized or not: read in float, kept aside, written, and put back bit-equal.
+
+peft's backends (`resolve_quantization_backend`) know the formats; what they get wrong when a weight is merged,
+unmerged and merged again is mended here:
+
+- bitsandbytes 4-bit: a no-grad forward on a CPU with AVX512-BF16 packs the weight in place, and dequantizing
+  the packed form gives garbage. The packed form also has no gradient with respect to the input.
+- bitsandbytes 4-bit: peft's `set_base_weight` marks the old weight, which is kept here, as unquantized.
+- torchao: dequantizing and quantizing again drifts, so an unmerged weight is the kept one, never a new one.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+
+def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> QuantizationBackend | None:
+    """peft's backend for a module's weight, None for a plain one.
+
+    Args:
+        base: the module.
+        model_options: what peft's `get_quantization_kwargs` says of the whole model.
+    """
+    options = dict(model_options)
+    # A model quantized by hand has no config to quantize again by; it is needed for merging only.
+    by_hand = "get_apply_tensor_subclass" not in options
+    if by_hand:
+        options["get_apply_tensor_subclass"] = _unknown_torchao_config
+    backend = resolve_quantization_backend(base, **options)
+    if backend is not None and backend.backend_name == "torchao" and by_hand:
+        backend.supports_merge = False
+    return backend
+
+
+def unpack(base: nn.Module) -> None:
+    """Undoes, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing."""
+    weight: Any = base.weight
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
+
+        weight.data, weight.quant_state = inverse(weight.data, weight.quant_state)
+
+
+class Kept:
+    """The weight of a module as it was, on the CPU.
+
+    Args:
+        base: the module.
+        backend: peft's backend for its weight.
+        aside: False to keep no copy of a plain weight, for merges that are never undone.
+
+    Raises:
+        UserError: the format cannot be dequantized or quantized again.
+    """
+
+    def __init__(self, base: nn.Module, backend: QuantizationBackend | None, aside: bool = True) -> None:
+        self._kind = backend.backend_name if backend else "plain"
+        if backend is not None and (self._kind not in _KINDS or not backend.supports_merge):
+            raise UserError(
+                f"adapters cannot be merged into {self._kind or type(base).__name__} weights; load the base model "
+                "unquantized and merge there"
+            )
+        self._backend = backend
+        weight: Any = base.weight
+        self._device = weight.device
+        if self._kind == "bnb 4bit":
+            self._state = copy.deepcopy(weight.quant_state)
+            self._state.to("cpu")
+            self._data = weight.data.cpu().clone()
+        elif self._kind == "bnb 8bit":
+            scales = weight.SCB if weight.SCB is not None else base.state.SCB  # type: ignore[union-attr]
+            self._data, self._state = weight.data.cpu().clone(), scales.cpu().clone()
+        elif self._kind == "torchao":
+            # The tensor is never written to: writing puts another in its place.
+            self._data = weight.detach().cpu()
+        else:
+            self._data = weight.detach().to("cpu", copy=True) if aside else weight.detach()
+
+    def weight(self) -> Tensor:
+        """The weight in float, on the module's device; not to be written to."""
+        if self._kind == "bnb 4bit":
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
+            from bitsandbytes.functional import dequantize_4bit
+
+            state, data = copy.deepcopy(self._state), self._data
+            if getattr(state, "packing_format_for_cpu", False):
+                data, state = inverse(data, state)
+            state.to(self._device)
+            return dequantize_4bit(data.to(self._device), state)
+        if self._kind == "bnb 8bit":
+            from bitsandbytes.functional import int8_vectorwise_dequant
+
+            return int8_vectorwise_dequant(self._data.to(self._device), self._state.to(self._device))
+        if self._kind == "torchao":
+            return self._data.to(self._device).dequantize()
+        return self._data.to(self._device)
+
+    def restore(self, base: nn.Module) -> None:
+        """Puts the weight back, every bit of it."""
+        old: Any = base.weight
+        if self._kind == "bnb 4bit":
+            state = copy.deepcopy(self._state)
+            state.to(old.device)
+            base.weight = _like_4bit(old, self._data.clone().to(old.device), quant_state=state, bnb_quantized=True)
+            base.quant_state = state
+        elif self._kind == "bnb 8bit":
+            data, scales = self._data.clone().to(old.device), self._state.clone().to(old.device)
+            options = {"requires_grad": False, "has_fp16_weights": old.has_fp16_weights}
+            base.weight = type(old)(data, CB=data, SCB=scales, **options)
+            base.state.reset_grads()  # type: ignore[union-attr,operator]
+        elif self._kind == "torchao":
+            base.weight = nn.Parameter(self._data.to(old.device), requires_grad=False)
+        else:
+            old.data.copy_(self._data)
+
+    def write(self, layer: Any, weight: Tensor) -> None:
+        """Gives the module another weight, quantized like its own.
+
+        Args:
+            layer: the adapter layer around the module.
+            weight: in float, of the plain weight's shape.
+        """
+        base = layer.get_base_layer()
+        if self._kind == "bnb 4bit":
+            device = base.weight.device
+            base.weight = _like_4bit(base.weight, weight.cpu(), bnb_quantized=False).to(device)
+            base.quant_state = base.weight.quant_state
+        elif self._backend is not None:
+            self._backend.set_base_weight(layer, weight)
+        else:
+            base.weight.data.copy_(weight)
+
+
+_KINDS = ("bnb 4bit", "bnb 8bit", "torchao")
+
+
+def _like_4bit(weight: Any, data: Tensor, **options: Any) -> Any:
+    same = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+    return type(weight)(data, requires_grad=False, **{name: getattr(weight, name) for name in same}, **options)
+
+
+def _unknown_torchao_config() -> Any:
+    raise AssertionError("merging is refused before")

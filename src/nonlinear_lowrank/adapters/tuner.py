@@ -1,0 +1,283 @@
+"""The tuner base: finds the modules, checks them before anything is changed, and puts the layers in place."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.error import NoMatchingPeftModuleError
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+from peft.utils.quantization_utils import get_quantization_kwargs
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .base import BASE_ROWS, AdapterLayer, check_adapter_name
+from .config import AdapterConfig
+from .weights import Matrix, WeightLayer, matrix_of
+
+
+class NoTargetError(UserError, NoMatchingPeftModuleError):
+    """No module is there to adapt; also peft's own class for it."""
+
+
+class AdapterModel(BaseTuner):
+    """peft's tuner for one of our methods.
+
+    Subclasses give `prefix` and `layer_classes`, and may narrow `check_target`. A method that wraps other modules
+    than those with one matrix overrides `targets` and `new_layer` instead.
+    """
+
+    prefix: str
+    tuner_layer_cls = AdapterLayer
+    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
+    """The layer for each kind of `weights.Matrix` that the method takes."""
+
+    # What a method may narrow.
+
+    def check_target(self, name: str, base: nn.Module, config: Any) -> None:
+        """Raises UserError where the method cannot take a module; called for all of them, before any change.
+
+        Args:
+            name: the module's dotted name.
+            base: the plain module.
+            config: the adapter's config with this module's values.
+        """
+        matrix = matrix_of(base)
+        if isinstance(matrix, str):
+            raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
+        if matrix.kind not in self.layer_classes:
+            raise UserError(
+                f"{name} is a {type(base).__name__}, which {type(config).__name__} does not take; it takes "
+                f"{', '.join(self.layer_classes)}; take it out of target_modules or name it in exclude_modules"
+            )
+
+    def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
+        """A layer, still without adapters, around a plain module."""
+        matrix = matrix_of(base)
+        assert isinstance(matrix, Matrix)
+        return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
+
+    def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules that an adapter goes on, by dotted name: plain ones, or our layers from an earlier adapter.
+
+        Raises:
+            UserError: the config matches none of the model's modules.
+        """
+        inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if name and not name.startswith(inside) and self._check_target_module_exists(config, name)
+        }
+        if not found:
+            have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            limits = "".join(
+                f", {limit}={getattr(config, limit)!r}"
+                for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+                if getattr(config, limit)
+            )
+            raise NoTargetError(
+                f"target_modules={_listed(config.target_modules)}{limits} match no module of {type(model).__name__}"
+                + (f"; its linears are called {', '.join(sorted(have))}" if have else "")
+            )
+        return found
+
+    # What peft calls.
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """peft's, after the name was checked."""
+        check_adapter_name(adapter_name)
+        # The names in a state dict stand above the config's targets: nothing to check.
+        self._targets_are_given = kwargs.get("state_dict") is not None
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        if peft_config.target_modules is None:
+            model_type = model_config.get("model_type")
+            if model_type not in self.target_module_mapping:
+                raise UserError(
+                    f"peft has no choice of target_modules for model type {model_type!r}; give target_modules, "
+                    'such as "all-linear"'
+                )
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Every check that needs the model, before the first module is changed."""
+        if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
+            return
+        _maybe_include_all_linear_layers(peft_config, model)
+        targets = self.targets(peft_config, model)
+        for name, module in targets.items():
+            base = module
+            if isinstance(module, BaseTunerLayer):
+                if not isinstance(module, AdapterLayer) or not module.adapter_layer_names[0].startswith(self.prefix):
+                    raise UserError(
+                        f"{name} has an adapter of another method; call unload() or merge_and_unload() first"
+                    )
+                base = module.get_base_layer()
+            self.check_target(name, base, peft_config.resolve(name))
+        for pattern in peft_config.patterns.values():
+            keys = getattr(peft_config, pattern)
+            unused = [key for key in keys if all(get_pattern_key([key], name) != key for name in targets)]
+            if unused:
+                raise UserError(
+                    f"{pattern} has {', '.join(map(repr, unused))}, which match none of the adapted modules"
+                )
+
+    def _create_and_replace(
+        self,
+        peft_config: AdapterConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        config = peft_config.resolve(current_key)
+        if isinstance(target, AdapterLayer):
+            target.update_layer(adapter_name, config)
+            return
+        layer = self.new_layer(target, config)
+        layer._active_adapter = self.active_adapters
+        layer.update_layer(adapter_name, config)
+        self._replace_module(parent, target_name, layer, target)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        # peft's own looks for a weight to take the device from; tensors are made on the right one here.
+        setattr(parent, child_name, new_module)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        trained = {name for name, tensor in self.named_parameters() if tensor.requires_grad}
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        # The cast tensors are new ones, which are trained unless told otherwise.
+        for name, tensor in self.named_parameters():
+            tensor.requires_grad_(name in trained)
+
+    # Merging.
+
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        for name, tensor in self.named_parameters():
+            if name.endswith("base_layer.weight") and hasattr(tensor, "device_mesh"):
+                raise UserError(f"{name} is sharded; merge before sharding, in one process")
+
+    def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> list[AdapterLayer]:
+        if isinstance(adapter_names, str):
+            raise UserError(f"adapter_names must be a list of names, such as [{adapter_names!r}]")
+        unknown = sorted(set(adapter_names or []) - set(self.peft_config))
+        if unknown:
+            raise UserError(
+                f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(self.peft_config)}"
+            )
+        self._check_merge_allowed()
+        layers = [module for module in self.model.modules() if isinstance(module, AdapterLayer)]
+        if safe_merge:
+            # All before the first: a merge that fails half way would leave a model that is neither.
+            for layer in layers:
+                layer.check_merge(adapter_names)
+        return layers
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """peft's; with safe_merge every layer is checked before the first is changed."""
+        self._before_merge(adapter_names, safe_merge)
+        super().merge_adapter(adapter_names, safe_merge)
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        if merge:
+            self._before_merge(adapter_names, safe_merge)
+        return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+
+    # Batches that mix adapters.
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Hands `adapter_names` to every layer for one call of the model; peft's models open it around theirs."""
+        names = kwargs.pop("adapter_names", None)
+        if names is None:
+            yield
+            return
+        if self.training:
+            raise UserError("adapter_names is for inference; call model.eval() first")
+        unknown = sorted({*names} - {BASE_ROWS} - set(self.peft_config))
+        if unknown:
+            raise UserError(
+                f"adapter_names has {', '.join(map(repr, unknown))}; there are {', '.join(self.peft_config)} "
+                f"and {BASE_ROWS!r}"
+            )
+        beams = kwargs.get("num_beams")
+        repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
+        encoder = _encoder(self.model)
+        in_encoder = {id(module) for module in encoder.modules()} if encoder is not None else set()
+        handles = []
+        try:
+            for module in self.model.modules():
+                if isinstance(module, AdapterLayer | AuxiliaryTrainingWrapper):
+                    # Beam search repeats the decoder's rows; the encoder still sees each once.
+                    rows = names if id(module) in in_encoder else repeated
+                    handles.append(module.register_forward_pre_hook(partial(_give_names, rows), with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # Files.
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        have = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if name.endswith(f".{adapter_name}") and f".{cls.prefix}" in name
+        }
+        given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
+        for name in have.keys() & given.keys():
+            if have[name].shape != given[name].shape:
+                raise UserError(
+                    f"the adapter was made for another base model or config: {name} is {_shape(given[name])} in its "
+                    f"file and {_shape(have[name])} here"
+                )
+        for names, where in (
+            (given.keys() - have.keys(), "only in its file"),
+            (have.keys() - given.keys(), "only here"),
+        ):
+            if names:
+                name = min(names)
+                shape = _shape((given if name in given else have)[name])
+                raise UserError(
+                    f"the adapter was made for another base model or config: {len(names)} tensors are {where}, "
+                    f"among them {name} {shape}"
+                )
+        return remapped
+
+
+def _give_names(names: list[str], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**kwargs, "adapter_names": names}
+
+
+def _encoder(model: nn.Module) -> nn.Module | None:
+    """The encoder of an encoder-decoder model."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    return model.get_encoder()  # type: ignore[operator]
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape))
+
+
+def _listed(names: Any) -> str:
+    return repr(sorted(names)) if isinstance(names, set) else repr(names)

@@ -1,0 +1,194 @@
+"""Adapters around modules that multiply by one matrix: nn.Linear, Conv1D, 1x1 convolutions, embeddings.
+
+Whatever the module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a
+Conv1D's, a 1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
+
+Merging always starts from the weight as it was before any adapter, kept aside on the CPU, and goes through the
+adapters sorted by name, in float32, with one rounding at the end. Hence unmerging is bit-equal, and
+merge(A); merge(B) is bit-equal to merge([A, B]).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import UserError
+from .base import AdapterLayer
+from .quantized import Kept, backend_of, unpack
+
+Kind = Literal["linear", "conv1d", "conv2d", "embedding"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a module holds its matrix."""
+
+    kind: Kind
+    d_out: int
+    d_in: int
+
+    def of(self, weight: Tensor) -> Tensor:
+        """A module's weight -> (d_out, d_in), a view."""
+        if self.kind == "conv1d":
+            return weight.t()
+        return weight.flatten(1) if self.kind == "conv2d" else weight
+
+    def back(self, matrix: Tensor) -> Tensor:
+        """(d_out, d_in) -> the shape of the module's weight."""
+        if self.kind == "conv1d":
+            return matrix.t()
+        return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
+
+
+def matrix_of(module: nn.Module) -> Matrix | str:
+    """What matrix a plain module multiplies by; where there is none, the reason as the end of a sentence."""
+    if isinstance(module, nn.Linear):
+        return Matrix("linear", module.out_features, module.in_features)
+    if isinstance(module, Conv1D):
+        return Matrix("conv1d", module.nf, module.nx)
+    if isinstance(module, nn.Embedding):
+        return Matrix("embedding", module.num_embeddings, module.embedding_dim)
+    if isinstance(module, nn.Conv2d):
+        if module.kernel_size != (1, 1):
+            return f"is a convolution with kernel {module.kernel_size}, and only 1x1 ones are linears"
+        if module.groups != 1:
+            return f"is a 1x1 convolution in {module.groups} groups, and only ungrouped ones are linears"
+        if module.padding not in ((0, 0), "valid", "same"):
+            return "is a 1x1 convolution with padding, and only unpadded ones are linears"
+        return Matrix("conv2d", module.out_channels, module.in_channels)
+    d_in, d_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(d_in, int) and isinstance(d_out, int):  # GPTQ, AWQ, HQQ, ...: linears of classes of their own
+        return Matrix("linear", d_out, d_in)
+    return f"is a {type(module).__name__}, and adapters go on nn.Linear, Conv1D, 1x1 Conv2d and nn.Embedding"
+
+
+class WeightLayer(AdapterLayer):
+    """Adapters around one matrix; subclasses give `adapted` and, where they can merge, `merged_weight`.
+
+    Args:
+        base_layer: the module, quantized or not.
+        quantization: what peft's `get_quantization_kwargs` says of the whole model.
+    """
+
+    def __init__(self, base_layer: nn.Module, quantization: Mapping[str, Any]) -> None:
+        super().__init__(base_layer)
+        matrix = matrix_of(base_layer)
+        assert isinstance(matrix, Matrix)
+        self.matrix = matrix
+        self.d_out, self.d_in = matrix.d_out, matrix.d_in
+        self.quantization_backend = backend_of(base_layer, quantization)
+        self._kept: Kept | None = None
+        # Read by code that takes this for the plain module.
+        for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
+            if hasattr(base_layer, name):
+                setattr(self, name, getattr(base_layer, name))
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """The matrix with adapters in it, formed in float32 (float64 for float64), rounded once.
+
+        Args:
+            weight: (d_out, d_in), float, the original; not to be written to.
+            names: sorted, each present.
+
+        Returns:
+            (d_out, d_in), of the weight's type.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `AdapterLayer`."""
+        if self.quantization_backend is not None and torch.is_grad_enabled():
+            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
+        return super().forward(x, *args, **kwargs)
+
+    def base_is_plain(self) -> bool:
+        """Whether reading the base's weight and bias gives what calling it would use."""
+        base = self.base_layer
+        return (
+            type(base) in (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
+            and type(base.weight) is nn.Parameter
+            and not (base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook"))
+        )
+
+    def base_matrix(self) -> Tensor:
+        """(d_out, d_in) of a plain base, a view of its weight."""
+        assert isinstance(self.base_layer.weight, Tensor)
+        return self.matrix.of(self.base_layer.weight)
+
+    # Merging.
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Puts adapters into the base weight; the original is kept aside until `unmerge`.
+
+        Args:
+            safe_merge: check first that the result is finite.
+            adapter_names: which; None takes the active ones. They join those that are merged already.
+
+        Raises:
+            UserError: the result is not finite, or the base's format cannot be merged into. The weight is
+                unchanged then.
+        """
+        self._merge(safe_merge, adapter_names, aside=True)
+
+    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, aside: bool) -> None:
+        names = self.present(check_adapters_to_merge(self, adapter_names))
+        if not names:
+            return
+        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, aside)
+        merged = self._merged(kept, names)
+        if safe_merge:
+            self._check_finite(merged, names)
+        kept.write(self, self.matrix.back(merged))
+        self._kept = kept if aside else None
+        self.merged_adapters = [*self.merged_adapters, *names]
+
+    @torch.no_grad()
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """As in `AdapterLayer`."""
+        wanted = self.active_adapters if adapter_names is None else adapter_names
+        names = [name for name in self.present(wanted) if name not in self.merged_adapters]
+        if names:
+            kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, aside=False)
+            self._check_finite(self._merged(kept, names), names)
+
+    def _merged(self, kept: Kept, names: Sequence[str]) -> Tensor:
+        """(d_out, d_in) with these adapters and those that are merged already."""
+        return self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
+
+    def _check_finite(self, merged: Tensor, names: Sequence[str]) -> None:
+        if not merged.isfinite().all():
+            raise UserError(
+                f"merging {', '.join(map(repr, names))} would give weights that are not finite (NaN or infinite): "
+                "the adapter is broken; nothing was merged"
+            )
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Puts the original weight back, bit-equal; does nothing where nothing is merged."""
+        if self._kept is not None:
+            self._kept.restore(self.get_base_layer())
+        self._kept = None
+        self.merged_adapters = []
+
+    @torch.no_grad()
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The base module, with the adapters in it or as it was; peft calls it. No original is kept.
+
+        Args:
+            merge: whether the adapters go in.
+            safe_merge: as in `merge`.
+            adapter_names: as in `merge`.
+        """
+        if merge:
+            self._merge(safe_merge, adapter_names, aside=False)
+        else:
+            self.unmerge()
+        return self.get_base_layer()
