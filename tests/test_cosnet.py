@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nonlinear_lowrank.ops import noble_linear, noble_linear_reference
+from nonlinear_lowrank.ops import noble_branch, noble_linear, noble_linear_reference
 
 BOTTLENECKS = [
     *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
@@ -169,3 +169,21 @@ def test_same_loss_curve_as_the_reference_in_float64():
         curves.append(torch.tensor(curve, dtype=torch.float64))
     assert curves[1][-1] < 0.9 * curves[1][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("activation", "depth", "compiled"),
+    [*((*bottleneck, False) for bottleneck in BOTTLENECKS), ("cosine", 2, True), ("gelu", 1, True)],
+)
+def test_branch_alone_is_the_linear_without_its_weight(activation, depth, compiled):
+    torch.compiler.reset()
+    case = make_inputs(activation, depth, bias=False)
+    dy = torch.randn(3, 5, 10, dtype=torch.float64)
+    zero = case | {"weight": torch.zeros(10, 12, dtype=torch.float64, requires_grad=True)}
+    y, dx, _, *dbranch = outputs_and_gradients(noble_linear_reference, zero, activation, dy)
+    alone = {name: value for name, value in case.items() if name not in ("weight", "bias")}
+    function = torch.compile(noble_branch, fullgraph=True, backend="aot_eager") if compiled else noble_branch
+    for ours, reference in zip(outputs_and_gradients(function, alone, activation, dy), [y, dx, *dbranch], strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        torch.testing.assert_close(function(**alone, activation=activation), y.detach())

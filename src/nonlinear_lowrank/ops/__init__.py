@@ -1,6 +1,6 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
-from .cosnet import ACTIVATIONS, bottleneck, noble_linear, noble_linear_reference
+from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
 from .sine import (
     Convolution,
     effective_weight,
@@ -22,6 +22,7 @@ __all__ = [
     "dora_norm",
     "effective_weight",
     "embedding_delta",
+    "noble_branch",
     "noble_linear",
     "noble_linear_reference",
     "sine_delta",

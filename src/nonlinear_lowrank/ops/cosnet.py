@@ -10,8 +10,9 @@ and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty
 
 `noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
 for backward beside what a plain linear keeps (its input): everything else in the branch is r wide and
-cheap to recompute. Under torch.compile the whole forward and the whole backward are opaque custom ops:
-the compiler's partitioner would otherwise decide again what to keep, and keeps more.
+cheap to recompute. `noble_branch` is the branch alone, for a linear whose weight is not at hand (quantized).
+Under torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's
+partitioner would otherwise decide again what to keep, and keeps more.
 """
 
 from collections.abc import Sequence
@@ -110,18 +111,47 @@ def noble_linear(
     Returns:
         (..., d_out).
     """
+    return _run(x, weight, bias, down, up, mixes, frequencies, phases, activation)
+
+
+def noble_branch(
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str = "cosine",
+) -> Tensor:
+    """`bottleneck(x down^T) up^T`, kept for backward and cast as in `noble_linear`. Returns (..., d_out)."""
+    return _run(x, None, None, down, up, mixes, frequencies, phases, activation)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str,
+) -> Tensor:
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
         # each keep a copy of their own.
         dtype = torch.get_autocast_dtype(device)
-        x, weight, down, up = x.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
+        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
         mixes = [mix.to(dtype) for mix in mixes]
     if torch.is_grad_enabled():
         y, _ = _NobleLinear.apply(x, weight, bias, down, up, activation, len(mixes), *mixes, *frequencies, *phases)
         return y
     if torch.compiler.is_compiling():
+        if weight is None:
+            return F.linear(bottleneck(F.linear(x, down), mixes, frequencies, phases, activation), up)
         return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation)
     return _forward(x, weight, bias, down, up, list(mixes), list(frequencies), list(phases), activation)[0]
 
@@ -179,7 +209,7 @@ def _split(rest: Sequence[Tensor], n_mixes: int) -> tuple[list[Tensor], list[Ten
 
 def _forward(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     down: Tensor,
     up: Tensor,
@@ -194,7 +224,7 @@ def _forward(
     passes, not of FLOPs, is the cost (the same in `_backward`).
     """
     x_TI = x.reshape(-1, x.shape[-1])
-    y_TO = F.linear(x_TI, weight, bias)
+    y_TO = None if weight is None else F.linear(x_TI, weight, bias)
     h_TR = F.linear(x_TI, down)
     u_TR = h_TR
     for layer in range(len(mixes) + 1):
@@ -202,15 +232,15 @@ def _forward(
             u_TR = F.linear(u_TR, mixes[layer - 1])
         argument = _argument(u_TR, frequencies, phases, layer, activation)
         u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
-    y_TO.addmm_(u_TR, up.t())
-    return y_TO.view(*x.shape[:-1], weight.shape[0]), h_TR
+    y_TO = F.linear(u_TR, up) if y_TO is None else y_TO.addmm_(u_TR, up.t())
+    return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR
 
 
 def _backward(
     dy: Tensor,
     x: Tensor,
     h: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     down: Tensor,
     up: Tensor,
     mixes: list[Tensor],
@@ -258,7 +288,8 @@ def _backward(
     nothing = dy.new_empty(0)
     dx = nothing
     if wanted[0]:
-        dx = torch.mm(dy_TO, weight).addmm_(du, down).view(x.shape)
+        dx_TI = du @ down if weight is None else torch.mm(dy_TO, weight).addmm_(du, down)
+        dx = dx_TI.view(x.shape)
     dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
     dbias = dy_TO.sum(0) if wanted[2] else nothing
     return [dx, dweight, dbias, du.t() @ x_TI, dup, *dmixes, *dfrequencies, *dphases]
@@ -278,8 +309,8 @@ def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> T
 # layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _BRANCH = "Tensor down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
-_LIBRARY.define(f"noble_forward(Tensor x, Tensor weight, Tensor? bias, {_BRANCH}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
+_LIBRARY.define(f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
 _LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
 _forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
@@ -289,7 +320,7 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
 def _(x, weight, bias, down, up, mixes, frequencies, phases, activation):
     tokens = x.numel() // x.shape[-1]
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(tokens, down.shape[0])
+    return x.new_empty(*x.shape[:-1], up.shape[0]), x.new_empty(tokens, down.shape[0])
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
