@@ -73,7 +73,8 @@ class Kept:
             self._state.to("cpu")
             self._data = weight.data.cpu().clone()
         elif self._kind == "bnb 8bit":
-            scales = weight.SCB if weight.SCB is not None else base.state.SCB  # type: ignore[union-attr]
+            state: Any = base.state
+            scales = weight.SCB if weight.SCB is not None else state.SCB
             self._data, self._state = weight.data.cpu().clone(), scales.cpu().clone()
         elif self._kind == "torchao":
             # The tensor is never written to: writing puts another in its place.

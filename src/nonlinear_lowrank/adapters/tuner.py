@@ -32,7 +32,7 @@ class AdapterModel(BaseTuner):
 
     prefix: str
     tuner_layer_cls = AdapterLayer
-    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
     """The layer for each kind of `weights.Matrix` that the method takes."""
 
@@ -130,7 +130,7 @@ class AdapterModel(BaseTuner):
 
     def _create_and_replace(
         self,
-        peft_config: AdapterConfig,
+        peft_config: Any,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -138,7 +138,7 @@ class AdapterModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        config = peft_config.resolve(current_key)
+        config: AdapterConfig = peft_config.resolve(current_key)
         if isinstance(target, AdapterLayer):
             target.update_layer(adapter_name, config)
             return
@@ -193,7 +193,7 @@ class AdapterModel(BaseTuner):
         progressbar: bool = False,
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
-    ) -> nn.Module:
+    ) -> Any:
         if merge:
             self._before_merge(adapter_names, safe_merge)
         return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
