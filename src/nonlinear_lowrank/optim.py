@@ -10,8 +10,8 @@ Roles of the plain parts, here; each method adds its own in its layer's table.
 | vector    | biases, norm weights, all 1-D tensors  | 1    | no    | AdamW          |
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,20 +27,36 @@ OTHER = Role("other")
 VECTOR = Role("vector", decay=False)
 
 
+@runtime_checkable
+class HasRoles(Protocol):
+    """A module that knows the roles of parameters further down in it."""
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        """Roles by the parameters' names in this module."""
+
+
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
     """The role of every trainable parameter, by its name; tied parameters appear once.
 
-    Roles are found through the modules, by name: attributes on parameters do not survive sharding.
+    Roles are found through the modules, by name: attributes on parameters do not survive sharding. A module that
+    `augment` put in place is asked by its method; an adapter's layer by its own `parameter_roles()`, since it holds
+    its parameters by adapter, one level deeper.
     """
     heads = output_head_names(model)
     by_name: dict[str, Role] = {}
+    named_by_parent: dict[str, Role] = {}
     for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
         method = method_of_layer(module)
         own = method.roles(module) if method else {}
+        if isinstance(module, HasRoles):
+            named_by_parent |= {prefix + local: role for local, role in module.parameter_roles().items()}
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{module_name}.{local}" if module_name else local
+            name = prefix + local
             if local in own:
                 role = own[local]
+            elif name in named_by_parent:
+                role = named_by_parent[name]
             elif parameter.ndim < 2:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or module_name in heads:
