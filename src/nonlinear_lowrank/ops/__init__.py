@@ -2,7 +2,6 @@
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
 from .sine import (
-    Convolution,
     effective_weight,
     sine_delta,
     sine_delta_linear,
@@ -16,7 +15,6 @@ from .sine_embedding import embedding_delta, sine_embedding
 
 __all__ = [
     "ACTIVATIONS",
-    "Convolution",
     "SineFactors",
     "bottleneck",
     "dora_norm",

@@ -7,7 +7,7 @@
 
 Shapes, here and below: x (..., d_in), W (d_out, d_in), bias (d_out) or None, up (d_out, r), down (r, d_in),
 magnitude m (d_out). | | is the norm of a row, over d_in. "transposed" weights (transformers' Conv1D) are stored
-(d_in, d_out); those of convolutions are (d_out, d_in) after flattening, d_in = channels / groups * kernel area.
+(d_in, d_out); those of 1x1 convolutions are (d_out, d_in, 1, 1).
 
 Product, phase and sine are float32 or wider whatever autocast and TF32 settings say: at 30 rad a bfloat16 phase
 is off by more than 0.1 rad. The sum of W and its deltas is rounded once, to W's type, and everything that uses the
@@ -19,7 +19,6 @@ find that both need `up @ down`, and keep it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +38,6 @@ from .sine_delta import (
     unflatten,
     wide_dtype,
 )
-
-
-class Convolution(NamedTuple):
-    """How a Conv2d applies its weight; each pair is (height, width). Zero padding only."""
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
 
 Weight = Tensor | Callable[[], Tensor] | None
 
@@ -159,15 +147,15 @@ def sine_layer(
     *,
     base: bool = True,
     transposed: bool = False,
-    convolution: Convolution | None = None,
+    stride: tuple[int, int] | None = None,
 ) -> Tensor:
-    """A linear map or convolution whose weight carries sine deltas; keeps x only for backward.
+    """A linear map or 1x1 convolution whose weight carries sine deltas; keeps x only for backward.
 
     Under autocast x and the rounded sum are in the autocast type. Second derivatives are refused with a
     RuntimeError (use `sine_layer_reference`).
 
     Args:
-        x: (..., d_in), or (N, C, H, W) with a convolution.
+        x: (..., d_in), or (N, d_in, H, W) with a stride.
         weight: plain weight in its own layout, frozen or trained. Without base it is needed for magnitudes
             only. A function that returns it (a quantized layer's dequantized, frozen weight) is called again
             in backward, so that the dequantized copy is not kept; under torch.compile it is.
@@ -175,7 +163,7 @@ def sine_layer(
         factors: the deltas, at least one, added in this order.
         base: whether the weight itself is part of the sum (the merged path).
         transposed: the weight is (d_in, d_out).
-        convolution: how a Conv2d applies the weight; None for a linear map.
+        stride: (height, width) of a 1x1 convolution without padding and groups; None for a linear map.
 
     Returns:
         (..., d_out), or (N, d_out, H', W'), in x's type.
@@ -191,10 +179,7 @@ def sine_layer(
     if callable(weight) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
         weight = weight()
     flat, settings = flatten(factors)
-    how = [int(base), int(transposed)]
-    if convolution is not None:
-        how += [*convolution.kernel, *convolution.stride, *convolution.padding, *convolution.dilation]
-        how += [convolution.groups]
+    how = [int(base), int(transposed), *(stride or ())]
     if torch.is_grad_enabled():
         return _SineLayer.apply(x, weight, bias, settings, tuple(how), *flat)
     run = _forward_op if torch.compiler.is_compiling() else _forward
@@ -243,7 +228,7 @@ def _rounded(total: Tensor, weight: Tensor | None, x: Tensor, how: Sequence[int]
         assert weight is not None
         total = total.to(weight.dtype)
     total = total.to(x.dtype)
-    return total.view(total.shape[0], -1, *how[2:4]) if len(how) > 2 else total
+    return total[:, :, None, None] if len(how) > 2 else total
 
 
 def _forward(
@@ -256,7 +241,7 @@ def _forward(
     settings: list[float],
     how: list[int],
 ) -> Tensor:
-    """y of `sine_layer`. settings: three numbers a delta; how: base, transposed, then the convolution's numbers."""
+    """y of `sine_layer`. settings: three numbers a delta; how: base, transposed, and a convolution's stride."""
     base, transposed = bool(how[0]), bool(how[1])
     with torch.no_grad(), no_autocast(x):
         matrix = None if weight is None else as_matrix(weight, transposed)
@@ -268,18 +253,13 @@ def _forward(
         assert total is not None
         total = _rounded(total, weight, x, how)
         if len(how) > 2:
-            return F.conv2d(x, total, bias, *_conv_arguments(how))
+            return F.conv2d(x, total, bias, how[2:])
         if not transposed:
             return F.linear(x, total, bias)
         x_TI = x.reshape(-1, x.shape[-1])
         # the same calls as Conv1D's own forward, for the same bits
         y_TO = torch.mm(x_TI, total) if bias is None else torch.addmm(bias, x_TI, total)
         return y_TO.view(*x.shape[:-1], total.shape[1])
-
-
-def _conv_arguments(how: Sequence[int]) -> tuple[list[int], list[int], list[int], int]:
-    """stride, padding, dilation, groups."""
-    return list(how[4:6]), list(how[6:8]), list(how[8:10]), how[10]
 
 
 def _backward(
@@ -331,7 +311,7 @@ def _sum_gradient(dy: Tensor, x: Tensor, how: Sequence[int], shape: tuple[int, i
     """Of the sum as a matrix in its layout, out of that of y; shape is (d_in, d_out)."""
     d_in, d_out = shape
     if len(how) > 2:
-        kernel = x.new_empty(d_out, x.shape[1] // how[10], *how[2:4])
+        kernel = x.new_empty(d_out, d_in, 1, 1)
         return _convolution_backward(dy, x, kernel, how, [False, True, False])[1].view(d_out, d_in)
     dy_TO, x_TI = dy.reshape(-1, d_out), x.reshape(-1, d_in)
     return x_TI.t() @ dy_TO if how[1] else dy_TO.t() @ x_TI
@@ -345,9 +325,8 @@ def _input_gradient(dy: Tensor, x: Tensor, applied: Tensor, how: Sequence[int]) 
 
 
 def _convolution_backward(dy: Tensor, x: Tensor, kernel: Tensor, how: Sequence[int], mask: list[bool]):
-    stride, padding, dilation, groups = _conv_arguments(how)
     return torch.ops.aten.convolution_backward(
-        dy, x, kernel, None, stride, padding, dilation, False, [0, 0], groups, mask
+        dy, x, kernel, None, list(how[2:]), [0, 0], [1, 1], False, [0, 0], 1, mask
     )
 
 
@@ -366,8 +345,7 @@ _backward_op = torch.ops.nonlinear_lowrank.sine_backward.default
 def _(x, weight, bias, ups, downs, magnitudes, settings, how):
     d_out = ups[0].shape[0]
     if len(how) > 2:
-        kernel = x.new_empty(d_out, x.shape[1] // how[10], *how[2:4])
-        return F.conv2d(x, kernel, None, *_conv_arguments(how))
+        return F.conv2d(x, x.new_empty(d_out, x.shape[1], 1, 1), None, how[2:])
     return x.new_empty(*x.shape[:-1], d_out)
 
 
@@ -377,7 +355,7 @@ def _(dy, x, weight, ups, downs, magnitudes, settings, how, wanted):
     parameters = [x, weight, dy.new_empty(ups[0].shape[0]), *ups, *downs, *magnitudes]
     for index, (each, want) in enumerate(zip(parameters, wanted, strict=True)):
         if want and index == 0 and len(how) > 2:  # whose strides the kernel decides
-            kernel = x.new_empty(ups[0].shape[0], x.shape[1] // how[10], *how[2:4])
+            kernel = x.new_empty(ups[0].shape[0], x.shape[1], 1, 1)
             gradients[index] = _convolution_backward(dy, x, kernel, how, [True, False, False])[0]
         elif want:
             gradients[index] = each.new_empty(each.shape)

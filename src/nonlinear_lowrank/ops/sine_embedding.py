@@ -49,7 +49,12 @@ def embedding_delta(weight: Tensor, factors: SineFactors) -> Tensor:
 
 
 def sine_embedding(
-    indices: Tensor, weight: Tensor, factors: Sequence[SineFactors], *, padding_idx: int | None = None
+    indices: Tensor,
+    weight: Tensor,
+    factors: Sequence[SineFactors],
+    *,
+    padding_idx: int | None = None,
+    base: bool = True,
 ) -> Tensor:
     """Rows of a table that carries sine deltas; keeps the indices only for backward.
 
@@ -60,29 +65,30 @@ def sine_embedding(
         weight: (tokens, d), frozen or trained.
         factors: the deltas, at least one, added in this order.
         padding_idx: a token that gives no gradient, as in nn.Embedding.
+        base: whether the table's own rows are part of the sum.
 
     Returns:
         (*indices.shape, d) in the table's type; the sum is formed in float32 and rounded once.
     """
     flat, settings = flatten(factors)
     if torch.is_grad_enabled():
-        return _SineEmbedding.apply(indices, weight, settings, padding_idx, *flat)
+        return _SineEmbedding.apply(indices, weight, settings, padding_idx, base, *flat)
     run = _forward_op if torch.compiler.is_compiling() else _forward
-    return run(indices, weight, *split(flat, settings), list(settings))
+    return run(indices, weight, *split(flat, settings), list(settings), base)
 
 
 class _SineEmbedding(torch.autograd.Function):
     """Saves indices and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
 
     @staticmethod
-    def forward(indices, weight, settings, padding_idx, *flat):
+    def forward(indices, weight, settings, padding_idx, base, *flat):
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        return run(indices, weight, *split(flat, settings), list(settings))
+        return run(indices, weight, *split(flat, settings), list(settings), base)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        indices, weight, settings, padding_idx, *flat = inputs
-        ctx.settings, ctx.padding_idx = settings, padding_idx
+        indices, weight, settings, padding_idx, base, *flat = inputs
+        ctx.settings, ctx.padding_idx, ctx.base = settings, padding_idx, base
         ctx.save_for_backward(indices, weight, *flat)
 
     @staticmethod
@@ -93,11 +99,13 @@ class _SineEmbedding(torch.autograd.Function):
             )
         indices, weight, *flat = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        wanted = [bool(need) for need in (needs[1], *needs[4:])]
+        wanted = [bool(need) for need in (needs[1], *needs[5:])]
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        gradients = run(dy, indices, weight, *split(flat, ctx.settings), list(ctx.settings), ctx.padding_idx, wanted)
+        gradients = run(
+            dy, indices, weight, *split(flat, ctx.settings), list(ctx.settings), ctx.padding_idx, ctx.base, wanted
+        )
         dweight, *others = [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
-        return None, dweight, None, None, *others
+        return None, dweight, None, None, None, *others
 
 
 def _row_product(left: Tensor, right: Tensor) -> Tensor:
@@ -135,6 +143,7 @@ def _forward(
     downs: list[Tensor],
     magnitudes: list[Tensor],
     settings: list[float],
+    base: bool,
 ) -> Tensor:
     rows = indices.reshape(-1)
     with torch.no_grad(), no_autocast(weight):
@@ -142,7 +151,7 @@ def _forward(
         dtype = wide_dtype(weight, *ups, *downs)
         total: Tensor | None = None
         for delta in _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype):
-            total = added(total, delta.value(), weight_rows)
+            total = added(total, delta.value(), weight_rows if base else None)
         assert total is not None
         return total.to(weight.dtype).view(*indices.shape, weight.shape[1])
 
@@ -156,6 +165,7 @@ def _backward(
     magnitudes: list[Tensor],
     settings: list[float],
     padding_idx: int | None,
+    base: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
@@ -166,7 +176,7 @@ def _backward(
         gradient = dy.reshape(-1, dy.shape[-1]).to(dtype)
         if padding_idx is not None:
             gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
-        dora, coefficient = 1 + 2 * n, torch.ones(())
+        dora, coefficient = 1 + 2 * n, torch.tensor(float(base))
         weight_rows = F.embedding(rows, weight)
         for index, delta in enumerate(_row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype)):
             up, down = 1 + index, 1 + n + index
@@ -192,10 +202,10 @@ def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 
 _FACTORS = "Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings"
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_LIBRARY.define(f"sine_rows_forward(Tensor indices, Tensor weight, {_FACTORS}) -> Tensor")
+_LIBRARY.define(f"sine_rows_forward(Tensor indices, Tensor weight, {_FACTORS}, bool base) -> Tensor")
 _LIBRARY.define(
-    f"sine_rows_backward(Tensor dy, Tensor indices, Tensor weight, {_FACTORS}, int? padding_idx, bool[] wanted)"
-    " -> Tensor[]"
+    f"sine_rows_backward(Tensor dy, Tensor indices, Tensor weight, {_FACTORS}, int? padding_idx, bool base, "
+    "bool[] wanted) -> Tensor[]"
 )
 _LIBRARY.impl("sine_rows_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("sine_rows_backward", _backward, "CompositeExplicitAutograd")
@@ -204,11 +214,11 @@ _backward_op = torch.ops.nonlinear_lowrank.sine_rows_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_rows_forward")
-def _(indices, weight, ups, downs, magnitudes, settings):
+def _(indices, weight, ups, downs, magnitudes, settings, base):
     return weight.new_empty(*indices.shape, weight.shape[1])
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_rows_backward")
-def _(dy, indices, weight, ups, downs, magnitudes, settings, padding_idx, wanted):
+def _(dy, indices, weight, ups, downs, magnitudes, settings, padding_idx, base, wanted):
     parameters = zip([weight, *ups, *downs, *magnitudes], wanted, strict=True)
     return [each.new_empty(each.shape) if want else torch.empty(0, device=dy.device) for each, want in parameters]
