@@ -71,7 +71,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
     if (folder / "tokenizer_config.json").is_file():
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
-            model.resize_token_embeddings(len(tokenizer))
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the adapter brings them
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
