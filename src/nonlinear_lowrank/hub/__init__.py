@@ -30,10 +30,12 @@ from ..augment import after_augment
 from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .conversion import ConvertReport, convert
 from .loading import load_model, load_tokenizer
+from .pooled_config import MeanPooledConfig
 
 __all__ = [
     "AugmentedModel",
     "ConvertReport",
+    "MeanPooledConfig",
     "convert",
     "load_model",
     "load_tokenizer",

@@ -2,7 +2,9 @@
 
 A checkpoint is a folder `step-000100`, complete when it has that name:
 
-    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too
+    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too;
+        or adapter_config.json, adapter_model.safetensors    of an adapter, its head with it
+        or trainable.safetensors     of a model that is partly frozen: what is trained, by its names in memory
     optimizer.safetensors, .json     tensors as "exp_avg/<parameter>", and the groups
     scheduler.json, random.json      the schedule; the random states of every process
     trainer_state.json               step and log history, as Trainer has it
@@ -12,6 +14,7 @@ Nothing is pickled. Only the first process writes; the folder must be visible to
 With another number of processes a run goes on, but not bit by bit.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +55,8 @@ from .state_files import (
     write_optimizer,
     write_plain,
 )
+
+_TRAINABLE, _BUFFERS = "trainable.safetensors", "buffers.safetensors"
 
 
 class DivergedError(UserError):
@@ -168,20 +173,21 @@ class CheckpointedTrainer(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         # Trainer counts all parameters anew in each step, which in small models is a good part of the step.
+        size = next(iter(inputs.values())).numel()
         if self._flops_per_token is None:
-            self._flops_per_token = super().floating_point_ops(inputs) // max(1, inputs["input_ids"].numel())
-        return self._flops_per_token * inputs["input_ids"].numel()
+            self._flops_per_token = super().floating_point_ops(inputs) // max(1, size)
+        return self._flops_per_token * size
 
     # --- saving --------------------------------------------------------------------------------------------
 
     def export(self, folder: Path) -> None:
-        """Writes the model as save_pretrained does, in memory's names. Call it in all processes.
+        """Writes the model, or the adapter alone, as save_pretrained does. Call it in all processes.
 
         `folder` is only used in the first process, which writes alone.
         """
-        weights = self._weights()
+        weights = self._weights(everything=True)
         if self.is_world_process_zero():
-            self._write_model(folder, weights)
+            self._write_model(folder, weights, whole=True)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Replaces Trainer's, which writes into the final folder and pickles."""
@@ -194,8 +200,10 @@ class CheckpointedTrainer(Trainer):
         states = gather_objects(random_state(self.args.device))
 
         def write() -> None:
-            # A loss can be finite and its gradient not.
-            if not all(bool(torch.isfinite(each).all()) for each in weights.values() if each.is_floating_point()):
+            # A loss can be finite and its gradient not. What is frozen need not be looked at.
+            trained = {name for name, each in self._plain().named_parameters() if each.requires_grad}
+            seen = [each for name, each in weights.items() if name in trained and each.is_floating_point()]
+            if not all(bool(torch.isfinite(each).all()) for each in seen):
                 raise self.diverged(self.state.global_step)
             try:
                 self._write_checkpoint(weights, optimizer, states)
@@ -223,14 +231,37 @@ class CheckpointedTrainer(Trainer):
             self.state.save_to_json(str(folder / "trainer_state.json"))
         prune(self.checkpoints, step, self.args.save_total_limit or 1)
 
-    def _weights(self) -> dict[str, Any]:
-        """All weights by their names in memory; of a sharded model, only in the first process."""
-        if self.is_fsdp_enabled:
-            return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).state_dict()
+    def _weights(self, everything: bool = False) -> dict[str, Any]:
+        """Weights by their names in memory; of a sharded model, only in the first process.
 
-    def _write_model(self, folder: Path, weights: dict[str, Any]) -> None:
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        Those that never change are left out unless `everything` is asked for, or the model is an adapter's,
+        which peft sorts out itself.
+        """
+        model = self._plain()
+        if self.is_fsdp_enabled:
+            weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        else:
+            weights = model.state_dict()
+        if everything or is_adapted(model) or not _partly_frozen(model):
+            return weights
+        frozen = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        return {name: value for name, value in weights.items() if name not in frozen}
+
+    def _plain(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _write_model(self, folder: Path, weights: dict[str, Any], *, whole: bool = False) -> None:
+        model = self._plain()
+        if is_adapted(model):
+            # Whether embeddings were resized peft would ask the hub; ours never are.
+            model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+            buffers = _buffers(model, weights)
+            if buffers and not whole:
+                save_file(buffers, folder / _BUFFERS)
+            return
+        if _partly_frozen(model) and not whole:
+            save_file({name: value.contiguous() for name, value in weights.items()}, folder / _TRAINABLE)
+            return
         if not isinstance(model, PreTrainedModel):
             kept: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
             for name, value in weights.items():  # tied tensors once
@@ -253,25 +284,49 @@ class CheckpointedTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         target = self.model if model is None else model
+        plain = self.accelerator.unwrap_model(target, keep_torch_compile=False)
+        if is_adapted(plain):
+            self._load_adapter(folder, target, plain)
+            return
         read = not self.is_fsdp_enabled or self.is_world_process_zero()
         weights: dict[str, Any] = {}
-        for file in sorted(folder.glob("model*.safetensors")) if read else ():
+        frozen = _partly_frozen(plain)
+        for file in sorted(folder.glob(_TRAINABLE if frozen else "model*.safetensors")) if read else ():
             weights |= load_file(file)
         if self.is_fsdp_enabled:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not frozen)
             set_model_state_dict(target, weights, options=options)
             return
-        plain = self.accelerator.unwrap_model(target, keep_torch_compile=False)
         found = plain.load_state_dict(weights, strict=False)
         named = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
         loaded = {named[name].data_ptr() for name in weights if name in named}
         missing = [name for name in found.missing_keys if named[name].data_ptr() not in loaded]  # others are tied
+        if frozen:
+            missing = [name for name in missing if named[name].requires_grad]
         if missing or found.unexpected_keys:
-            odd = (missing or found.unexpected_keys)[0]
-            raise UserError(
-                f"{folder} does not fit the model: {'missing' if missing else 'unexpected'} tensor {odd!r}; "
-                "resume with the recipe and version it was written with"
-            )
+            raise _does_not_fit(folder, missing, found.unexpected_keys)
+
+    def _load_adapter(self, folder: Path, target: Any, plain: Any) -> None:
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        weights = load_file(folder / "adapter_model.safetensors")
+        wanted = get_peft_model_state_dict(plain, save_embedding_layers=False)
+        missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+        if missing or unexpected:
+            raise _does_not_fit(folder, missing, unexpected)
+        if self.is_fsdp_enabled:
+            # By the names in memory, which are peft's with the adapter's name put in.
+            names = {_in_file(name): name for name in plain.state_dict()}
+            named: dict[str, Any] = {names[key]: value for key, value in weights.items()}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+            set_model_state_dict(target, named if self.is_world_process_zero() else {}, options=options)
+            return
+        set_peft_model_state_dict(plain, weights)
+        if (folder / _BUFFERS).is_file():
+            buffers = dict(plain.named_buffers())
+            with torch.no_grad():
+                for name, value in load_file(folder / _BUFFERS).items():
+                    buffers[name].copy_(value)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -300,6 +355,35 @@ class CheckpointedTrainer(Trainer):
             seed_all(seed)
             return
         set_random_state(states[self.args.process_index], self.args.device)
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether it is a model of peft's; without importing peft, which takes seconds."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _partly_frozen(model: nn.Module) -> bool:
+    return not all(each.requires_grad for each in model.parameters())
+
+
+def _buffers(model: nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the state dict has beside parameters: running means and the like, which a frozen model changes too."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value.contiguous() for name, value in weights.items() if name not in parameters}
+
+
+def _in_file(name: str) -> str:
+    """A parameter's name in memory -> in an adapter's file."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default", "")
+
+
+def _does_not_fit(folder: Path, missing: list[str], unexpected: list[str]) -> UserError:
+    odd = (missing or unexpected)[0]
+    return UserError(
+        f"{folder} does not fit the model: {'missing' if missing else 'unexpected'} tensor {odd!r}; "
+        "resume with the recipe and version it was written with"
+    )
 
 
 def _unwrap(optimizer: Any) -> torch.optim.Optimizer:

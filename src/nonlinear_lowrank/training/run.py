@@ -3,7 +3,7 @@
     out/recipe.json                what was asked for, with versions; by it the folder is known as ours
     out/checkpoints/step-000100/   whole checkpoints, the newest few
     out/tensorboard/               curves, if that is the tracker
-    out/model/                     the final model, for from_pretrained
+    out/model/                     the final model or adapter, for from_pretrained
     out/result.json                the numbers; written last, so that it stands for a finished run
 
 The same seed gives the same sequences in the same order and the same evaluation in every arm, whatever the
@@ -11,14 +11,11 @@ arm draws and however many processes and micro-batches share the work.
 """
 
 import contextlib
-import dataclasses
 import gc
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,70 +26,21 @@ from transformers.trainer_callback import PrinterCallback
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process
+from ..tasks.task import adapter_setup, measure_of, scored_split, tokens_per_example
 from .checkpoints import CheckpointedTrainer, DivergedError
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
+from .result import TrainResult, curve_of, judged
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, SeedDropout
+from .tuning import raise_up_rates
 
-__all__ = ["Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
+__all__ = [
+    *("Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"),
+    *("apply_arm", "build_model", "count_parameters", "join_processes", "optimizer_groups"),
+]
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """The numbers of a finished run. Losses are nats a token."""
-
-    arm: str
-    """The arm's name."""
-    arm_text: str
-    """The arm's short form."""
-    seed: int
-    lr: float
-    steps: int
-    """Steps done; of a diverged run, the first step without a finite loss."""
-    final_loss: float | None
-    """Evaluation loss after the last step; None if the run diverged."""
-    bits_per_byte: float | None
-    """The same per byte of text."""
-    curve: tuple[tuple[int, float], ...]
-    """(step, evaluation loss)."""
-    train_curve: tuple[tuple[int, float], ...]
-    """(step, training loss averaged since the entry before)."""
-    parameters: int
-    parameters_added: int
-    """Beyond the backbone without the arm's change."""
-    tokens_per_step: int
-    seconds: float
-    """Of training with evaluation and checkpoints, interruptions left out."""
-    fingerprint: str
-    """Of the text as trained on."""
-    status: Literal["done", "diverged"] = "done"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
-    def to_json(self) -> str:
-        """Exact: `TrainResult.from_json(result.to_json()) == result`."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> "TrainResult":
-        """Reads `to_json` or the contents of a run's result.json.
-
-        Raises:
-            UserError: it is something else.
-        """
-        try:
-            data = json.loads(text)
-            known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-            for name in ("curve", "train_curve"):
-                known[name] = tuple((step, loss) for step, loss in known[name])
-            return cls(**known)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"not the result of a run: {type(error).__name__} {error}") from error
 
 
 def run_training(
@@ -114,7 +62,7 @@ def run_training(
         resume: go on from the newest whole checkpoint in `out`, with the same recipe; start if there is none.
             A finished run's result is given back as it is.
         overwrite: empty `out` first, which must be a run of ours.
-        prepared: the task's text, if it is prepared already.
+        prepared: the task's data, if they are prepared already.
         quiet: print nothing and show no bar.
 
     Raises:
@@ -136,13 +84,14 @@ def run_training(
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
             raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
         on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
+        train = train.resolved(len(prepared.train))
+        arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
 
-        model = recipe.task.build_model(prepared, recipe.arm.dense_init, seed=train.seed)
-        before = _count(model)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)
-            changed = recipe.arm.apply(model)
-        parameters = _count(changed)
+        model = build_model(recipe, prepared)
+        before = count_parameters(model)
+        folder.name_base(model)
+        changed = apply_arm(recipe, recipe.arm, model)
+        parameters = count_parameters(changed)
         optimizer = _optimizer(changed, recipe, arguments)
 
         on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
@@ -153,13 +102,13 @@ def run_training(
             folder.checkpoints,
             changed,
             arguments,
-            train_dataset=prepared.train,
-            eval_dataset=prepared.valid,
+            prepared=prepared,
             optimizer_cls_and_kwargs=optimizer,
-            bytes_per_token=prepared.valid_bytes_per_token,
             callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
         )
         trainer.remove_callback(PrinterCallback)
+        measure, apart = measure_of(recipe.task), scored_split(prepared) is not None
+        trainable = count_parameters(changed, trainable=True)
 
         def result(**numbers: Any) -> TrainResult:
             history = trainer.state.log_history
@@ -168,11 +117,12 @@ def run_training(
                 arm_text=str(recipe.arm),
                 seed=train.seed,
                 lr=recipe.lr,
-                curve=_curve(history, "eval_loss"),
-                train_curve=_curve(history, "loss"),
+                curve=curve_of(history, "eval_loss"),
+                train_curve=curve_of(history, "loss"),
                 parameters=parameters,
                 parameters_added=parameters - before,
-                tokens_per_step=train.batch_size * recipe.task.text.sequence_length,
+                trainable=trainable,
+                tokens_per_step=train.batch_size * tokens_per_example(recipe.task),
                 seconds=trainer.seconds,
                 fingerprint=prepared.fingerprint,
                 **numbers,
@@ -191,13 +141,15 @@ def run_training(
             done = result(
                 steps=trainer.state.global_step,
                 final_loss=last["eval_loss"],
-                bits_per_byte=last["eval_bits_per_byte"],
+                bits_per_byte=last.get("eval_bits_per_byte"),
+                **judged(trainer.state.log_history, measure, apart),
             )
             folder.export(trainer, prepared.tokenizer)
             record(done)
             return done
         except DivergedError as error:
-            record(result(steps=error.step, final_loss=None, bits_per_byte=None, status="diverged"))
+            fields = {"metric": measure.name, "higher_is_better": measure.higher_is_better}
+            record(result(steps=error.step, final_loss=None, bits_per_byte=None, status="diverged", **fields))
             raise
         finally:
             progress.close()
@@ -249,7 +201,7 @@ def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
     try:
         arguments = TrainingArguments(
             output_dir=str(out),
-            max_steps=train.steps,
+            max_steps=train.steps or 1,  # of epochs, when the data are known
             gradient_accumulation_steps=train.gradient_accumulation,
             learning_rate=recipe.lr,
             weight_decay=train.weight_decay,
@@ -257,6 +209,7 @@ def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             lr_scheduler_type=_SCHEDULES[train.schedule],
             max_grad_norm=train.max_grad_norm,
             bf16=train.bf16,
+            **(_recomputing() if train.gradient_checkpointing else {}),
             torch_compile=train.compile,
             seed=train.seed,
             # Our callback says when.
@@ -283,6 +236,15 @@ def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
         # One process drives one GPU; torchrun starts as many as there are. (Never nn.DataParallel.)
         arguments._n_gpu = 1
     return arguments
+
+
+def _recomputing() -> dict[str, Any]:
+    """Activation checkpointing, under the name that this transformers version has for it."""
+    import transformers
+
+    names = transformers.TrainingArguments.__dataclass_fields__
+    kind = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {kind: True, f"{kind}_kwargs": {"use_reentrant": False}}
 
 
 def _check_tracker(tracker: str) -> None:
@@ -312,12 +274,41 @@ def _micro_batch(train: TrainConfig, processes: int) -> int:
     return train.batch_size // pieces
 
 
+def build_model(recipe: Recipe, prepared: Any, arm: Arm | None = None) -> nn.Module:
+    """The task's model before the arm changes it, drawn from the run's seed."""
+    return recipe.task.build_model(prepared, (arm or recipe.arm).dense_init, seed=recipe.train.seed)
+
+
+def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module) -> nn.Module:
+    """The model with the arm's change, drawn from the run's seed.
+
+    Raises:
+        UserError: the arm does not fit the model or the task.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        return arm.apply(model, adapter_setup(recipe.task, model))
+
+
+def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> list[dict[str, Any]]:
+    """Fresh groups of what is trained, with each role's rate and decay, and LoRA+'s where the arm asks for it."""
+    train = recipe.train
+    groups = param_groups(model, lr, train.weight_decay, muon=train.optimizer == "muon", verbose=False)
+    ratio = arm.settings.get("plus") if ":" not in arm.method else None
+    return raise_up_rates(groups, ratio) if ratio else groups
+
+
+def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
+    """Parameters of a model, all or the trained ones."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad or not trainable)
+
+
 def _try_on_meta(recipe: Recipe) -> None:
     """An arm that does not fit fails here, before any text is prepared."""
     if ":" in recipe.arm.method:  # a user's function need not know of meta devices
         recipe.arm.function()
     else:
-        recipe.arm.apply(recipe.task.build_on_meta())
+        apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
 
 
 def _prepare(recipe: Recipe, quiet: bool) -> Any:
@@ -331,10 +322,10 @@ def _optimizer(
     model: nn.Module, recipe: Recipe, arguments: TrainingArguments
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """A fresh dict each time: Trainer takes "params" out of it."""
-    train, muon = recipe.train, recipe.train.optimizer == "muon"
-    groups = param_groups(model, recipe.lr, train.weight_decay, muon=muon, verbose=False)
+    train = recipe.train
+    groups = optimizer_groups(model, recipe, recipe.arm, recipe.lr)
     shared = {"params": groups, "lr": recipe.lr, "weight_decay": train.weight_decay, "betas": train.betas}
-    if muon:
+    if train.optimizer == "muon":
         return MuonAdamW, shared
     fused = arguments.device.type in ("cpu", "cuda")
     return torch.optim.AdamW, {**shared, "fused": True} if fused else shared
@@ -349,10 +340,6 @@ def _checkpoint(trainer: CheckpointedTrainer, say: Any) -> Path | None:
     return path
 
 
-def _curve(history: list[dict[str, float]], key: str) -> tuple[tuple[int, float], ...]:
-    return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
-
-
 def _finished(result: TrainResult, folder: RunFolder) -> TrainResult:
     """A run that ended before is not run again."""
     if result.status == "diverged":
@@ -362,7 +349,3 @@ def _finished(result: TrainResult, folder: RunFolder) -> TrainResult:
             result.steps,
         )
     return result
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -16,16 +16,17 @@ from ..storage import (
     staged_folder,
     write_json,
 )
-from .checkpoints import CheckpointedTrainer
+from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe
 
 RECIPE, RESULT, MODEL, LOCK = "recipe.json", "result.json", "model", ".lock"
+BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
 
 # Fields that a resumed run may have otherwise: they change no number, or only by rounding.
 _FREE = {
     *("name", "description", "arm.name", "train.save_every", "train.keep_checkpoints", "train.log_every"),
     *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
-    *("train.dataloader_workers", "task.text.cache_dir"),
+    *("train.dataloader_workers", "task.text.cache_dir", "arm.grid"),
 }
 _FREE_OF_COMPARISONS = {"arms", "seeds", "tune_lr"}
 
@@ -78,7 +79,7 @@ class RunFolder:
         if resume and self._occupied() and self._former().get("fingerprint") != fingerprint:
             raise UserError(
                 f"the text is no longer the one that the run in {self.path} was started on; "
-                "bring the former text back, or use another folder"
+                "bring the former one back, or use another folder"
             )
 
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
@@ -112,6 +113,11 @@ class RunFolder:
         purge = None if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
         return callback(SummaryWriter(str(self.path / "tensorboard"), purge_step=purge))
 
+    def name_base(self, model: Any) -> None:
+        """A base that is found again by a folder of this run, which its adapter then names."""
+        if hasattr(model, "write_base"):
+            model.name_or_path = str((self.path / MODEL / BASE).resolve())
+
     def export(self, trainer: CheckpointedTrainer, tokenizer: Any) -> None:
         """The final model and its tokenizer. All processes call it."""
         if not trainer.is_world_process_zero():
@@ -120,7 +126,12 @@ class RunFolder:
         try:
             with staged_folder(self.path / MODEL) as folder:
                 trainer.export(folder)
-                tokenizer.save_pretrained(folder)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+                base: Any = model.get_base_model() if is_adapted(model) else None
+                if hasattr(base, "write_base"):
+                    base.write_base(folder / BASE)
         except Exception as error:
             if not is_disk_error(error):
                 raise

@@ -5,90 +5,135 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from ..tasks.task import Batch, Score, collate_of, score_of, scored_split
 from .checkpoints import CheckpointedTrainer
 from .recipe import TrainConfig
 from .state_files import seed_all
 
 
 class RunTrainer(CheckpointedTrainer):
-    """Fixed order of the training data, and one pass over the held-out text as evaluation.
+    """Fixed order of the training data, and one pass over the held-out data as evaluation.
+
+    Evaluations are logged as "eval_loss" and "eval_<score>" on what choices are made on, and where another
+    split is scored, as "test_loss" and "test_<score>" on that.
 
     Args:
         *args: CheckpointedTrainer's.
-        bytes_per_token: of the held-out text, for bits per byte.
+        prepared: the task's data (see `tasks.task`).
         **kwargs: CheckpointedTrainer's.
     """
 
-    def __init__(self, *args: Any, bytes_per_token: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bytes_per_token = bytes_per_token
+    def __init__(self, *args: Any, prepared: Any, **kwargs: Any) -> None:
+        super().__init__(*args, train_dataset=prepared.train, data_collator=collate_of(prepared), **kwargs)
+        self.prepared = prepared
+        self.score: Score | None = score_of(prepared)
+        if self.score is not None:
+            # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
+            self.model_accepts_loss_kwargs = False
 
     def _get_train_sampler(self, train_dataset: Any = None) -> "EndlessShuffle":
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         args = self.args
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed)
+        passes = getattr(dataset, "counts_passes", False)
+        return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed, passes=passes)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Mean nats a token over the whole held-out text. Draws no random number.
+        """Scores of the held-out data. Draws no random number.
 
         Raises:
-            DivergedError: it is not finite.
+            DivergedError: the loss is not finite.
         """
         # With torch.compile Trainer's own model is the uncompiled one.
         model: Any = self.model_wrapped if self.args.torch_compile else self.model
         was_training = model.training
         model.eval()
-        nats = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for input_ids, labels in self._evaluation_batches(self.eval_dataset):
-            count = (labels[:, 1:] != -100).sum()  # the first token of a sequence is not predicted
-            if self.model_accepts_loss_kwargs:
-                loss = model(input_ids=input_ids, labels=labels, num_items_in_batch=1)["loss"]  # the sum
-            else:
-                loss = model(input_ids=input_ids, labels=labels)["loss"] * count if count else count
-            nats += loss.double()
-            tokens += count
+        metrics: dict[str, float] = {}
+        for split, dataset in (("eval", self.prepared.valid), ("test", scored_split(self.prepared))):
+            if dataset is not None:
+                found = self._of_tokens(model, dataset) if self.score is None else self._of_examples(model, dataset)
+                metrics |= {f"{split}_{name}": value for name, value in found.items()}
         model.train(was_training)
-        nats, tokens = self.accelerator.reduce(torch.stack([nats, tokens]), reduction="sum")
-        loss_value = float(nats / tokens)
-        if not math.isfinite(loss_value):
+        if not math.isfinite(metrics["eval_loss"]):
             raise self.diverged(self.state.global_step)
-        metrics = {
-            "eval_loss": loss_value,
-            "eval_bits_per_byte": loss_value / math.log(2) / self.bytes_per_token,
-        }
         self.log(dict(metrics))
         return metrics
 
-    def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This process's share as (B, T) pairs, all of one shape and equally many in every process.
+    def _of_tokens(self, model: Any, dataset: Any) -> dict[str, float]:
+        """Mean nats a token; of whole text also bits a byte."""
+        nats = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        for batch, real in self._evaluation_batches(dataset):
+            labels = batch["labels"]
+            labels[real:] = -100
+            count = (labels[:, 1:] != -100).sum()  # the first token of a sequence is not predicted
+            if self.model_accepts_loss_kwargs:
+                loss = model(**batch, num_items_in_batch=1)["loss"]  # the sum
+            else:
+                loss = model(**batch)["loss"] * count if count else count
+            nats += loss.double()
+            tokens += count
+        nats, tokens = self.accelerator.reduce(torch.stack([nats, tokens]), reduction="sum")
+        loss_value = float(nats / tokens)
+        scores = {"loss": loss_value}
+        bytes_per_token = getattr(self.prepared, "valid_bytes_per_token", None)
+        if bytes_per_token is not None:
+            scores["bits_per_byte"] = loss_value / math.log(2) / bytes_per_token
+        return scores
 
-        What is lacking is filled with sequences that have no labels: one shape compiles once, and sharded
-        models wait for each other.
+    def _of_examples(self, model: Any, dataset: Any) -> dict[str, float]:
+        """The loss and the task's scores, over the examples of all processes."""
+        assert self.score is not None
+        logits, labels = [], []
+        for batch, real in self._evaluation_batches(dataset):
+            output: Any = model(**{name: value for name, value in batch.items() if name != "labels"})
+            kept = torch.arange(len(batch["labels"]), device=self.args.device) < real
+            found = self.accelerator.gather((output["logits"].float(), batch["labels"], kept))
+            logits.append(found[0][found[2]].cpu())
+            labels.append(found[1][found[2]].cpu())
+        predicted, given = torch.cat(logits).double(), torch.cat(labels)
+        if not bool(torch.isfinite(predicted).all()):
+            return {"loss": math.nan}
+        if given.is_floating_point():
+            loss = torch.nn.functional.mse_loss(predicted.squeeze(-1), given.double())
+        else:
+            loss = torch.nn.functional.cross_entropy(predicted, given)
+        return {"loss": float(loss), **self.score(predicted.numpy().astype(np.float32), given.numpy())}
+
+    def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[Batch, int]]:
+        """This process's share as (batch, how many of its examples are real), equally many in every process.
+
+        What is lacking is filled with the last example: where all have one shape it compiles once, and
+        sharded models wait for each other.
         """
+        collate = collate_of(self.prepared)
         size, world = self.args.per_device_eval_batch_size, self.args.world_size
         for start in range(self.args.process_index * size, _round_up(len(dataset), size * world), size * world):
             items = [dataset[min(index, len(dataset) - 1)] for index in range(start, start + size)]
-            input_ids = torch.stack([item["input_ids"] for item in items])
-            labels = torch.stack([item["labels"] for item in items])
-            labels[max(0, len(dataset) - start) :] = -100
-            yield input_ids.to(self.args.device), labels.to(self.args.device)
+            batch = collate(items)
+            yield {name: value.to(self.args.device) for name, value in batch.items()}, max(0, len(dataset) - start)
 
 
 class EndlessShuffle(Sampler[int]):
     """Indices of one shuffle after another, `total` in all; they depend on the seed alone.
 
     A run is one epoch of Trainer's, so there is no seam to resume at and no short last batch.
+
+    Args:
+        size: examples.
+        total: indices in all.
+        seed: of the order.
+        passes: give index + size * pass, for data that change from pass to pass.
     """
 
-    def __init__(self, size: int, total: int, seed: int) -> None:
-        self.size, self.total, self.seed = size, total, seed
+    def __init__(self, size: int, total: int, seed: int, *, passes: bool = False) -> None:
+        self.size, self.total, self.seed, self.passes = size, total, seed, passes
 
     def __len__(self) -> int:
         return self.total
@@ -99,6 +144,8 @@ class EndlessShuffle(Sampler[int]):
             digest = hashlib.sha256(f"{self.seed} {first // self.size}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             order = torch.randperm(self.size, generator=generator)[: self.total - first]
+            if self.passes:
+                order += first
             for part in order.split(65536):  # of a large text, not a list of all at once
                 yield from part.tolist()
 

