@@ -55,7 +55,7 @@ class Plan:
     ) -> "Plan":
         chosen = tuple(arms) if arms is not None else tuple(Arm.parse(text) for text in recipe.arms)
         count = recipe.seeds if seeds is None else seeds
-        grid = tuple(sorted(tidy(rate) for rate in (recipe.tune_lr if tune_lr is None else tune_lr)))
+        grid = _grid(recipe.tune_lr if tune_lr is None else tune_lr)
         names = [arm.name for arm in chosen]
         if len(chosen) < 2:
             raise UserError("a comparison needs at least two arms, such as: baseline noble:rank=64")
@@ -85,9 +85,18 @@ class Plan:
                 "train.lr": recipe.train.lr,
                 "train.seed": recipe.train.seed,
                 "tune_lr": list(grid),
+                **{f"grid of {arm.name}": list(_grid(arm.grid)) for arm in chosen if arm.grid},
                 "seeds": count,
             },
         )
+
+    def grid_of(self, arm: Arm) -> tuple[float, ...]:
+        """The rates that an arm is tuned over; none where it names its rate, or none are given."""
+        return () if arm.lr is not None else _grid(arm.grid) or self.grid
+
+
+def _grid(rates: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(tidy(rate) for rate in rates))
 
 
 def tidy(rate: float) -> float:
@@ -149,7 +158,7 @@ def _check_same(out: Path, former: Any, plan: Plan) -> None:
 def check_text(out: Path, fingerprint: str) -> None:
     """Refuses to go on with another text than the runs in the folder were trained on."""
     if (out / _MARKER).exists() and _read_json(out / _MARKER).get("fingerprint") != fingerprint:
-        raise UserError(f"the runs in {out} were trained on other text; bring it back or use another folder")
+        raise UserError(f"the runs in {out} were trained on other text or data; bring it back or use another folder")
 
 
 def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> FolderLock:

@@ -11,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
-from ..optim import MuonAdamW, param_groups
+from ..optim import MuonAdamW
+from ..tasks.task import collate_of
 from ..training.recipe import Arm, Recipe
+from ..training.run import apply_arm, build_model, count_parameters, optimizer_groups
 
 _WARMUP = 3
 # Time does not depend on the rate, but at the recipe's own rate a model that sees one batch again and again
@@ -25,6 +27,8 @@ class Measurement:
     """Costs by arm name."""
 
     parameters: dict[str, int]
+    trainable: dict[str, int] = field(default_factory=dict)
+    """Of the parameters, those that are trained."""
     flops: dict[str, float | None]
     """Of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None
@@ -49,13 +53,17 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
         UserError: an arm that cannot be built.
     """
     parameters: dict[str, int] = {}
+    trainable: dict[str, int] = {}
     flops: dict[str, float | None] = {}
+    tuned = hasattr(recipe.task, "adapter_setup")  # what is trained then says more than a forward pass
     for arm in arms:
         model = _build(recipe, arm, prepared)
-        parameters[arm.name] = sum(parameter.numel() for parameter in model.parameters())
-        flops[arm.name] = forward_flops(model, prepared.train[0]["input_ids"])
+        parameters[arm.name] = count_parameters(model)
+        trainable[arm.name] = count_parameters(model, trainable=True)
+        flops[arm.name] = None if tuned else forward_flops(model, prepared.train[0]["input_ids"])
         del model
-    notes = [f"`{name}`: its FLOPs could not be counted." for name, count in flops.items() if count is None]
+    lacking = [] if tuned else [name for name, count in flops.items() if count is None]
+    notes = [f"`{name}`: its FLOPs could not be counted." for name in lacking]
     times = None
     if rounds:
         threads = torch.get_num_threads()
@@ -70,7 +78,7 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
             steppers = {}
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    return Measurement(parameters=parameters, flops=flops, times=times, notes=notes)
+    return Measurement(parameters=parameters, trainable=trainable, flops=flops, times=times, notes=notes)
 
 
 def forward_flops(model: nn.Module, input_ids: torch.Tensor) -> float | None:
@@ -111,7 +119,9 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     train = recipe.train
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = _build(recipe, arm, prepared).to(device).train()
-    groups = param_groups(model, _RATE, train.weight_decay, muon=train.optimizer == "muon", verbose=False)
+    if train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    groups = optimizer_groups(model, recipe, arm, _RATE)
     shared: dict[str, Any] = {"lr": _RATE, "weight_decay": train.weight_decay, "betas": train.betas}
     optimizer: torch.optim.Optimizer
     if train.optimizer == "muon":
@@ -122,7 +132,7 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     size = max(1, train.batch_size // (processes * train.gradient_accumulation))
     items = [prepared.train[index % len(prepared.train)] for index in range(size)]
-    batch = {name: torch.stack([item[name] for item in items]).to(device) for name in ("input_ids", "labels")}
+    batch = {name: value.to(device) for name, value in collate_of(prepared)(items).items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:
@@ -139,7 +149,4 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
 
 
 def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:
-    model = recipe.task.build_model(prepared, arm.dense_init, seed=recipe.train.seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.train.seed)
-        return arm.apply(model)
+    return apply_arm(recipe, arm, build_model(recipe, prepared, arm))

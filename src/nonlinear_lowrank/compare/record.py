@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..environment import machine, versions
+from ..tasks.task import LOSS, Measure
 from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, summarise_ratios
 
 FORMAT = 1
@@ -21,7 +22,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of one arm as the comparison needs it. `final_loss` is None where the run diverged."""
+    """One run of one arm as the comparison needs it. `final_loss` is None where the run diverged.
+
+    A run that is judged by its loss may leave out the rest: `score` (what it is judged by), `selection` (the
+    same on what choices are made on), `best_score` (the score where the selection was best).
+    """
 
     seed: int
     lr: float
@@ -31,6 +36,20 @@ class Run:
     tokens_per_step: int
     fingerprint: str
     curve: tuple[tuple[int, float], ...]
+    score: float | None = None
+    selection: float | None = None
+    best_score: float | None = None
+    metric_curve: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def judged(self) -> float | None:
+        """What the run is compared by."""
+        return self.final_loss if self.score is None or self.final_loss is None else self.score
+
+    @property
+    def chosen_by(self) -> float | None:
+        """What a learning rate is chosen by."""
+        return self.final_loss if self.selection is None or self.final_loss is None else self.selection
 
     @property
     def status(self) -> str:
@@ -46,6 +65,7 @@ class Run:
             losses=tuple(loss for _, loss in points),
             total_steps=self.steps,
             final_loss=self.final_loss,
+            score=self.judged,
         )
 
 
@@ -54,7 +74,8 @@ class ArmRecord:
     """One arm with all that was found out about it.
 
     `lr` is None for an arm that diverged at every rate of its tuning; it has no runs then. `control` marks
-    arms without a method (the baseline and its other inits). `flops` is per token, forward.
+    arms without a method (the baseline and its other inits, and other people's ways to tune). `flops` is per
+    token, forward; `trainable` is None where it was not counted.
     """
 
     name: str
@@ -66,6 +87,7 @@ class ArmRecord:
     flops: float | None
     runs: Mapping[int, Run]
     tuning: Sequence[Run] = ()
+    trainable: int | None = None
 
 
 def build_results(
@@ -83,7 +105,7 @@ def build_results(
     command: str,
     seconds: float,
     threads: int | None = None,
-    loss_unit: str = "nats per token",
+    measure: Measure = LOSS,
 ) -> dict[str, Any]:
     """The whole record, with the statistics of every arm against the reference and against each control.
 
@@ -101,7 +123,7 @@ def build_results(
         command: how to repeat.
         seconds: of this session.
         threads: CPU threads that the runs set, if they did.
-        loss_unit: printed beside losses.
+        measure: what the runs are judged by.
     """
     running = [arm for arm in arms if arm.lr is not None]
     whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running)]
@@ -109,7 +131,7 @@ def build_results(
     curves = {arm.name: {seed: arm.runs[seed].as_curve() for seed in whole} for arm in running}
     base = next(arm for arm in arms if arm.name == reference)
     references = [reference] + [arm.name for arm in arms if arm.control and arm.name != reference]
-    against = {other: _against(other, curves, times) for other in references if other in curves}
+    against = {other: _against(other, curves, times, measure) for other in references if other in curves}
     notes = [*notes, *_pair_notes(reference, against.get(reference, {}), len(whole))]
     if partial:
         listed = ", ".join(str(seed) for seed in partial)
@@ -123,7 +145,8 @@ def build_results(
             "data": dict(data),
             "versions": versions(),
             "machine": machine(threads),
-            "loss_unit": loss_unit,
+            "loss_unit": measure.unit if measure.is_loss else "nats",
+            "metric": asdict(measure),
             "reference": reference,
             "n": len(whole),
             "seeds": whole,
@@ -146,10 +169,13 @@ def _ratio(times: Mapping[str, Sequence[float]] | None, arm: str, reference: str
 
 
 def _against(
-    reference: str, curves: Mapping[str, Mapping[int, RunCurve]], times: Mapping[str, Sequence[float]] | None
+    reference: str,
+    curves: Mapping[str, Mapping[int, RunCurve]],
+    times: Mapping[str, Sequence[float]] | None,
+    measure: Measure,
 ) -> dict[str, PairSummary]:
     pairs = {
-        name: compare_pair(curves[reference], runs, _ratio(times, name, reference))
+        name: compare_pair(curves[reference], runs, _ratio(times, name, reference), speed=measure.is_loss)
         for name, runs in curves.items()
         if name != reference
     }
@@ -190,12 +216,15 @@ def _arm_json(
         "lr": arm.lr,
         "lr_source": arm.lr_source,
         "parameters": arm.parameters,
+        "trainable": arm.trainable,
         "parameters_percent": 100 * (arm.parameters / base.parameters - 1),
         "flops_per_token": arm.flops,
         "flops_percent": flops,
         "step_seconds_median": None if seconds is None else seconds[len(seconds) // 2],
         "step_time_ratio": None if ratio is None else ratio.to_json(),
-        "final_loss": _final_loss(arm, seeds),
+        "final_loss": _summary(arm, [run.final_loss for run in _of_seeds(arm, seeds)]),
+        "score": _summary(arm, [run.judged for run in _of_seeds(arm, seeds)]),
+        "best_score": _summary(arm, [run.best_score for run in _of_seeds(arm, seeds)])["mean"],
         "runs": [_run_json(arm.runs[seed]) for seed in sorted(arm.runs)],
         "tuning": [_run_json(run) for run in sorted(arm.tuning, key=lambda run: run.lr)],
     }
@@ -205,10 +234,14 @@ def _run_json(run: Run) -> dict[str, Any]:
     return asdict(run) | {"status": run.status}
 
 
-def _final_loss(arm: ArmRecord, seeds: Sequence[int]) -> dict[str, Any]:
+def _of_seeds(arm: ArmRecord, seeds: Sequence[int]) -> list[Run]:
+    return [] if arm.lr is None else [arm.runs[seed] for seed in seeds]
+
+
+def _summary(arm: ArmRecord, losses: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and standard deviation over seeds; no mean where a run has no number, for it diverged."""
     if arm.lr is None:
         return {"mean": None, "sd": None, "n": 0, "note": "diverged at every rate"}
-    losses = [arm.runs[seed].final_loss for seed in seeds]
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < len(losses):
         note = f"diverged in {len(losses) - len(finite)} of {len(losses)} seeds"

@@ -64,16 +64,44 @@ def _rate(arm: Record) -> str:
     return _NONE if arm["lr"] is None else f"{arm['lr']:g}"
 
 
-def _loss_text(arm: Record) -> str:
-    final = arm["final_loss"]
-    if final["mean"] is None:
-        return final["note"]
-    return f"{final['mean']:.4f}"
+def _score_text(arm: Record) -> str:
+    score = arm.get("score", arm["final_loss"])
+    return score["note"] if score["mean"] is None else f"{score['mean']:.4f}"
+
+
+# Records from before there were other scores than the loss.
+_LOSS = {"name": "loss", "higher_is_better": False, "unit": "nats per token"}
+
+
+def _metric(results: Record) -> Record:
+    return results.get("metric", _LOSS)
+
+
+def _by_loss(results: Record) -> bool:
+    return _metric(results)["name"] == "loss"
+
+
+def _is_tuning(results: Record) -> bool:
+    """Whether pretrained models are tuned: then what counts is how many parameters are trained."""
+    return any((arm.get("trainable") or arm["parameters"]) < arm["parameters"] for arm in results["arms"])
+
+
+def chosen_by(run: Record) -> float | None:
+    """What a run of the tuning is judged by."""
+    selection = run.get("selection")
+    return run["final_loss"] if selection is None or run["final_loss"] is None else selection
+
+
+def judged(run: Record) -> float | None:
+    """What a run is compared by."""
+    score = run.get("score")
+    return run["final_loss"] if score is None or run["final_loss"] is None else score
 
 
 # --- tables --------------------------------------------------------------------------------------------------
 
-_LOSS_HEAD = ("arm", "rate", "params", "FLOPs", "final loss", "delta [95 %]", "p", "p (Holm)")
+_DELTA_HEAD = ("delta [95 %]", "p", "p (Holm)")
+_TIME_HEAD = ("arm", "step time [quartiles]")
 _SPEED_HEAD = ("arm", "step time [quartiles]", "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
 _MATCHED_HEAD = ("arm", "matched speedup, steps [95 %]", "p", "wall clock [95 %]", "p")
 
@@ -84,24 +112,40 @@ def _rows(results: Record) -> Iterator[tuple[Record, Record | None]]:
         yield arm, pairs.get(arm["name"])
 
 
-def loss_rows(results: Record) -> list[tuple[str, ...]]:
-    """The rows under `_LOSS_HEAD`, the reference's first."""
+def score_head(results: Record) -> tuple[str, ...]:
+    """The columns of the main table."""
+    cost = ("trainable",) if _is_tuning(results) else ("params", "FLOPs")
+    return ("arm", "rate", *cost, score_name(results), *(() if _by_loss(results) else ("best step",)), *_DELTA_HEAD)
+
+
+def score_rows(results: Record) -> list[tuple[str, ...]]:
+    """The rows under `score_head`, one for each arm."""
     rows: list[tuple[str, ...]] = []
     for arm, pair in _rows(results):
-        cost = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
+        if _is_tuning(results):
+            cost: tuple[str, ...] = (f"{arm['trainable']:,}",)
+        else:
+            cost = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
         if pair is None:
             tail = ("reference", _NONE, _NONE) if arm["name"] == results["reference"] else (_NONE,) * 3
         else:
             tail = (delta_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"]))
-        rows.append((arm["name"], _rate(arm), *cost, _loss_text(arm), *tail))
+        best = arm.get("best_score")
+        shown = () if _by_loss(results) else (_NONE if best is None else f"{best:.4f}",)
+        rows.append((arm["name"], _rate(arm), *cost, _score_text(arm), *shown, *tail))
     return rows
 
 
 def speed_rows(results: Record) -> list[tuple[str, ...]]:
-    """The rows under `_SPEED_HEAD`: time of a step, step speedup and wall-clock speedup."""
+    """The rows under `_SPEED_HEAD`: time of a step, step speedup and wall-clock speedup.
+
+    Under `_TIME_HEAD` where the runs are not compared by their loss: a score has no curve to read a speed from.
+    """
     rows: list[tuple[str, ...]] = []
     for arm, pair in _rows(results):
-        if pair is not None:
+        if pair is not None and not _by_loss(results):
+            rows.append((arm["name"], _time_text(arm["step_time_ratio"])))
+        elif pair is not None:
             steps, wall = pair["step_speedup"], pair["wall_clock_speedup"]
             tail = (ratio_text(steps), p_text(steps["p_value"]), ratio_text(wall), p_text(wall["p_value"]))
             rows.append((arm["name"], _time_text(arm["step_time_ratio"]), *tail))
@@ -127,8 +171,8 @@ def render_tables(results: Record) -> Group:
     """The console's tables, for `rich.print`."""
     n, reference = results["n"], results["reference"]
     sections = [
-        (f"Loss against {reference} (n = {n})", _LOSS_HEAD, loss_rows(results)),
-        (f"Speed against {reference} (n = {n})", _SPEED_HEAD, speed_rows(results)),
+        (f"{_metric(results)['name'].capitalize()} against {reference} (n = {n})", *_score_table(results)),
+        (f"Speed against {reference} (n = {n})", *_speed_table(results)),
     ]
     if _some_not_reached(results):
         title = "Speed at the lowest loss that both reach (below 1x: slower)"
@@ -144,9 +188,22 @@ def render_tables(results: Record) -> Group:
     return Group(*tables)
 
 
+def _score_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    return score_head(results), score_rows(results)
+
+
+def _speed_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    return (_SPEED_HEAD if _by_loss(results) else _TIME_HEAD), speed_rows(results)
+
+
 def _cell(text: str) -> Text:
     """Intervals on a line of their own. Text, not str: rich reads square brackets as markup."""
     return Text(text.replace(" [", "\n["))
+
+
+def score_name(results: Record) -> str:
+    """Of the number that runs are compared by."""
+    return "final loss" if _by_loss(results) else _metric(results)["name"]
 
 
 def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -160,11 +217,11 @@ def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def _delta_sentence(name: str, reference: str, pair: Record, unit: str) -> str:
+def _delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> str:
     delta, n = pair["delta"], pair["n"]
     if delta["value"] is None:
-        return f"`{name}`: no loss difference from `{reference}` can be given ({delta['note']})."
-    size = f"{abs(delta['value']):.4f} {unit}"
+        return f"`{name}`: no {metric['name']} difference from `{reference}` can be given ({delta['note']})."
+    size = f"{abs(delta['value']):.4f} {metric['unit'] or 'of ' + metric['name']}"
     if delta["low"] is None:
         side = "lower" if delta["value"] < 0 else "higher"
         return (
@@ -175,7 +232,8 @@ def _delta_sentence(name: str, reference: str, pair: Record, unit: str) -> str:
     if not delta["shown"]:
         return f"`{name}`: no difference from `{reference}` shown at n = {n} (delta {delta['value']:+.4f}, {interval})."
     side = "lower" if delta["value"] < 0 else "higher"
-    text = f"`{name}` ended {size} **{side}** than `{reference}` ({interval}, n = {n})."
+    worth = "" if not metric["higher_is_better"] else ", better" if delta["value"] > 0 else ", worse"
+    text = f"`{name}` ended {size} **{side}** than `{reference}`{worth} ({interval}, n = {n})."
     if pair["p_holm"] is not None and pair["p_holm"] >= 0.05:
         text += f" After Holm's correction for the number of arms {_p_clause(pair['p_holm'])}: a hint, not a finding."
     return text
@@ -183,7 +241,7 @@ def _delta_sentence(name: str, reference: str, pair: Record, unit: str) -> str:
 
 def _speed_sentence(name: str, reference: str, pair: Record) -> str:
     steps, matched, n = pair["step_speedup"], pair["matched_speedup"], pair["n"]
-    if pair["diverged"]:
+    if pair["diverged"] or not pair["seeds"]:
         return ""
     if pair["reached"] < n:
         text = f"It reached the final loss of `{reference}` in {pair['reached']} of {n} seeds: no step speedup."
@@ -208,19 +266,19 @@ def _speed_sentence(name: str, reference: str, pair: Record) -> str:
 
 def findings(results: Record) -> list[str]:
     """What was found, one item for each arm that is not a control, then what clouds it."""
-    unit = results["loss_unit"]
+    metric = _metric(results)
     lines = []
     arms = {arm["name"]: arm for arm in results["arms"]}
     if results["n"] == 0:
         lines.append("No seed was finished by all arms: there is nothing to compare yet.")
     elif results["n"] == 1:
         lines.append("One seed was run (n = 1): no interval and no p-value, so nothing is shown either way.")
-    controls = [arm for arm in results["arms"] if arm["control"] and arm["final_loss"]["mean"] is not None]
-    best = min(controls, key=lambda arm: arm["final_loss"]["mean"], default=None)
+    controls = [arm for arm in results["arms"] if arm["control"] and _mean(arm) is not None]
+    best = min(controls, key=lambda arm: -_mean(arm) if metric["higher_is_better"] else _mean(arm), default=None)
     for name, pair in results["against"].get(results["reference"], {}).items():
         if results["n"] == 0:
             break
-        text = _delta_sentence(name, results["reference"], pair, unit)
+        text = _delta_sentence(name, results["reference"], pair, metric)
         speed = _speed_sentence(name, results["reference"], pair)
         if speed:
             text += " " + speed
@@ -229,10 +287,14 @@ def findings(results: Record) -> list[str]:
         if best is not None and not arms[name]["control"] and best["name"] != results["reference"]:
             second = results["against"][best["name"]].get(name)
             if second is not None:
-                strongest = _delta_sentence(name, best["name"], second, unit)
+                strongest = _delta_sentence(name, best["name"], second, metric)
                 speed = _speed_sentence(name, best["name"], second)
                 lines.append(f"Against the strongest control: {strongest} {speed}".rstrip())
     return lines + list(results["notes"]) + _cautions(results)
+
+
+def _mean(arm: Record) -> Any:
+    return arm.get("score", arm["final_loss"])["mean"]
 
 
 def _cautions(results: Record) -> list[str]:
@@ -242,6 +304,8 @@ def _cautions(results: Record) -> list[str]:
     if untuned and results["n"]:
         who = "Rates were not tuned" if len(untuned) == len(results["arms"]) else f"Not tuned: {', '.join(untuned)}"
         lines.append(f"{who}: a rate that suits one arm better can pass for a gain of the method (--tune-lr).")
+    if _is_tuning(results):
+        return lines
     own = results["recipe"]["settings"].get("task.backbone.dense_init")
     inits = {arm["settings"]["dense_init"] or own for arm in results["arms"] if arm["control"]}
     if any(arm["settings"]["method"] == "noble" for arm in results["arms"]) and "noble" not in inits:
@@ -251,9 +315,16 @@ def _cautions(results: Record) -> list[str]:
 
 # --- the report ----------------------------------------------------------------------------------------------
 
-_LIMITS = """\
+_SEEDS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
-lengths of training.
+lengths of training."""
+
+_SCORES = """\
+- Delta: paired t-test over seeds on the {metric} after the last step, on examples that nothing was chosen by \
+unless a line above says so. Every seed gives all arms the same batches in the same order and the same new head.
+- Best step: chosen by the held-out examples, then scored; means over seeds, no test."""
+
+_LOSSES = """\
 - Delta: paired t-test over seeds on the loss at the last step. Every seed gives all arms the same batches in \
 the same order and the same evaluation text.
 - Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss \
@@ -261,13 +332,20 @@ on the linearly interpolated evaluation curve; geometric mean over seeds, t-test
 when every seed reached that loss. A curve that rises again at its end flatters it.
 - Matched speedup: the step speedup where it exists; where an arm never came down to the reference's final \
 loss, the steps the reference took to the arm's final loss / the steps of the arm, which is below 1.
-- Wall-clock speedup: speedup in steps / step-time ratio. The step-time ratio is the median of paired ratios \
-of interleaved training steps (all arms in turn, same batch) on the machine named below, quartiles in \
-brackets; evaluation, loading and checkpoints are not in it. Its error is bootstrapped and combined with \
-that of the seeds on the log scale, so the interval is never narrower than that of the steps.
+- Wall-clock speedup: speedup in steps / step-time ratio. Its error is bootstrapped and combined with that of \
+the seeds on the log scale, so the interval is never narrower than that of the steps."""
+
+_COMMON = """\
+- Step time: the median of paired ratios of interleaved training steps (all arms in turn, same batch) on the \
+machine named below, quartiles in brackets; evaluation, loading and checkpoints are not in it.
 - p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
 - Learning rates are tuned on a seed of their own, which is not used in the comparison; a single tuning seed \
 leaves the best rate uncertain by about one step of the grid."""
+
+
+def _limits(results: Record) -> str:
+    own = _LOSSES if _by_loss(results) else _SCORES.format(metric=_metric(results)["name"])
+    return f"{_SEEDS}\n{own}\n{_COMMON}"
 
 
 def render_report(results: Record) -> str:
@@ -275,31 +353,48 @@ def render_report(results: Record) -> str:
     n, reference = results["n"], results["reference"]
     parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
     parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
-    parts += ["## Loss", f"Reference: `{reference}`. Loss in {results['loss_unit']}; a delta below 0 is better."]
-    parts += [_markdown_table(_LOSS_HEAD, loss_rows(results))]
-    parts += ["## Speed", _markdown_table(_SPEED_HEAD, speed_rows(results))]
+    parts += [*_score_section(results), _markdown_table(*_score_table(results))]
+    parts += ["## Speed", _markdown_table(*_speed_table(results))]
     if _some_not_reached(results):
         parts += ["At the lowest loss that both reach (below 1x is slower):"]
         parts += [_markdown_table(_MATCHED_HEAD, matched_rows(results))]
-    parts += ["![evaluation curves](curves.png)", _curve_caption(n)]
+    parts += ["![evaluation curves](curves.png)", _curve_caption(results)]
     others = [name for name in results["against"] if name != reference]
     if others:
         parts += ["## Against each control"]
-        head = ("arm", "against", "delta [95 %]", "p", "p (Holm)", "step speedup [95 %]", "matched speedup [95 %]")
-        parts += [_markdown_table(head, list(_control_rows(results, others)))]
+        speeds = ("step speedup [95 %]", "matched speedup [95 %]") if _by_loss(results) else ()
+        parts += [_markdown_table(("arm", "against", *_DELTA_HEAD, *speeds), list(_control_rows(results, others)))]
     if any(arm["tuning"] for arm in results["arms"]):
-        parts += ["## Learning rates", _tuning_text(results), "![loss against learning rate](rates.png)"]
+        parts += [
+            "## Learning rates",
+            _tuning_text(results),
+            f"![{_metric(results)['name']} against learning rate](rates.png)",
+        ]
     parts += ["## Every run", _markdown_table(*_run_table(results))]
     parts += ["## Settings", _settings_text(results)]
     parts += ["## How to repeat", f"```\n{results['command']}\n```"]
     parts += ["The same command with `--resume` goes on where it stopped and reuses every finished run."]
-    parts += ["## How to read it, and limits", _LIMITS]
+    parts += ["## How to read it, and limits", _limits(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _curve_caption(n: int) -> str:
-    band = " Lines are means over seeds, bands run from the lowest to the highest seed." if n > 1 else ""
-    return f"Baselines dashed, other arms solid; the first 20 % of the steps are not shown.{band}"
+def _score_section(results: Record) -> list[str]:
+    metric, reference = _metric(results), results["reference"]
+    if _by_loss(results):
+        return ["## Loss", f"Reference: `{reference}`. Loss in {metric['unit']}; a delta below 0 is better."]
+    side = "above" if metric["higher_is_better"] else "below"
+    return [
+        f"## {metric['name'].capitalize()}",
+        f"Reference: `{reference}`. {metric['name'].capitalize()} after the last step; a delta {side} 0 is better. "
+        "Best step: the score at the evaluation at which the held-out examples scored best.",
+    ]
+
+
+def _curve_caption(results: Record) -> str:
+    band = " Lines are means over seeds, bands run from the lowest to the highest seed." if results["n"] > 1 else ""
+    longest = max((len(run["curve"]) for arm in results["arms"] for run in arm["runs"]), default=0)
+    skipped = "; the first 20 % of the steps are not shown" if longest >= 10 else ""
+    return f"Baselines dashed, other arms solid{skipped}.{band}"
 
 
 def _control_rows(results: Record, others: list[str]) -> Iterator[tuple[str, ...]]:
@@ -312,8 +407,7 @@ def _control_rows(results: Record, others: list[str]) -> Iterator[tuple[str, ...
                 delta_text(delta),
                 p_text(delta["p_value"]),
                 p_text(pair["p_holm"]),
-                ratio_text(pair["step_speedup"]),
-                ratio_text(pair["matched_speedup"]),
+                *((ratio_text(pair[f"{kind}_speedup"]) for kind in ("step", "matched")) if _by_loss(results) else ()),
             )
 
 
@@ -322,14 +416,15 @@ def _tuning_text(results: Record) -> str:
     head = ("arm", *(f"{rate:g}" for rate in rates), "chosen")
     rows = []
     for arm in results["arms"]:
-        losses = {run["lr"]: run["final_loss"] for run in arm["tuning"]}
+        losses = {run["lr"]: chosen_by(run) for run in arm["tuning"]}
         cells = []
         for rate in rates:
             loss = losses.get(rate, _NONE)
             text = "diverged" if loss is None else loss if isinstance(loss, str) else f"{loss:.4f}"
             cells.append(f"**{text}**" if rate == arm["lr"] and losses else text)
         rows.append((arm["name"], *cells, f"{_rate(arm)} ({arm['lr_source']})"))
-    intro = f"Final loss on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
+    what = "Final loss" if _by_loss(results) else f"{_metric(results)['name'].capitalize()} on held-out examples"
+    intro = f"{what} on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
     return intro + "\n\n" + _markdown_table(head, rows)
 
 
@@ -341,11 +436,11 @@ def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         cells = []
         for seed in seeds:
             run = runs.get(seed)
-            loss = None if run is None else run["final_loss"]
+            loss = None if run is None else judged(run)
             cells.append("not run" if run is None else "diverged" if loss is None else f"{loss:.4f}")
-        sd = arm["final_loss"]["sd"]
+        sd = arm.get("score", arm["final_loss"])["sd"]
         rows.append((arm["name"], *cells, _NONE if sd is None else f"{sd:.4f}"))
-    return ("final loss", *(f"seed {seed}" for seed in seeds), "sd"), rows
+    return (score_name(results), *(f"seed {seed}" for seed in seeds), "sd"), rows
 
 
 def _settings_text(results: Record) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from ..storage import TEMPORARY
+from ..tasks.task import measure_of, scored_split
 from ..training.checkpoints import on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.run import join_processes, run_training
@@ -41,7 +42,7 @@ from .folder import (
 from .measure import Measurement, measure_arms
 from .plots import ArmCurves, plot_curves, plot_rate_sweep
 from .record import ArmRecord, Run, build_results, command_line
-from .report import findings, render_report, render_tables
+from .report import chosen_by, findings, render_report, render_tables
 from .runs import Runner, Runs, chosen_rate, tune
 
 Measurer = Callable[..., Measurement]
@@ -151,7 +152,9 @@ def compare(
             return on_first_process(fits)
 
         tuned = tune(plan, runs, time_for, notes)
-        rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name)) for arm in plan.arms}
+        if not runs.measure.is_loss and scored_split(prepared) is None:
+            notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
+        rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name), runs.measure) for arm in plan.arms}
         running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
 
         def publish() -> Comparison:
@@ -169,6 +172,7 @@ def compare(
                 command=command or command_line(),
                 seconds=clock() - started,
                 threads=plan.threads,
+                measure=runs.measure,
             )
             if main:
                 _write(out, results)
@@ -202,10 +206,11 @@ def _record(
     return ArmRecord(
         name=arm.name,
         description=arm_settings([arm])[arm.name],
-        control=arm.method == "baseline",
+        control=arm.control,
         lr=rate,
         lr_source=source,
         parameters=measured.parameters[arm.name],
+        trainable=measured.trainable.get(arm.name),
         flops=measured.flops[arm.name],
         runs={seed: run for seed, run in found.items() if run is not None},
         tuning=tuned.get(arm.name, ()),
@@ -214,7 +219,9 @@ def _record(
 
 def _summary(recipe: Recipe) -> str:
     train = recipe.train
-    sequences = f"{train.steps} steps of {train.batch_size} sequences"
+    sequences = f"{train.length} in steps of {train.batch_size} examples"
+    if measure_of(recipe.task).is_loss and train.steps:
+        sequences = f"{train.steps} steps of {train.batch_size} sequences"
     return f"{recipe.description.rstrip('.')}. Each run takes {sequences}."
 
 
@@ -239,21 +246,25 @@ def _write_text(path: Path, text: str) -> None:
 def draw(out: Path, results: Mapping[str, Any]) -> None:
     """The pictures of a record: `curves.png`, and `rates.png` where rates were tuned."""
     whole = set(results["seeds"])
-    unit = f"evaluation loss ({results['loss_unit']})"
+    metric = results["metric"]
+    by_loss = metric["name"] == "loss"
+    unit = f"evaluation loss ({results['loss_unit']})" if by_loss else f"{metric['name']} on held-out examples"
+    name = "curve" if by_loss else "metric_curve"
     curves = []
     for arm in results["arms"]:
         runs = [run for run in arm["runs"] if run["seed"] in whole]
         series = tuple(
-            tuple((step, float("nan") if loss is None else loss) for step, loss in run["curve"]) for run in runs
+            tuple((step, float("nan") if value is None else value) for step, value in run[name]) for run in runs
         )
         curves.append(ArmCurves(name=arm["name"], dashed=arm["control"], curves=series))
     base = next(arm for arm in results["arms"] if arm["name"] == results["reference"])
     title = f"{results['recipe']['name']}, n = {results['n']}"
-    plot_curves(out / "curves.png", curves, target=base["final_loss"]["mean"], title=title, y_label=unit)
+    # Curves of a few evaluations are shown whole, and a score apart is no point of theirs.
+    few = max((len(curve) for arm in curves for curve in arm.curves), default=0) < 10
+    target = base["final_loss"]["mean"] if by_loss else None
+    plot_curves(out / "curves.png", curves, target=target, skip=0 if few else 0.2, title=title, y_label=unit)
     sweeps = {
-        arm["name"]: [(run["lr"], run["final_loss"]) for run in arm["tuning"]]
-        for arm in results["arms"]
-        if arm["tuning"]
+        arm["name"]: [(run["lr"], chosen_by(run)) for run in arm["tuning"]] for arm in results["arms"] if arm["tuning"]
     }
     if sweeps:
         chosen = {arm["name"]: arm["lr"] for arm in results["arms"] if arm["lr"] is not None}

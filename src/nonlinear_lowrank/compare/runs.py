@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..tasks.task import LOSS, Measure, measure_of
 from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
 from .folder import Plan, tidy
@@ -34,6 +35,7 @@ class Runs:
         self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
         self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
         self._slowest: dict[str, float] = {}
+        self.measure = measure_of(recipe.task)
 
     def folder(self, arm: Arm, rate: float, seed: int) -> Path:
         return self.out / "runs" / arm.name / f"lr-{rate:.6g}" / f"seed-{seed}"
@@ -75,7 +77,8 @@ class Runs:
             self.run(own, folder, resume=begun, overwrite=False, prepared=self.prepared, quiet=self.quiet)
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
-        loss = "diverged" if found.final_loss is None else f"loss {found.final_loss:.4f}"
+        name = self.measure.name
+        loss = "diverged" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
         if found.final_loss is not None and not self.keep_checkpoints:
             on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
@@ -96,7 +99,11 @@ def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
         # A loss that JSON could not hold is null: not a number, as it was.
-        return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record[name])
+        return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record.get(name, ()))
+
+    def number(name: str) -> float | None:
+        value = record.get(name)
+        return None if value is None else float(value)
 
     return Run(
         seed=seed,
@@ -107,44 +114,51 @@ def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
         tokens_per_step=int(record["tokens_per_step"]),
         fingerprint=str(record["fingerprint"]),
         curve=points("curve"),
+        score=number("score"),
+        selection=number("selection"),
+        best_score=number("best_score"),
+        metric_curve=points("metric_curve"),
     )
 
 
 def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], notes: list[str]) -> dict[str, list[Run]]:
-    """Runs the grid on the tuning seed, rate by rate, and extends it for arms whose best is at its edge."""
-    arms = [arm for arm in plan.arms if arm.lr is None] if plan.grid else []
+    """Runs each arm's grid on the tuning seed, rate by rate, and extends it where its best is at the edge."""
+    grids = {arm.name: plan.grid_of(arm) for arm in plan.arms}
+    arms = [arm for arm in plan.arms if grids[arm.name]]
+    longest = max(map(len, grids.values()))
     tried: dict[str, list[Run]] = {arm.name: [] for arm in arms}
 
     def attempt(arm: Arm, rate: float, place: str) -> None:
         tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
 
-    for index, rate in enumerate(plan.grid if arms else ()):
-        missing = [arm for arm in arms if runs.find(arm, rate, plan.tuning_seed) is None]
+    for index in range(longest):
+        now = [(arm, grids[arm.name][index]) for arm in arms if index < len(grids[arm.name])]
+        missing = [arm for arm, rate in now if runs.find(arm, rate, plan.tuning_seed) is None]
         if index > 0 and missing and not time_for(missing):
-            notes.append(f"Tuning stopped for time after {index} of {len(plan.grid)} rates of the grid.")
+            notes.append(f"Tuning stopped for time after {index} of {longest} rates of the grid.")
             return tried
-        for arm in arms:
-            attempt(arm, rate, f"tuning {index + 1} of {len(plan.grid)}")
+        for arm, rate in now:
+            attempt(arm, rate, f"tuning {index + 1} of {len(grids[arm.name])}")
     for arm in arms:
         for extension in range(plan.max_extensions + 1):
-            beyond = next_rate(tried[arm.name])
+            beyond = next_rate(tried[arm.name], runs.measure)
             if beyond is None:
                 break
             known = runs.find(arm, beyond, plan.tuning_seed) is not None
             if extension == plan.max_extensions or not (known or time_for([arm])):
-                notes.append(_edge_note(arm.name, tried[arm.name], extension))
+                notes.append(_edge_note(arm.name, tried[arm.name], extension, runs.measure))
                 break
             attempt(arm, beyond, f"tuning, grid extended to {beyond:g}")
     return tried
 
 
-def next_rate(tried: Sequence[Run]) -> float | None:
+def next_rate(tried: Sequence[Run], measure: Measure = LOSS) -> float | None:
     """The rate by which a grid grows when its best is at an edge, by the ratio found there; None if it is not.
 
     Where every rate diverged, the grid grows downwards.
     """
     ordered = sorted(tried, key=lambda run: run.lr)
-    best = _best(ordered)
+    best = _best(ordered, measure)
     if best is None or best is ordered[0]:
         return tidy(ordered[0].lr * ordered[0].lr / ordered[1].lr)
     if best is ordered[-1]:
@@ -152,13 +166,15 @@ def next_rate(tried: Sequence[Run]) -> float | None:
     return None
 
 
-def _best(tried: Iterable[Run]) -> Run | None:
-    finite = [run for run in tried if run.final_loss is not None]
-    return min(finite, key=lambda run: (run.final_loss, run.lr), default=None)
+def _best(tried: Iterable[Run], measure: Measure) -> Run | None:
+    """The run with the best selection; of equals the one with the smallest rate."""
+    sign = -1 if measure.higher_is_better else 1
+    finite = [(sign * run.chosen_by, run.lr, run) for run in tried if run.chosen_by is not None]
+    return min(finite, key=lambda each: each[:2], default=(0, 0, None))[2]
 
 
-def _edge_note(name: str, tried: Sequence[Run], extensions: int) -> str:
-    best = _best(tried)
+def _edge_note(name: str, tried: Sequence[Run], extensions: int, measure: Measure) -> str:
+    best = _best(tried, measure)
     if best is None:
         return f"`{name}` diverged at every rate tried, and was left out of the comparison."
     return (
@@ -167,10 +183,10 @@ def _edge_note(name: str, tried: Sequence[Run], extensions: int) -> str:
     )
 
 
-def chosen_rate(plan: Plan, arm: Arm, tried: Sequence[Run] | None) -> tuple[float | None, str]:
+def chosen_rate(plan: Plan, arm: Arm, tried: Sequence[Run] | None, measure: Measure = LOSS) -> tuple[float | None, str]:
     """The arm's rate (None: it diverged at all of them) and where it comes from."""
     if tried:
-        best = _best(tried)
+        best = _best(tried, measure)
         return (None, "none trains") if best is None else (best.lr, "tuned")
     if arm.lr is not None:
         return tidy(arm.lr), "set by the arm"

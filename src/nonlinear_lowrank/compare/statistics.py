@@ -5,7 +5,8 @@ text, so most of the luck of a run cancels in the difference, and the seeds are 
 
 ==================  ==================================================================================
 final loss          evaluation loss at the last step
-delta               final loss of the arm - final loss of the reference, per seed (below 0 is better)
+score               what a task is judged by, at the last step: its final loss unless it says otherwise
+delta               score of the arm - score of the reference, per seed (of a loss, below 0 is better)
 step speedup        steps of the reference / steps of the arm to the first crossing of the reference's
                     final loss on the linearly interpolated evaluation curve (noble.txt 4.1.1), per seed
 matched speedup     the step speedup where the arm reached that loss; where it did not, the reverse
@@ -161,13 +162,15 @@ def first_crossing(steps: Sequence[float], losses: Sequence[float], target: floa
 class RunCurve:
     """One finished run: its evaluation curve, its length and where it ended.
 
-    `final_loss` is None for a run that diverged.
+    `final_loss` is None for a run that diverged. `score` is what the run is judged by, where that is not its
+    final loss.
     """
 
     steps: tuple[float, ...]
     losses: tuple[float, ...]
     total_steps: int
     final_loss: float | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +322,8 @@ class PairSummary:
     `reached` of `n` seeds came down to the reference's final loss; the step speedup is a number only when
     all did. `early` counts the seeds in which the reference passed its own final loss well before its end
     (its curve rose again), which flatters every arm. `bounds` counts crossings at a first evaluation.
-    `p_holm` is the delta's p-value after Holm's correction over all arms with this reference.
+    `p_holm` is the delta's p-value after Holm's correction over all arms with this reference. Runs that are
+    judged by another score than their loss have no speedups, and `seeds` is empty.
     """
 
     n: int
@@ -345,7 +349,11 @@ class PairSummary:
 
 
 def compare_pair(
-    reference: Mapping[int, RunCurve], arm: Mapping[int, RunCurve], step_time: RatioSummary | None = None
+    reference: Mapping[int, RunCurve],
+    arm: Mapping[int, RunCurve],
+    step_time: RatioSummary | None = None,
+    *,
+    speed: bool = True,
 ) -> PairSummary:
     """All paired statistics of one arm against one reference.
 
@@ -353,6 +361,7 @@ def compare_pair(
         reference: seed -> run.
         arm: seed -> run; only the seeds that both have are used.
         step_time: the arm's step-time ratio over this reference, if it was measured.
+        speed: whether the losses' curves are compared too.
 
     A seed in which either run diverged has no difference. Dropping only those seeds would flatter an arm
     that diverges, so with any of them there is no aggregate number, and `note` says so.
@@ -360,14 +369,14 @@ def compare_pair(
     seeds = sorted(set(reference) & set(arm))
     diverged = sum(reference[s].final_loss is None or arm[s].final_loss is None for s in seeds)
     whole = [s for s in seeds if reference[s].final_loss is not None and arm[s].final_loss is not None]
-    speeds = {s: seed_speed(reference[s], arm[s]) for s in whole}
-    reached = sum(speed.reached for speed in speeds.values())
-    early = sum(_passed_early(reference[s]) for s in whole)
+    speeds = {s: seed_speed(reference[s], arm[s]) for s in whole if speed}
+    reached = sum(each.reached for each in speeds.values()) if speed else len(whole)
+    early = sum(_passed_early(reference[s]) for s in whole if speed)
 
     def ratios(values: list[float | None]) -> Estimate:
         numbers = [value for value in values if value is not None]
         if len(numbers) < len(values):
-            note = next(speed.note for speed in speeds.values() if speed.note)
+            note = next(each.note for each in speeds.values() if each.note)
             return Estimate(value=None, n=len(seeds), null=1.0, note=note)
         return geometric_mean(numbers)
 
@@ -377,9 +386,12 @@ def compare_pair(
         steps = matched = Estimate(value=None, n=len(seeds), null=1.0, note=note)
     else:
         # Subtraction of the two None-checked losses; mypy cannot see through `whole`.
-        delta = paired_mean([_final(arm[s]) - _final(reference[s]) for s in whole])
-        matched = ratios([speeds[s].matched_speedup for s in whole])
-        if reached < len(whole):
+        delta = paired_mean([_judged(arm[s]) - _judged(reference[s]) for s in whole])
+        matched = ratios([each.matched_speedup for each in speeds.values()])
+        if not speed:
+            note = "not compared by loss"
+            steps = matched = Estimate(value=None, n=len(whole), null=1.0, note=note)
+        elif reached < len(whole):
             note = f"not reached (by {reached} of {len(whole)} seeds)"
             steps = Estimate(value=None, n=len(whole), null=1.0, note=note)
         else:
@@ -389,7 +401,7 @@ def compare_pair(
         diverged=diverged,
         reached=reached,
         early=early,
-        bounds=sum(speed.bound for speed in speeds.values()),
+        bounds=sum(each.bound for each in speeds.values()),
         delta=delta,
         p_holm=None,
         step_speedup=steps,
@@ -403,6 +415,10 @@ def compare_pair(
 def _final(run: RunCurve) -> float:
     assert run.final_loss is not None
     return run.final_loss
+
+
+def _judged(run: RunCurve) -> float:
+    return _final(run) if run.score is None else run.score
 
 
 def _passed_early(run: RunCurve) -> bool:
