@@ -20,6 +20,15 @@ import zoo
 
 LABELS = 3
 
+PEFT_WARNINGS = (
+    # transformers' own; peft calls the one on every model, and its users the other.
+    "ignore:`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated:FutureWarning",
+    # peft's: a model drawn here has no name in the hub; an adapted embedding is saved whole with its adapter.
+    "ignore:Could not find a config file in:UserWarning",
+    "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
+)
+"""For `pytest.mark.filterwarnings`."""
+
 
 def bert_classifier() -> PreTrainedModel:
     config = BertConfig(
@@ -111,6 +120,35 @@ ROWS = [
         {"r": 4, "depth": 3, "dropout": 0.1, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}},
         second={"target_modules": ["v_proj", "down_proj"], "rank_pattern": {}},
         merges=False,
+    ),
+    *(
+        Row(
+            f"sine{'_dora' * dora}-{family}",
+            family,
+            "SineLoraConfig",
+            {"r": 4, "use_dora": dora, **_EVERYWHERE},
+            second={"r": 3, "omega": 50.0, "lora_alpha": 6.0, "use_dora": not dora and family == "llama"},
+        )
+        for dora in (False, True)
+        for family in FAMILIES
+    ),
+    Row(
+        "sine-dropout",
+        "llama",
+        "SineLoraConfig",
+        {
+            "r": 4,
+            "lora_dropout": 0.1,
+            "target_modules": ["q_proj", "down_proj", "embed_tokens"],
+            "rank_pattern": {"q_proj": 2},
+            "omega_pattern": {"layers.1.*down_proj": 30.0},
+        },
+        second={
+            "use_dora": True,
+            "target_modules": ["v_proj", "down_proj", "embed_tokens"],
+            "rank_pattern": {},
+            "omega_pattern": {},
+        },
     ),
 ]
 

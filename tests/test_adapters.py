@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import nonlinear_lowrank as nlr
-from adapter_rows import FAMILIES, ROWS, batch, labels
+from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.adapters.base import AdapterLayer
 
@@ -26,12 +26,7 @@ one_a_method = [
 ]
 every_method = pytest.mark.parametrize("row", one_a_method, ids=[row.name for row in one_a_method])
 
-pytestmark = pytest.mark.filterwarnings(
-    # transformers' own; peft calls the one on every model, and its users the other.
-    "ignore:`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated:FutureWarning",
-    # peft's, about names in the hub that a model drawn here does not have.
-    "ignore:Could not find a config file in:UserWarning",
-)
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 def wrapped(row, **overrides):
@@ -285,7 +280,7 @@ def test_through_transformers_own_add_adapter(row, tmp_path):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(row, reentrant):
     gradients = []
-    _, model, inputs = wrapped(row, **({"dropout": 0.0} if row.name == "noble-dropout" else {}))
+    _, model, inputs = wrapped(row, **{name: 0.0 for name in row.options if name.endswith("dropout")})
     model.train()
     target = labels(row, inputs)
     for checkpointing in (False, True):
