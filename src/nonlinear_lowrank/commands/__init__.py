@@ -13,10 +13,13 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(usage="train RECIPE", summary="train one model: baseline, or with a method"),
+    "finetune": Command(usage="finetune RECIPE", summary="tune a pretrained model: an adapter, its head, or all of it"),
     "compare": Command(
         usage="compare RECIPE", summary="train baselines and methods on the same batches; table, picture, report"
     ),
-    "evaluate": Command(usage="evaluate CHECKPOINT", summary="perplexity, bits per byte, lm-eval tasks"),
+    "evaluate": Command(
+        usage="evaluate CHECKPOINT", summary="perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"
+    ),
     "generate": Command(usage="generate CHECKPOINT", summary="continue a prompt"),
     "inspect": Command(
         usage="inspect MODEL", summary="parameters, FLOPs and kept bytes by layer, without building the model"
