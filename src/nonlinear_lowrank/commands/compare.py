@@ -20,11 +20,14 @@ class CompareOptions(Generic[Task, Train]):
     """Folder for the runs, results.json, the picture and report.md; must be empty or new."""
     arms: tuple[str, ...]
     """What is compared; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
-    noble:rank=64,activation=gelu,depth=1, or your own module:function (model in, model out)."""
+    noble:rank=64,activation=gelu,depth=1, or your own module:function (model in, model out). Of a pretrained model:
+    full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2,
+    nora++, noble-adapter:r=16."""
     seeds: int
     """Seeds; on each, every arm gets the same batches."""
     tune_lr: tuple[float, ...]
-    """Learning rates to try for each arm, on a seed of their own; then every arm runs at its best."""
+    """Learning rates to try for each arm that names none (lr= or grid=), on a seed of their own; then every arm
+    runs at its best."""
     reference: str | None = None
     """Name of the arm that the table compares with; default: the first."""
     timing_rounds: int = 30
@@ -36,7 +39,7 @@ class CompareOptions(Generic[Task, Train]):
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
     task: Task
-    """The text and the model."""
+    """The data and the model."""
     train: Train
     """The optimization, shared by all arms."""
 

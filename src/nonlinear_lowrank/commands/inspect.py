@@ -51,6 +51,7 @@ def run(arguments: list[str]) -> None:
         check_name(options.model)
 
     from ..analysis.inspect import format_cost, inspect_model
+    from ..tasks.task import AdapterSetup, adapter_setup, tokens_per_example
     from ..training.recipe import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
@@ -61,13 +62,14 @@ def run(arguments: list[str]) -> None:
 
         recipe = get_recipe(options.model)
         model: Any = recipe.task.build_on_meta()
+        setup = adapter_setup(recipe.task, model)
         arm = recipe.arm if arm is None else arm
-        length = recipe.task.text.sequence_length if length is None else length
+        length = tokens_per_example(recipe.task) if length is None else length
         bf16 = recipe.train.bf16 if bf16 is None else bf16
     else:
-        model = _from_config(path)
+        model, setup = _from_config(path), AdapterSetup()
     if arm is not None:
-        model = arm.apply(model)
+        model = arm.apply(model, setup)
     if length is None:
         length = min(getattr(model.config, "max_position_embeddings", None) or 1024, 1024)
     cost = inspect_model(model, length, options.batch_size, bf16=bool(bf16))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tyro
 
 from ..errors import UserError
-from ..recipes import RECIPES, check_name
+from ..recipes import check_name, recipes_of
 
 Options = TypeVar("Options")
 
@@ -82,12 +82,13 @@ def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]
     Raises:
         UserError: no recipe is named first, or there is none of that name.
     """
+    known = recipes_of(command)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(RECIPES)}")
+        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
     if arguments[0] in ("-h", "--help"):
         # Options depend on the recipe; any of them shows what there is.
-        return next(iter(RECIPES)), list(arguments)
-    check_name(arguments[0])
+        return known[0], list(arguments)
+    check_name(arguments[0], command)
     return arguments[0], list(arguments[1:])
 
 

@@ -26,6 +26,12 @@ class RecipeEntry:
     """The function's name; it takes no arguments."""
     summary: str
     """One line for the listing: what is trained, and on what hardware."""
+    command: str = "train"
+    """"train" from scratch, or "finetune" a pretrained model; `nlr compare` takes both."""
+
+
+def _tuning(module: str, function: str, summary: str) -> RecipeEntry:
+    return RecipeEntry(module=module, function=function, summary=summary, command="finetune")
 
 
 RECIPES: dict[str, RecipeEntry] = {
@@ -41,15 +47,43 @@ RECIPES: dict[str, RecipeEntry] = {
     "llm-large": RecipeEntry(
         module="llm", function="llm_large", summary="the paper's 1.5B language model on OpenWebText; 8 large GPUs"
     ),
+    "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
+    **{
+        f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")
+        for task, name in (
+            *(("cola", "CoLA"), ("sst2", "SST-2"), ("mrpc", "MRPC"), ("qqp", "QQP")),
+            *(("stsb", "STS-B"), ("mnli", "MNLI"), ("qnli", "QNLI"), ("rte", "RTE")),
+        )
+    },
+    "vit-digits": _tuning("vision", "vit_digits", "a tiny ViT on other digits, all embedded; 2 CPU cores, seconds"),
+    "vit-cifar10": _tuning("vision", "vit_cifar10", "ViT-Tiny on CIFAR-10, as published; one GPU"),
+    "vit-cifar100": _tuning("vision", "vit_cifar100", "ViT-Tiny on CIFAR-100, as published; one GPU"),
+    "instruct-small": _tuning(
+        "instruct", "instruct_small", "a model of nlr train on instructions; 2 CPU cores, a minute an arm"
+    ),
+    "llama3-commonsense": _tuning(
+        "instruct", "llama3_commonsense", "Llama-3-8B on commonsense-170k, as published; one large GPU"
+    ),
+    "llama3-alpaca": _tuning("instruct", "llama3_alpaca", "Llama-3-8B on Alpaca, as published; one large GPU"),
 }
 
 
-def check_name(name: str) -> None:
-    """Raises UserError, with the nearest names, when there is no recipe of that name."""
+def recipes_of(command: str) -> list[str]:
+    """Names of the recipes that a command takes: `train`'s, `finetune`'s, or all of them."""
+    return [name for name, entry in RECIPES.items() if command not in ("train", "finetune") or entry.command == command]
+
+
+def check_name(name: str, command: str = "") -> None:
+    """Raises UserError, with the nearest names, when there is no recipe of that name, or it is another command's."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(RECIPES)}"
+        known = recipes_of(command)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         raise UserError(f"unknown recipe {name!r}; {hint}")
+    if name not in recipes_of(command):
+        own = RECIPES[name].command
+        does = "trains a model from scratch" if own == "train" else "tunes a pretrained model"
+        raise UserError(f"{name} {does}: nlr {own} {name}")
 
 
 def get_recipe(name: str) -> "Recipe":

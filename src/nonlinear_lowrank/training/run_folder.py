@@ -18,6 +18,7 @@ from ..storage import (
 )
 from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe
+from .usage import write_usage
 
 RECIPE, RESULT, MODEL, LOCK = "recipe.json", "result.json", "model", ".lock"
 BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
@@ -132,6 +133,7 @@ class RunFolder:
                 base: Any = model.get_base_model() if is_adapted(model) else None
                 if hasattr(base, "write_base"):
                     base.write_base(folder / BASE)
+                write_usage(folder)
         except Exception as error:
             if not is_disk_error(error):
                 raise

@@ -20,6 +20,7 @@ The head is trained in all of them, drawn from the same seed. `plus=16` on a low
 import dataclasses
 import importlib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +130,10 @@ class Tuning:
             own["modules_to_save"] = list(setup.head)
         config = self._config({**own, **settings}, task_type=setup.task_type)
         try:
-            adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+            with warnings.catch_warnings():
+                # Of transformers, about a name that peft uses.
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+                adapted = get_peft_model(model, config)  # type: ignore[arg-type]
         except UserError:
             raise
         except (ValueError, TypeError, KeyError) as error:

@@ -1,0 +1,80 @@
+"""`nlr finetune RECIPE`: a pretrained model tuned by one arm of a recipe, to an adapter folder of peft's."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from tyro.conf import FlagCreatePairsOff
+
+from ..errors import UserError
+from .options import is_main_process, parse, take_recipe
+
+Task = TypeVar("Task")
+Train = TypeVar("Train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(Generic[Task, Train]):
+    """Options of `nlr finetune`; the recipe's own settings are the nested ones."""
+
+    out: str
+    """Folder for checkpoints, the adapter and result.json; must be empty or new."""
+    arm: str
+    """How it is tuned: full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200, sine-dora:r=4,omega=200,
+    nora:r=2,groups=8, nora++:r=2,lora_r=8, noble-adapter:r=16; low-rank ones may add plus=16 (LoRA+), and all of
+    them lr=3e-4 and target_modules=q_proj/v_proj."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the newest complete checkpoint in --out."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in --out first."""
+    task: Task
+    """The data and the pretrained model."""
+    train: Train
+    """The optimization."""
+
+
+def run(arguments: list[str]) -> None:
+    """Tunes, and prints the score, where the adapter is and how it is loaded."""
+    name, rest = take_recipe(arguments, "finetune")
+
+    from ..recipes import get_recipe, recipe_function
+
+    recipe = get_recipe(name)
+    default: FinetuneOptions[Any, Any] = FinetuneOptions(
+        out=f"runs/{name}", arm=str(recipe.arm), task=recipe.task, train=recipe.train
+    )
+    kind: Any = FinetuneOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
+    options = parse(
+        kind,
+        rest,
+        command=f"finetune {name}",
+        description=recipe_function(name).__doc__,
+        default=default,
+    )
+
+    from pathlib import Path
+
+    from ..training.methods import ARM_METHODS
+    from ..training.recipe import Arm
+    from ..training.run import run_training
+    from ..training.usage import loading_code
+
+    arm = Arm.parse(options.arm)
+    if arm.grid:
+        raise UserError(f"grid= is for nlr compare, which tries several rates; give the arm one: {arm.method}:lr=1e-4")
+    if arm.method == "baseline":
+        ways = ", ".join(each for each in ARM_METHODS if each not in ("baseline", "noble"))
+        raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
+    recipe = replace(recipe, arm=arm, task=options.task, train=options.train)
+    result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
+    if not is_main_process():
+        return
+    total, trained = result.parameters, result.trainable or result.parameters
+    print(
+        f"{arm.name}: {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), {result.steps} steps"
+    )
+    scores = "   ".join(f"{key} {value:.4f}" for key, value in result.scores.items())
+    print(f"last step: {scores}")
+    if result.metric != "loss" and result.best_step != result.steps:
+        print(f"best held-out {result.metric} at step {result.best_step}: {result.metric} {result.best_score:.4f}")
+    model = Path(options.out) / "model"
+    print(f"{model}\nto load it:\n{loading_code(model)}")
