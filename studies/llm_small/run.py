@@ -9,7 +9,7 @@ copied to this folder: `<size>-<stage>.json`, its picture and its report. Stages
     table     baseline with three dense inits and NOBLE at three ranks, at embedding std 1; rates tuned for each
               arm; 3 seeds
     ablation  every bottleneck of Table 5 at CosNet's rank and at the rate that was best for CosNet; 3 seeds
-    long      the controls and the smallest NOBLE for four times as many steps, at the rates of `table`; 3 seeds
+    long      the best control and the smallest NOBLE for four times as many steps, at the rates of `table`; 3 seeds
     setting   the controls and the smallest NOBLE at embedding std 0.02, rates tuned for each arm; 1 seed
 
 Size "cpu" is what two cores manage in about four hours; "gpu" is the same design at width 512, and runs
@@ -21,6 +21,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare import Comparison, compare
@@ -96,15 +97,25 @@ def keep(comparison: Comparison, name: str) -> None:
     ):
         if (comparison.out / source).exists():
             shutil.copyfile(comparison.out / source, HERE / target)
+    report = HERE / f"{name}.md"
+    text = report.read_text(encoding="utf-8")
+    for picture in ("curves.png", "rates.png"):
+        text = text.replace(f"({picture})", f"({name}-{picture})")
+    report.write_text(text, encoding="utf-8")
     print(comparison)
 
 
-def tuned_rates(size: str, work: Path) -> dict[str, float]:
-    """The rate that `table` found for each arm."""
+def command(size: str, stage: str) -> str:
+    """How to repeat a stage, for its report."""
+    return f"python studies/llm_small/run.py DATA --size {size} --stage {stage}"
+
+
+def table_arms(size: str, work: Path) -> dict[str, dict[str, Any]]:
+    """What `table` found, by the arm's name: its rate, its final loss and the rest of its record."""
     record = work / f"{size}-table" / "results.json"
     if not record.exists():
         raise UserError("this stage takes its learning rates from the stage 'table'; run that first")
-    return {arm["name"]: arm["lr"] for arm in json.loads(record.read_text())["arms"]}
+    return {arm["name"]: arm for arm in json.loads(record.read_text())["arms"]}
 
 
 def setting(base: Recipe, size: str, work: Path) -> None:
@@ -113,7 +124,14 @@ def setting(base: Recipe, size: str, work: Path) -> None:
     arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
     out = work / f"{size}-setting"
     found = compare(
-        replace(base, task=task), out, arms=arms, seeds=1, tune_lr=RATES[size], resume=out.exists(), timing_rounds=0
+        replace(base, task=task),
+        out,
+        arms=arms,
+        seeds=1,
+        tune_lr=RATES[size],
+        resume=out.exists(),
+        timing_rounds=0,
+        command=command(size, "setting"),
     )
     keep(found, f"{size}-setting")
 
@@ -122,31 +140,39 @@ def table(base: Recipe, size: str, work: Path) -> None:
     """Table 1 and Figure 3 in small."""
     arms = [Arm.parse(text) for text in (*CONTROLS, *(f"noble:rank={rank}" for rank in RANKS[size]))]
     out = work / f"{size}-table"
-    keep(compare(base, out, arms=arms, seeds=3, tune_lr=RATES[size], resume=out.exists()), f"{size}-table")
+    how = command(size, "table")
+    found = compare(base, out, arms=arms, seeds=3, tune_lr=RATES[size], resume=out.exists(), command=how)
+    keep(found, f"{size}-table")
 
 
 def ablation(base: Recipe, size: str, work: Path) -> None:
     """Table 5 in small, at the rate that `table` found best for CosNet of the same rank."""
     rank = RANKS[size][0]
-    rate = tuned_rates(size, work)[f"noble-r{rank}"]
+    rate = table_arms(size, work)[f"noble-r{rank}"]["lr"]
     texts = ["baseline:init=noble,name=baseline", *(f"noble:rank={rank},{each}" for each in BOTTLENECKS)]
     arms = [Arm.parse(text) for text in texts]
     out = work / f"{size}-ablation"
     base = replace(base, train=replace(base.train, lr=rate))
-    keep(compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0), f"{size}-ablation")
+    how = command(size, "ablation")
+    found = compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0, command=how)
+    keep(found, f"{size}-ablation")
 
 
 def long(base: Recipe, size: str, work: Path) -> None:
     """Whether the difference lasts: four times the steps of `table`."""
-    rates = tuned_rates(size, work)
+    tuned = table_arms(size, work)
+    controls = [tuned[Arm.parse(text).name] for text in CONTROLS]
+    best = min(controls, key=lambda arm: arm["final_loss"]["mean"])["name"]
     arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
-    arms = [replace(arm, lr=rates[arm.name]) for arm in arms]
+    arms = [replace(arm, lr=tuned[arm.name]["lr"]) for arm in arms if arm.name == best or arm.method == "noble"]
     out = work / f"{size}-long"
     steps, warmup = 4 * base.train.steps, 4 * base.train.warmup_steps
     base = replace(
         base, train=replace(base.train, steps=steps, warmup_steps=warmup, eval_every=4 * base.train.eval_every)
     )
-    keep(compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0), f"{size}-long")
+    how = command(size, "long")
+    found = compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0, command=how)
+    keep(found, f"{size}-long")
 
 
 def main() -> None:
