@@ -4,7 +4,8 @@ peft's backends (`resolve_quantization_backend`) know the formats; what they get
 unmerged and merged again is mended here:
 
 - bitsandbytes 4-bit: a no-grad forward on a CPU with AVX512-BF16 packs the weight in place, and dequantizing
-  the packed form gives garbage. The packed form also has no gradient with respect to the input.
+  the packed form gives garbage. The packed form also has no gradient with respect to the input, and
+  bitsandbytes' own way back leaves the scales transposed.
 - bitsandbytes 4-bit: peft's `set_base_weight` marks the old weight, which is kept here, as unquantized.
 - torchao: dequantizing and quantizing again drifts, so an unmerged weight is the kept one, never a new one.
 """
@@ -40,10 +41,9 @@ def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> Quantizatio
 def unpack(base: nn.Module) -> None:
     """Undoes, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing."""
     weight: Any = base.weight
-    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
-
-        weight.data, weight.quant_state = inverse(weight.data, weight.quant_state)
+    state = getattr(weight, "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        weight.data, weight.quant_state = _unpacked(weight.data, state)
 
 
 class Kept:
@@ -85,12 +85,11 @@ class Kept:
     def weight(self) -> Tensor:
         """The weight in float, on the module's device; not to be written to."""
         if self._kind == "bnb 4bit":
-            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
             from bitsandbytes.functional import dequantize_4bit
 
             state, data = copy.deepcopy(self._state), self._data
             if getattr(state, "packing_format_for_cpu", False):
-                data, state = inverse(data, state)
+                data, state = _unpacked(data, state)
             state.to(self._device)
             return dequantize_4bit(data.to(self._device), state)
         if self._kind == "bnb 8bit":
@@ -138,6 +137,17 @@ class Kept:
 
 
 _KINDS = ("bnb 4bit", "bnb 8bit", "torchao")
+
+
+def _unpacked(data: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Undoes bitsandbytes' packing; `state` is changed in place."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
+
+    data, state = inverse(data, state)
+    if state.absmax.ndim == 2:
+        # bitsandbytes (0.50) forgets the scales that are not quantized themselves: still (blocks of a row, rows).
+        state.absmax = state.absmax.t().reshape(-1).float()
+    return data, state
 
 
 def _like_4bit(weight: Any, data: Tensor, **options: Any) -> Any:
