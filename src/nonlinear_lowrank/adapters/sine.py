@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend, get_quantization_kwargs
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..layers import Role
@@ -31,7 +31,7 @@ from ..ops.sine import effective_weights, sine_delta, sine_layer
 from ..ops.sine_delta import SineFactors, added, dora_norm
 from ..ops.sine_embedding import embedding_delta, sine_embedding
 from .config import AdapterConfig, check_dropout, check_number, check_whole
-from .quantized import unpack
+from .quantized import backend_of, unpack
 from .tuner import AdapterModel
 from .weights import WeightLayer
 
@@ -109,7 +109,9 @@ class _SineLayer(WeightLayer):
     @torch.no_grad()
     def reset_magnitude(self, name: str) -> None:
         """Sets an adapter's magnitude to the lengths of the weight's rows."""
-        self.nlr_sine_lora_magnitude[name].copy_(dora_norm(self.matrix.of(self._original())))
+        magnitude = self.nlr_sine_lora_magnitude[name]
+        if not magnitude.is_meta:
+            magnitude.copy_(self._lengths())
 
     @torch.no_grad()
     def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
@@ -119,7 +121,16 @@ class _SineLayer(WeightLayer):
         magnitude = self.nlr_sine_lora_magnitude[name]
         if magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
             return False
-        return torch.equal(magnitude, dora_norm(self.matrix.of(self._original())).to(magnitude.dtype))
+        return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
+
+    def _lengths(self) -> Tensor:
+        """(d_out), computed as the operators do, for the same bits."""
+        return dora_norm(self._original(), transposed=self.transposed)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the module stores its weight as (d_in, d_out)."""
+        return self.matrix.kind == "conv1d"
 
     def _original(self) -> Tensor:
         """The weight without adapters, dequantized, in its own layout."""
@@ -187,17 +198,13 @@ class SineLinear(_SineLayer):
         base: bool = True,
     ) -> Tensor:
         factors = [self._factors(name) for name in names]
-        return sine_layer(x, weight, bias, factors, base=base, transposed=self._transposed, stride=self._stride)
+        return sine_layer(x, weight, bias, factors, base=base, transposed=self.transposed, stride=self._stride)
 
     def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
         """Where sine-DoRA's delta gets the weight from: dequantized anew in backward, so as not to be kept."""
         if not any(self.configs[name].use_dora for name in names):
             return None
         return self._original() if self.quantization_backend is None else self._original
-
-    @property
-    def _transposed(self) -> bool:
-        return isinstance(self.get_base_layer(), Conv1D)
 
     @property
     def _stride(self) -> tuple[int, int] | None:
@@ -207,11 +214,11 @@ class SineLinear(_SineLayer):
         """As in `WeightLayer`; formed in the module's layout, in which `adapted` forms it."""
         stored = self.matrix.back(weight)
         factors = [self._factors(name) for name in names]
-        return self.matrix.of(effective_weights(stored, factors, transposed=self._transposed))
+        return self.matrix.of(effective_weights(stored, factors, transposed=self.transposed))
 
     def get_delta_weight(self, name: str) -> Tensor:
         """As in `_SineLayer`."""
-        return sine_delta(self._original(), self._factors(name), transposed=self._transposed)
+        return sine_delta(self._original(), self._factors(name), transposed=self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """True: an adapter adds one matrix to the weight."""
@@ -241,11 +248,16 @@ class SineEmbedding(_SineLayer):
         factors = [self._factors(name) for name in names]
         plain = self.base_is_plain()
         rows = sine_embedding(x, self._original(), factors, padding_idx=base.padding_idx, base=plain)
-        if plain:
-            return rows
-        scale = getattr(base, "embed_scale", 1.0)  # of Gemma, BART, ...: applied by the module to its rows
-        scale = scale.to(rows.dtype) if isinstance(scale, Tensor) else scale
-        return self.base_layer(x, *args, **kwargs) + rows * scale
+        scale = getattr(base, "embed_scale", None)  # of Gemma, BART, ...: the module multiplies its rows by it
+        if scale is not None:
+            rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+        return rows if plain else self.base_layer(x, *args, **kwargs) + rows
+
+    def base_is_plain(self) -> bool:
+        """As in `WeightLayer`; which classes look up plainly was checked before they were wrapped."""
+        base = self.base_layer
+        hooked = base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook")
+        return type(base.weight) is nn.Parameter and not hooked
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """As in `WeightLayer`."""
@@ -274,6 +286,13 @@ class SineLoraModel(AdapterModel):
     def check_target(self, name: str, base: nn.Module, config: SineLoraConfig) -> None:
         """Also that an embedding looks its rows up as nn.Embedding does."""
         super().check_target(name, base, config)
+        if config.use_dora:
+            backend = backend_of(base, get_quantization_kwargs(self.model))
+            if isinstance(backend, ForwardOnlyQuantizationBackend):
+                raise UserError(
+                    f"sine-DoRA needs the norms of {name}, whose {backend.backend_name} weights cannot be read; "
+                    "set use_dora=False"
+                )
         if not isinstance(base, nn.Embedding):
             return
         own = type(base).forward is not nn.Embedding.forward and not hasattr(base, "embed_scale")

@@ -1,0 +1,74 @@
+"""A sine adapter as a plain LoRA adapter, for tools that know LoRA only; not exact, so it reports the error."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .base import AdapterLayer
+
+
+@torch.no_grad()
+def convert_to_lora(
+    model: nn.Module,
+    rank: float,
+    adapter_name: str = "default",
+    *,
+    path: str | Path | None = None,
+    report: Callable[[str], Any] = print,
+) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
+    """The nearest LoRA adapter of a rank (peft's conversion), and for every layer how far away it is.
+
+    The sine gives a delta a far higher rank than r, so a LoRA that comes near needs a rank far above r; merging
+    is exact and costs nothing afterwards.
+
+    Args:
+        model: a PeftModel with a sine adapter on linears.
+        rank: LoRA's rank; a float in (0, 1] is the share of squared singular values to keep, layer by layer.
+        adapter_name: which adapter.
+        path: a folder to save the LoRA adapter in.
+        report: called with a line for each layer: name, rank, Frobenius norm of the error over that of the delta.
+
+    Returns:
+        LoRA's config and state dict.
+
+    Raises:
+        UserError: there is no such adapter, or a rank is out of range.
+        TypeError: some adapted module is not a linear (peft's error).
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, AdapterLayer) and adapter_name in module.configs
+    }
+    if not layers:
+        raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
+    if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
+        raise UserError(f"rank must be a whole number above 0, or a share in (0, 1], not {rank!r}")
+    try:
+        config, tensors = peft.convert_to_lora(model, rank, adapter_name)
+    except ValueError as reason:
+        raise UserError(str(reason)) from reason
+    config.fan_in_fan_out = all(getattr(layer, "transposed", False) for layer in layers.values())
+    errors, norms = 0.0, 0.0
+    for name, layer in layers.items():
+        a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
+        if a is None or b is None:
+            continue
+        matrix: Any = layer.matrix
+        delta = matrix.of(layer.get_delta_weight(adapter_name))  # type: ignore[operator]
+        error, norm = (b @ a - delta).norm().item(), delta.norm().item()
+        errors, norms = errors + error**2, norms + norm**2
+        report(f"{name}: rank {len(a)}, relative error {error / norm if norm else 0.0:.4f}")
+    report(f"all {len(layers)} layers: relative error {(errors / norms) ** 0.5 if norms else 0.0:.4f}")
+    if path is not None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_file(tensors, Path(path) / SAFETENSORS_WEIGHTS_NAME)
+        config.save_pretrained(str(path))
+    return config, tensors
