@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .errors import UserError
-from .layers import METHODS, Method, config_from_dict, config_to_dict, method_of_config, method_of_layer
+from .layers import (
+    METHODS,
+    SAVED_METHODS,
+    Method,
+    config_from_dict,
+    config_to_dict,
+    method_of_config,
+    method_of_layer,
+)
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
@@ -117,11 +125,11 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
     """
     planned = []
     for entry in entries:
-        method = METHODS.get(entry["method"])
+        method = SAVED_METHODS.get(entry["method"])
         if method is None:
             raise UserError(
                 f"unknown method {entry['method']!r} in the model's config; this version knows "
-                f"{', '.join(METHODS)}: update nonlinear-lowrank"
+                f"{', '.join(SAVED_METHODS)}: update nonlinear-lowrank"
             )
         config = config_from_dict(method.config_class, entry["config"])
         for name in entry["modules"]:
@@ -192,7 +200,7 @@ def _choose(
     used: set[re.Pattern[str]] = set()
     chosen, shared = [], _used_without_forward(model)
     for name, module in model.named_modules():
-        if not name or not (_is_linear(module) or method_of_layer(module)):
+        if not name or not (_is_linear(module) or _linear_method(module)):
             continue
         if included is not None:
             hits = [pattern for pattern in included if pattern.fullmatch(name)]
@@ -275,6 +283,12 @@ def _is_linear(module: nn.Module) -> bool:
     )
 
 
+def _linear_method(module: nn.Module) -> Method | None:
+    """The method that put this layer in a linear's place."""
+    method = method_of_layer(module)
+    return method if method and method.name in METHODS else None
+
+
 def _is_wrapped(weight: torch.Tensor) -> bool:
     """Tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
     return type(weight.data) is not torch.Tensor
@@ -290,9 +304,9 @@ def _used_without_forward(model: nn.Module) -> dict[str, str]:
 
 
 def _linear_flops(module: nn.Module) -> int:
-    if not _is_linear(module) and method_of_layer(module) is None:
+    method = _linear_method(module)
+    if not _is_linear(module) and method is None:
         return 0
-    method = method_of_layer(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return 2 * weight.numel() + (method.flops(module) if method else 0)

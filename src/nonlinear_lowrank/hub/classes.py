@@ -50,6 +50,14 @@ class AugmentedModel:
         mark_initialized(self)
         super().initialize_weights()  # type: ignore[misc]
 
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict:
+        """transformers', and the tensors that our layers keep in float32 whatever type is loaded."""
+        plan = super()._get_dtype_plan(dtype)  # type: ignore[misc]
+        if dtype in (torch.bfloat16, torch.float16):
+            methods = filter(None, map(method_of_layer, augmented_layers(self)))
+            plan |= {name: torch.float32 for method in methods for name in method.float32}
+        return plan
+
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """transformers' from_pretrained, which only warns of missing or extra tensors, made strict.

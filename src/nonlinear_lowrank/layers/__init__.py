@@ -1,11 +1,15 @@
 """Modules, one method a file. A new method is one file here and one row of `METHODS`."""
 
-from . import noble
+from . import noble, rational
 from .method import Method, Role, config_from_dict, config_to_dict
 from .noble import NobleConfig, NobleConv1D, NobleLinear
+from .rational import RationalActivation, RationalConfig
 
 METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD,)}
-"""Every method by its name."""
+"""Every method that `augment` puts into a model, by its name."""
+
+SAVED_METHODS: dict[str, Method] = {**METHODS, rational.METHOD.name: rational.METHOD}
+"""Every method whose layers a saved model may hold; rational activations come from merging NoRA."""
 
 
 def method_of_config(config: object) -> Method | None:
@@ -15,15 +19,18 @@ def method_of_config(config: object) -> Method | None:
 
 def method_of_layer(module: object) -> Method | None:
     """The method that put this module in place, or None for a plain module."""
-    return next((method for method in METHODS.values() if isinstance(module, method.layer_types)), None)
+    return next((method for method in SAVED_METHODS.values() if isinstance(module, method.layer_types)), None)
 
 
 __all__ = [
     "METHODS",
+    "SAVED_METHODS",
     "Method",
     "NobleConfig",
     "NobleConv1D",
     "NobleLinear",
+    "RationalActivation",
+    "RationalConfig",
     "Role",
     "config_from_dict",
     "config_to_dict",

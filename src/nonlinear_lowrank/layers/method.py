@@ -41,6 +41,8 @@ class Method:
     """Roles of the parameters a layer of the method adds, by their name in the layer."""
     flops: Callable[[nn.Module], int]
     """Forward FLOPs per token that a layer adds to the plain one."""
+    float32: tuple[str, ...] = ()
+    """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
+from .rational import rational, rational_anchored, rational_reference
 from .sine import (
     effective_weight,
     sine_delta,
@@ -23,6 +24,9 @@ __all__ = [
     "noble_branch",
     "noble_linear",
     "noble_linear_reference",
+    "rational",
+    "rational_anchored",
+    "rational_reference",
     "sine_delta",
     "sine_delta_linear",
     "sine_dora_linear",
