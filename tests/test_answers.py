@@ -9,6 +9,7 @@ from nonlinear_lowrank import UserError
 from nonlinear_lowrank.evaluation import find_local_tasks, score_answers
 from nonlinear_lowrank.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
 from nonlinear_lowrank.evaluation.commonsense import TESTS
+from nonlinear_lowrank.tasks.instruction_files import read_examples
 from task_rows import answer_tokenizer, commonsense_rows, tiny_model, write_lines
 
 
@@ -109,6 +110,13 @@ def test_the_prompt_of_the_release_is_indented():
     assert plain.endswith("\n\n### Instruction:\nWhy {not}?\n\n### Response:\n")
 
 
+def test_models_are_asked_as_nlr_finetune_tunes_them(tmp_path):
+    (row,) = commonsense_rows("piqa", 1)
+    path = write_lines(tmp_path / "train.jsonl", [row])
+    (example,) = read_examples(str(path), "alpaca")
+    assert example.prompt == PROMPTS["alpaca"].format(instruction=row["instruction"])
+
+
 def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     write_lines(tmp_path / "boolq.jsonl", commonsense_rows("boolq", 2))
     local = find_local_tasks(["boolq_local"], tmp_path)
@@ -116,5 +124,5 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
     with pytest.raises(UserError, match=f"{MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}"):
         score_answers(tiny_model(tokenizer, positions=MAX_NEW_TOKENS), tokenizer, local)
-    with pytest.raises(UserError, match="there is no prompt 'vicuna'; there are llm-adapters, alpaca"):
+    with pytest.raises(UserError, match="there is no prompt 'vicuna'; there are alpaca, llm-adapters"):
         score_answers(model, tokenizer, local, prompt="vicuna")

@@ -37,9 +37,9 @@ class EvaluateOptions:
     format: Literal["choices", "generate"] = "choices"
     """How the local commonsense tests are asked: choices compared by log-likelihood, as lm-eval does, or the
     answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do."""
-    prompt: Literal["llm-adapters", "alpaca"] = "llm-adapters"
-    """For --format generate: the prompt of LLM-Adapters' release with its indents, or without; take the one the
-    model was tuned with."""
+    prompt: Literal["alpaca", "llm-adapters"] = "alpaca"
+    """For --format generate: the prompt that the model was tuned with, that of nlr finetune or that of LLM-Adapters'
+    release, which is indented."""
     beams: int = 4
     """For --format generate: beams of the search; 1 is greedy."""
     num_fewshot: int | None = None

@@ -5,8 +5,8 @@ with 4 beams and at most 32 new tokens, left padding; of the text behind the las
 occurrence of a possible answer ("true", "solution2", "answer3") counts, whatever stands around it. No occurrence
 is a wrong answer.
 
-The release's own prompt is indented by 16 spaces, a slip of its source code that its tuned models have learned;
-`alpaca` is the same without them. A model is asked with the prompt that it was tuned with.
+A model is asked with the prompt that it was tuned with: `alpaca` is that of `nlr finetune`; the release's own is
+indented by 16 spaces, a slip of its source code that models tuned by it have learned.
 """
 
 import re
@@ -26,13 +26,13 @@ MAX_NEW_TOKENS = 32
 _RESPONSE = "### Response:"
 _INDENT = " " * 16
 PROMPTS: dict[str, str] = {
-    "llm-adapters": (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request. \n\n"
-        f"{_INDENT}### Instruction:\n{_INDENT}{{instruction}}\n\n{_INDENT}{_RESPONSE}\n{_INDENT}"
-    ),
     "alpaca": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         f"### Instruction:\n{{instruction}}\n\n{_RESPONSE}\n"
+    ),
+    "llm-adapters": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request. \n\n"
+        f"{_INDENT}### Instruction:\n{_INDENT}{{instruction}}\n\n{_INDENT}{_RESPONSE}\n{_INDENT}"
     ),
 }
 
@@ -42,7 +42,7 @@ def score_answers(
     tokenizer: PreTrainedTokenizerBase,
     local: LocalTasks,
     *,
-    prompt: str = "llm-adapters",
+    prompt: str = "alpaca",
     beams: int = BEAMS,
     limit: int | None = None,
     batch_size: int = 8,
