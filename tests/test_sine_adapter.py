@@ -490,3 +490,37 @@ def test_learns_what_it_can():
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.quantized
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@doras
+def test_a_quantized_base_is_not_kept_dequantized(dora, dropout):
+    """And the gradients are those beside the dequantized weight."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plain = nn.Linear(128, 192, bias=False)
+    base = bitsandbytes.nn.Linear4bit(128, 192, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    base.load_state_dict(plain.state_dict())
+    base = base.to("cpu")  # quantizes
+    options = {"r": 4, "use_dora": dora, "lora_dropout": dropout, "target_modules": ["target"], "init_weights": False}
+    model = get_peft_model(One(base), SineLoraConfig(**options)).train()
+    layer = model.base_model.model.target
+    plain.weight.data = layer.get_base_weight().float()
+    twin = get_peft_model(One(plain), SineLoraConfig(**options)).train()
+    x = torch.randn(7, 128, requires_grad=True)
+    dy = torch.randn(7, 192)
+    gradients = []
+    for each in (model, twin):
+        inputs = [x]
+        for name, value in each.base_model.model.target.named_parameters():
+            if "nlr_" in name:
+                value.data = layer.get_parameter(name).data.clone()
+                inputs.append(value)
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(each(x), inputs, dy))
+    for ours, expected in zip(*gradients, strict=True):
+        assert (ours - expected).norm() <= 1e-3 * expected.norm()
+    kept = saved_bytes(model, x)
+    lora = get_peft_model(One(layer.base_layer), LoraConfig(r=4, lora_dropout=dropout, target_modules=["target"]))
+    assert kept <= 1.01 * saved_bytes(lora.train(), x)
