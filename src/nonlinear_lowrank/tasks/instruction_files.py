@@ -31,6 +31,7 @@ _ALPACA_INPUT = (
     "response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 TEMPLATES = ("alpaca", "plain", "chat")
 
 
@@ -186,13 +187,11 @@ def _texts(prompt: str, answer: str) -> Example | str:
 
 
 def _chat(record: dict[str, Any], where: str) -> Example | str:
-    from trl import maybe_convert_to_chatml  # type: ignore[attr-defined]
-
     messages = record.get("messages", record.get("conversations"))
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise UserError(f"{where}: messages must be a list of objects with role and content")
     if messages and "from" in messages[0]:
-        messages = maybe_convert_to_chatml({"conversations": messages})["messages"]
+        messages = [{"role": _ROLES.get(str(each.get("from"))), "content": each.get("value")} for each in messages]
     for index, message in enumerate(messages, 1):
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):

@@ -1,11 +1,11 @@
 """Instruction tuning: a pretrained language model learns the answers, and only the answers.
 
-trl prepares the data: its chat templates (with the marks of what the assistant says) and its conversion of
-conversations; what is learned, cut and dropped is what its SFTTrainer learns, cuts and drops. The trainer is
-ours, since SFTTrainer puts a forward pass of its own into the model and neither resumes bit by bit nor gives
-every arm the same batches.
+What is learned, cut and dropped is what trl's SFTTrainer learns, cuts and drops (a test holds them side by
+side), and its chat templates mark what the assistant says. The trainer is ours, since SFTTrainer puts a forward
+pass of its own into the model and neither resumes bit by bit nor gives every arm the same batches.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ _CHAT_TEMPLATE = (
     "{% else %}### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
+
+_MARKED = re.compile(r"\{%-?\s*generation\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +204,7 @@ class Tokens:
         if self._chat_template is None:
             self._chat_template = self._choose_template()
         template = self._chat_template or None
-        if "generation" in (template or self.tokenizer.chat_template):
+        if _MARKED.search(template or self.tokenizer.chat_template):
             made = self.tokenizer.apply_chat_template(
                 example.prompt,
                 chat_template=template,

@@ -190,23 +190,28 @@ class Pretrained:
         return AdapterSetup(head=head_modules(model), targets=self.targets, task_type=task_type)
 
     def _new_head(self, kind: Any, labels: int) -> Any:
-        model, info = self._loaded(
-            lambda where: kind.from_pretrained(
+        def load(where: str) -> Any:
+            config: Any = AutoConfig.from_pretrained(where)
+            config.problem_type = None  # of an earlier task; the loss follows the labels
+            config.num_labels = labels
+            return kind.from_pretrained(
                 where,
-                num_labels=labels,
+                config=config,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 dtype=self._dtype(),
                 use_safetensors=True,
             )
-        )
+
+        from transformers import AutoConfig
+
+        model, info = self._loaded(load)
         inside = f"{model.base_model_prefix}."
         lacking = {key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)}
         for name in sorted(lacking):
             if "pooler" not in name:
                 raise UserError(f"{self.checkpoint} lacks weights of {name}: it is no checkpoint of this architecture")
         setattr(model, _UNTRAINED, tuple(sorted({_up_to_pooler(name) for name in lacking})))
-        model.config.problem_type = None  # of an earlier task; the loss follows the labels
         return model
 
     def _mean_pooled(self) -> bool:

@@ -62,8 +62,11 @@ class ProgressLines(TrainerCallback):
             f"{self.title}  step {state.global_step}/{state.max_steps}  train {self.train_loss:.4f}  "
             f"eval {logs['eval_loss']:.4f}"
         )
-        if "eval_bits_per_byte" in logs:
-            line += f"  {logs['eval_bits_per_byte']:.4f} bits/byte"
+        for key, value in logs.items():
+            if key == "eval_bits_per_byte":
+                line += f"  {value:.4f} bits/byte"
+            elif key.startswith("eval_") and key != "eval_loss":
+                line += f"  {key.removeprefix('eval_')} {value:.4f}"
         # Without wrapping, so that a log file has one line an evaluation.
         self.console.print(f"{line}  {speed:.2f} steps/s", soft_wrap=True, markup=False)
 

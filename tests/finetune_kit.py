@@ -1,0 +1,216 @@
+"""Tiny pretrained models and tiny data for the tests of fine-tuning; everything is made here, nothing is fetched."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from nonlinear_lowrank.tasks.glue import GlueData, GlueTask
+from nonlinear_lowrank.tasks.image_classification import ImageData, ImageTask
+from nonlinear_lowrank.tasks.instructions import InstructionData, InstructionTask
+from nonlinear_lowrank.tasks.pretrained import Pretrained
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds", "who", "what", "yes", "no", "very", "not")
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+
+
+def sentence(generator: np.random.Generator, words: int = 6) -> str:
+    return " ".join(generator.choice(WORDS[:12], words))
+
+
+def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *WORDS))}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    if pairs:
+        inner.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+    names = ["input_ids", "token_type_ids", "attention_mask"] if pairs else ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        eos_token="[SEP]",
+        **({"cls_token": "[CLS]", "sep_token": "[SEP]"} if pairs else {}),
+        model_input_names=names,
+    )
+
+
+def _quiet_save(model: Any, folder: Path) -> None:
+    from nonlinear_lowrank.hub.pooled import quiet_loading
+
+    with quiet_loading():
+        model.save_pretrained(folder)
+
+
+def encoder(folder: Path, dropout: float = 0.1) -> str:
+    """A BERT of two layers and width 16, with its tokenizer."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    _quiet_save(BertModel(config), folder)
+    _tokenizer(True).save_pretrained(folder)
+    return str(folder)
+
+
+def language_model(folder: Path) -> str:
+    """A Llama of two layers and width 16, with its tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    _quiet_save(LlamaForCausalLM(config), folder)
+    _tokenizer(False).save_pretrained(folder)
+    return str(folder)
+
+
+def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
+    """A ViT of two layers and width 16 on 8 x 8 pixels."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        num_channels=channels,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    config.num_labels = labels
+    _quiet_save(ViTForImageClassification(config), folder)
+    return str(folder)
+
+
+def glue_folder(folder: Path, rows: int = 40, seed: int = 0) -> str:
+    """CoLA and STS-B in the uniform layout. A sentence is good when it has "red"; two are alike as they share words."""
+    generator = np.random.default_rng(seed)
+    for split, count in (("train", rows), ("dev", rows // 2), ("test", rows // 2)):
+        good = [sentence(generator) for _ in range(count)]
+        lines = ["source\tlabel\tsentence", *(f"x\t{int('red' in text)}\t{text}" for text in good)]
+        _write(folder / "CoLA" / f"{split}.tsv", lines)
+        pairs = [(sentence(generator), sentence(generator)) for _ in range(count)]
+        lines = ["score\tsentence1\tsentence2"]
+        lines += [f"{min(5.0, len(set(a.split()) & set(b.split())))}\t{a}\t{b}" for a, b in pairs]
+        _write(folder / "STS-B" / f"{split}.tsv", lines)
+    return str(folder)
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def instruction_file(path: Path, rows: int = 30, seed: int = 0) -> str:
+    """Alpaca's form; every third row has an input."""
+    generator = np.random.default_rng(seed)
+    records = []
+    for index in range(rows):
+        record = {"instruction": sentence(generator, 4), "output": sentence(generator, 3)}
+        records.append(record | ({"input": sentence(generator, 2)} if index % 3 == 0 else {}))
+    path.write_text(json.dumps(records, indent=1), encoding="utf-8")
+    return str(path)
+
+
+def image_file(path: Path, rows: int = 60, classes: int = 3, seed: int = 0) -> str:
+    """Grey images whose bright corner is their class."""
+    generator = np.random.default_rng(seed)
+    sides = {}
+    for side, count in (("train", rows), ("test", rows // 2)):
+        labels = generator.integers(0, classes, count)
+        images = generator.integers(0, 60, (count, 8, 8))
+        for image, label in zip(images, labels, strict=True):
+            top, left = 4 * (label // 2), 4 * (label % 2)
+            image[top : top + 4, left : left + 4] += 180
+        sides |= {f"x_{side}": images.astype(np.uint8), f"y_{side}": labels}
+    np.savez(path, **sides)
+    return str(path)
+
+
+def recipe(task: Any, arm: str | Arm = "lora:r=2", **train: Any) -> Recipe:
+    """Twelve steps of four examples."""
+    settings: dict[str, Any] = {
+        "steps": 12,
+        "batch_size": 4,
+        "lr": 1e-2,
+        "eval_every": 5,
+        "save_every": 4,
+        "log_every": 3,
+        "tracker": "none",
+        "threads": 1,
+        **train,
+    }
+    return Recipe(
+        name="tiny",
+        task=task,
+        arm=Arm.parse(arm) if isinstance(arm, str) else arm,
+        train=TrainConfig(**settings),
+        arms=("lora:r=2", "head"),
+    )
+
+
+def glue_task(root: Path, task: str = "cola", pooling: str = "own", **data: Any) -> GlueTask:
+    """On the files of `glue_folder` and the model of `encoder`, both made under `root` unless they are there."""
+    if not (root / "glue").exists():
+        glue_folder(root / "glue")
+    if not (root / "bert").exists():
+        encoder(root / "bert")
+    return GlueTask(
+        glue=GlueData(task=task, source=str(root / "glue"), max_length=32, **data),
+        model=Pretrained(checkpoint=str(root / "bert"), targets=("query", "value"), pooling=pooling),
+    )
+
+
+def instruction_task(root: Path, **data: Any) -> InstructionTask:
+    if not (root / "llama").exists():
+        language_model(root / "llama")
+        instruction_file(root / "alpaca.json")
+    settings = {"source": str(root / "alpaca.json"), "template": "plain", "max_length": 32, "held_out": 0.2, **data}
+    return InstructionTask(
+        instructions=InstructionData(**settings),
+        model=Pretrained(checkpoint=str(root / "llama"), targets=("q_proj", "v_proj")),
+    )
+
+
+def image_task(root: Path, **data: Any) -> ImageTask:
+    if not (root / "vit").exists():
+        vision_model(root / "vit")
+        image_file(root / "images.npz")
+    return ImageTask(
+        images=ImageData(**{"source": str(root / "images.npz"), **data}),
+        model=Pretrained(checkpoint=str(root / "vit"), targets=("q_proj", "v_proj")),
+    )
