@@ -25,6 +25,9 @@ PAPER = {
     },
 }
 
+PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train"]
+TUNING = [name for name, entry in RECIPES.items() if entry.command == "finetune"]
+
 
 def parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
@@ -44,11 +47,12 @@ def test_docstrings_state_command_hardware_time_and_expectation(name):
     for label in ("Command", "Hardware", "Time", "Expect"):
         assert re.search(rf"^ *{label}: \S", text, re.MULTILINE), label
     commands = re.findall(r"`(?:nlr|torchrun .* -m nonlinear_lowrank.cli) ([^`]+)`", text)
-    assert commands
-    assert all(shlex.split(command)[1] == name for command in commands)
+    words = [shlex.split(command) for command in commands]
+    assert any(each[1:2] == [name] for each in words)
+    assert all(each[1] in RECIPES for each in words if each[0] in ("train", "compare", "finetune") and len(each) > 1)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRETRAINING)
 def test_every_arm_fits_the_model(name):
     recipe = get_recipe(name)
     arms = [Arm.parse(text) for text in recipe.arms]
@@ -63,7 +67,7 @@ def test_every_arm_fits_the_model(name):
         assert all(parameter.is_meta for parameter in changed.parameters())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRETRAINING)
 def test_rates_and_intervals_suit_the_length(name):
     train = get_recipe(name).train
     assert train.warmup_steps <= train.steps / 10
@@ -71,6 +75,20 @@ def test_rates_and_intervals_suit_the_length(name):
     # The picture leaves out the first fifth, and crossings are interpolated between evaluations.
     assert train.steps / train.eval_every >= 10
     assert (train.betas, train.weight_decay, train.schedule) == ((0.9, 0.98), 0.01, "linear")
+
+
+@pytest.mark.parametrize("name", TUNING)
+def test_tuning_recipes_compare_arms_of_their_own_names(name):
+    recipe = get_recipe(name)
+    arms = [Arm.parse(text) for text in recipe.arms]
+    assert len(arms) >= 2
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert [str(Arm.parse(str(arm))) for arm in arms] == [str(arm) for arm in arms]
+    train = recipe.train
+    assert (train.epochs > 0) != (train.steps > 0)
+    # A warm-up is a share of the steps, or a number that leaves most of a known number of steps.
+    assert train.warmup_share <= 0.2
+    assert train.steps == 0 or train.warmup_steps <= train.steps / 2
 
 
 @pytest.mark.parametrize("name", PAPER)

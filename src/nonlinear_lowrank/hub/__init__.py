@@ -21,9 +21,11 @@ head is asked for (see `AugmentedModel.from_pretrained`).
 """
 
 import copy
+import importlib
 import json
 from typing import Any
 
+import wrapt
 from torch import nn
 
 from ..augment import after_augment
@@ -76,4 +78,10 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
     mark_initialized(model)
 
 
+def _register_pooled(module: Any) -> None:
+    """Imports the model of `MeanPooledConfig`, which tells the Auto classes of itself."""
+    importlib.import_module(".pooled", __package__)
+
+
 after_augment.append(make_saveable)
+wrapt.register_post_import_hook(_register_pooled, "transformers.models.auto.modeling_auto")

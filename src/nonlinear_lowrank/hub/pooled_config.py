@@ -1,12 +1,7 @@
-"""The config of `hub.pooled`, and its registration with transformers' Auto classes.
-
-The model class imports transformers' modeling code, which takes seconds: it is imported when the first Auto
-class is, by a hook.
-"""
+"""The config of `hub.pooled`, apart from it: that imports transformers' modeling code, which takes seconds."""
 
 from typing import Any
 
-import wrapt
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -35,9 +30,4 @@ class MeanPooledConfig(PreTrainedConfig):
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _register_model(module: Any) -> None:
-    from . import pooled  # noqa: F401
-
-
 AutoConfig.register(MeanPooledConfig.model_type, MeanPooledConfig, exist_ok=True)
-wrapt.register_post_import_hook(_register_model, "transformers.models.auto.modeling_auto")
