@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_the_old_output(plain, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(conversion, "_copy_companions", fail)
+    monkeypatch.setattr(conversion, "copy_companions", fail)
     with pytest.raises(nlr.UserError, match=r"cannot write .*out: no space left"):
         convert(plain, out, nlr.NobleConfig(rank=5), overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before

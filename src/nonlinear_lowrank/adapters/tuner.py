@@ -280,4 +280,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _listed(names: Any) -> str:
-    return repr(sorted(names)) if isinstance(names, set) else repr(names)
+    if not isinstance(names, set):
+        return repr(names)
+    few = [*sorted(names)[:4], *(["..."] if len(names) > 4 else [])]
+    return repr(few)

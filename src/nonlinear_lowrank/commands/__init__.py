@@ -25,5 +25,6 @@ COMMANDS: dict[str, Command] = {
         usage="inspect MODEL", summary="parameters, FLOPs and kept bytes by layer, without building the model"
     ),
     "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
+    "merge": Command(usage="merge ADAPTER OUT", summary="put an adapter into its base's weights: a plain model"),
     "bench": Command(usage="bench step", summary="step time of a method over its baseline"),
 }

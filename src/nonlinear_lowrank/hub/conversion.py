@@ -99,17 +99,17 @@ def convert(
         raise UserError(f"{source} is augmented already; convert the plain model that it came from")
 
     model = load_model(source, **load)
-    inputs = _random_inputs(model)
-    before, measured = _output(model, inputs)
+    inputs = random_inputs(model)
+    before, measured = first_output(model, inputs)
     report = augment(model, replace(config, init="pretrained"), include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
         for layer in augmented_layers(model):
             _draw_up(layer, config)
-    with _staged(output) as folder:
+    with staged_output(output) as folder:
         model.save_pretrained(folder)
         del model
-        copied = _copy_companions(source, folder)
-        after, _ = _output(load_model(folder, **load), inputs)
+        copied = copy_companions(source, folder)
+        after, _ = first_output(load_model(folder, **load), inputs)
     return ConvertReport(
         output=output,
         augmented=report,
@@ -136,7 +136,7 @@ def _draw_up(layer: Any, config: Any) -> None:
         init.normal_(layer.noble_up, std=config.up_scale / config.rank**0.5)
 
 
-def _random_inputs(model: Any) -> dict[str, Tensor]:
+def random_inputs(model: Any) -> dict[str, Tensor]:
     """Random tokens or pixels that fit the model; both where it compares the two, as CLIP does."""
     config, text = model.config, model.config.get_text_config()
     image_token = getattr(config, "image_token_id", None)
@@ -160,31 +160,32 @@ def _random_inputs(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
+def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
     """The model's first output on the inputs, with its name and shape."""
     try:
         outputs = model(**inputs)
     except (RuntimeError, ValueError, TypeError) as error:
         given = " and ".join(inputs) or "nothing: it takes neither tokens nor pixels"
         raise UserError(
-            f"convert cannot measure {type(model).__name__} on random {given} ({one_line(error)[:200]}); "
+            f"cannot measure {type(model).__name__} on random {given} ({one_line(error)[:200]}); "
             "use augment and save_pretrained instead"
         ) from error
     name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))
     return value.cpu(), f"{name} {tuple(value.shape)}"
 
 
-def _copy_companions(source: Path, folder: Path) -> tuple[str, ...]:
+def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[str, ...]:
+    """Copies what belongs to a model beside its weights (tokenizer, licence, ...), but for one; returns the names."""
     found = {path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}
-    names = sorted(path.name for path in found - rewritten)
+    names = sorted({path.name for path in found - rewritten} - {without})
     for name in names:
         shutil.copyfile(source / name, folder / name)
     return tuple(names)
 
 
 @contextmanager
-def _staged(output: Path) -> Iterator[Path]:
+def staged_output(output: Path) -> Iterator[Path]:
     """A folder to fill that appears as `output` when it is whole; disk errors in words."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,206 @@
+"""`nlr merge`: plain models from adapters, measured; refusals that leave nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from nonlinear_lowrank import UserError, cli
+from nonlinear_lowrank.hub.merging import merge_adapter
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+MERGING = [row for row in ROWS if row.merges]
+
+
+def make_adapter(root, row, config=None, dtype=torch.float32):
+    """Folders base, adapter and what they give together on a batch."""
+    family = FAMILIES[row.family]
+    row.base().to(dtype).save_pretrained(root / "base")
+    (root / "base" / "tokenizer_config.json").write_text('{"from": "base"}')
+    (root / "base" / "vocab.txt").write_text("base")
+    base = family.auto.from_pretrained(root / "base")
+    inputs = batch(base)
+    model = get_peft_model(base, config or row.config()).eval()
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    model.save_pretrained(root / "adapter")
+    (root / "adapter" / "tokenizer_config.json").write_text('{"from": "adapter"}')
+    return root / "adapter", inputs, logits
+
+
+@pytest.mark.parametrize("row", MERGING, ids=lambda row: row.name)
+def test_merges_into_a_model_with_the_same_outputs(tmp_path, row):
+    adapter, inputs, expected = make_adapter(tmp_path, row)
+    report = merge_adapter(adapter, tmp_path / "out")
+    assert report.difference <= 1e-5 * max(1, report.scale)
+    merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"from": "adapter"}'
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "base"
+    assert not list((tmp_path / "out").glob("adapter*"))
+    assert report.needs_package == row.name.startswith("nora")
+
+
+def test_a_merged_sine_adapter_needs_none_of_our_code(tmp_path):
+    rows = [row for row in MERGING if row.name.startswith("sine")]
+    for row in rows:
+        adapter, inputs, _ = make_adapter(tmp_path / row.name, row)
+        merge_adapter(adapter, tmp_path / row.name / "out")
+        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / row.name / "out").eval()
+        with torch.no_grad():
+            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / row.name / "expected.safetensors")
+    script = f"""
+import sys
+sys.modules["nonlinear_lowrank"] = None
+import torch, transformers
+from pathlib import Path
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+for name, auto in {[(row.name, FAMILIES[row.family].auto.__name__) for row in rows]}:
+    folder = Path({str(tmp_path)!r}) / name
+    expected = load_file(folder / "expected.safetensors")
+    model = getattr(transformers, auto).from_pretrained(folder / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"]), name
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row, dtype=torch.bfloat16)
+    merge_adapter(adapter, tmp_path / "out")
+    merge_adapter(adapter, tmp_path / "wide", dtype="float32")
+    low, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wide"))
+    assert {value.dtype for value in low.values()} == {torch.bfloat16}
+    assert {value.dtype for value in wide.values()} == {torch.float32}
+    for name, value in low.items():  # formed in float32, rounded once
+        assert torch.equal(wide[name].to(torch.bfloat16), value), name
+
+
+def test_pefts_own_adapters_merge_too(tmp_path):
+    row = ROWS[0]
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapter, inputs, expected = make_adapter(tmp_path, row, config)
+    merge_adapter(adapter, tmp_path / "out")
+    merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def nlr_merge(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["merge", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_what_it_wrote(tmp_path, capsys):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    code, out, _ = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert code == 0
+    assert "NLR_SINE_LORA adapter merged" in out
+    assert "max |difference|" in out
+    assert "a plain model" in out
+    code, out, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert code == 2
+    assert "is not an empty folder" in err
+    code, out, err = nlr_merge(capsys, tmp_path / "out", tmp_path / "again")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "adapter_config.json" in err
+
+
+def _noble(root):
+    return make_adapter(root, ROWS[0])[0]
+
+
+def _broken(root, change):
+    adapter = make_adapter(root, next(row for row in MERGING if row.name == "sine-llama"))[0]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    return adapter
+
+
+def _nan(root):
+    return _broken(root, lambda tensors: next(iter(tensors.values())).view(-1).fill_(float("nan")))
+
+
+def _half(root):
+    return _broken(root, lambda tensors: tensors.pop(min(tensors)))
+
+
+def _no_base(root):
+    adapter = _broken(root, lambda tensors: None)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    return adapter
+
+
+def _cut(root):
+    adapter = _broken(root, lambda tensors: None)
+    whole = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    return adapter
+
+
+def _other_base(root):
+    adapter = _broken(root, lambda tensors: None)
+    FAMILIES["gpt2"].make().save_pretrained(root / "gpt2")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(root / "gpt2")}))
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (_noble, "NOBLE adapter, which cannot be merged"),
+        (_nan, "not finite"),
+        (_half, "another base model or config"),
+        (_no_base, "names no base model"),
+        (_cut, "not a whole safetensors file"),
+        (_other_base, "does not fit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_cannot_be_merged_is_one_line_and_nothing_is_written(tmp_path, capsys, make, word):
+    adapter = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert word in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_arguments(tmp_path):
+    adapter = _noble(tmp_path)
+    with pytest.raises(UserError, match="unknown dtype"):
+        merge_adapter(_nan(tmp_path / "nan"), tmp_path / "out", dtype="float7")
+    with pytest.raises(UserError, match="does not exist"):
+        merge_adapter(tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="not an empty folder"):
+        merge_adapter(_nan(tmp_path / "nan2"), tmp_path / "file")
+    with pytest.raises(UserError, match="inside the adapter"):
+        merge_adapter(_nan(tmp_path / "nan3"), tmp_path / "nan3" / "adapter" / "out")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "NLR_NOTHING"}))
+    with pytest.raises(UserError, match="peft knows no peft_type 'NLR_NOTHING'"):
+        merge_adapter(adapter, tmp_path / "out")
