@@ -239,7 +239,7 @@ def test_the_gradient_at_the_zero_start_is_omega_over_root_d_in_times_loras():
     torch.testing.assert_close(ours, lora.base_model.model.target.lora_B["default"].weight.grad * 300 / 8)
 
 
-# Llama-3-8B's q, k, up and down projections, sixteenths and smaller: (d_in, d_out).
+# Llama-3-8B's q, k, up and down projections, 1/64 of the widths: (d_in, d_out).
 SHAPES = {"q": (64, 64), "k": (64, 16), "up": (64, 224), "down": (224, 64)}
 
 
@@ -297,6 +297,23 @@ def test_keeps_no_more_for_backward_than_lora(shape, dropout, kind, dora):
 def test_keeps_no_more_for_backward_than_lora_compiled(shape, dropout, kind, dora):
     """aot_eager runs the same partitioner as inductor, which decides what is kept."""
     assert_keeps_no_more_than_lora(shape, dropout, kind, dora, "aot_eager")
+
+
+@doras
+def test_keeps_no_more_than_lora_at_the_full_size(dora):
+    """One layer of Llama-3-8B on meta, bfloat16: the figures in docs/sine-lora.md."""
+    expected = {0.0: (240.0, 240.3), 0.05: (480.0, 480.3)}  # MiB for 8 x 512 tokens: ours, LoRA's
+    for dropout, figures in expected.items():
+        options = {"r": 8, "lora_dropout": dropout, "target_modules": ["target"]}
+        kept = [0.0, 0.0]
+        for d_in, d_out in ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 14336), (14336, 4096)):
+            for index, config in enumerate((SineLoraConfig(**options, use_dora=dora), LoraConfig(**options))):
+                with torch.device("meta"):
+                    base = One(nn.Linear(d_in, d_out, bias=False, dtype=torch.bfloat16))
+                    x = torch.empty(8, 512, d_in, dtype=torch.bfloat16, requires_grad=True)
+                model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+                kept[index] += saved_bytes(model, x) / 2**20
+        assert [round(each, 1) for each in kept] == list(figures)
 
 
 def test_peft_dora_keeps_more():

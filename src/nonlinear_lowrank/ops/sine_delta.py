@@ -179,8 +179,11 @@ class _Direction:
         self.ratio = torch.where(self.norm > 0, magnitude.to(self.norm.dtype) / self.norm, 1.0)
 
     def magnitude_gradient(self, gradient: Tensor) -> Tensor:
-        """Of m (d_out), out of the gradient of the weight; the norm is a constant (DoRA, section 4.3)."""
-        projection = torch.linalg.vecdot(self.direction, gradient.to(self.direction.dtype), dim=self.dim)
+        """Of m (d_out), out of the gradient of the weight; overwrites the direction.
+
+        The norm is a constant (DoRA, arXiv:2402.09353, section 4.3).
+        """
+        projection = self.direction.mul_(gradient).sum(self.dim)
         return torch.where(self.norm > 0, projection / self.norm, 0.0)
 
 
