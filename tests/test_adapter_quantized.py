@@ -25,7 +25,7 @@ merging = pytest.mark.parametrize("row", [row for row in METHODS if row.merges],
 every_format = pytest.mark.parametrize("kind", ["8bit", "4bit-nested", "4bit", "torchao"])
 
 # Largest error of a weight that is quantized once, relative to its largest entry.
-ROUNDING = {"8bit": 0.006, "4bit-nested": 0.15, "4bit": 0.18, "torchao": 0.006}
+ROUNDING = {"8bit": 0.006, "4bit-nested": 0.17, "4bit": 0.18, "torchao": 0.006}
 
 
 @pytest.fixture(scope="module")
