@@ -132,6 +132,32 @@ ROWS = [
         for dora in (False, True)
         for family in FAMILIES
     ),
+    *(
+        Row(
+            f"nora-{family}",
+            family,
+            "NoraConfig",
+            {"r": 2, "groups": 4, **options},
+            second={"r": 1, "groups": 8, **second},
+            starts_equal=options.get("anchor") == "exact",
+        )
+        for family, options, second in (
+            ("llama", {"anchor": "exact"}, {"tuning": "zero_init"}),
+            ("gpt2", {"form": "sum_of_abs"}, {"tuning": "rational"}),
+            ("bert-classifier", {"tails": "rational"}, {"numerator_only": True}),
+            ("llama-classifier", {"anchor": "exact", "form": "sum_of_abs"}, {"denominator_only": True}),
+        )
+    ),
+    *(
+        Row(
+            f"nora++-{family}",
+            family,
+            "NoraConfig",
+            {"groups": 4, "lora_r": 3, "lora_sine": sine, "lora_target_modules": "all-linear", "anchor": "exact"},
+            second={"tuning": "constants", "lora_r": 2, "lora_alpha": 3.0},
+        )
+        for family, sine in (("llama", False), ("gpt2", True), ("bert-classifier", False))
+    ),
     Row(
         "sine-dropout",
         "llama",

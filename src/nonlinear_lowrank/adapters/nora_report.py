@@ -1,0 +1,48 @@
+"""What a NoRA adapter did to a model, in words."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NoraReport:
+    """`print(report)` gives the readable form."""
+
+    adapter: str
+    activations: Mapping[str, str]
+    """Modules that became rational functions, and which; the error of the fit is in it."""
+    linears: Sequence[str]
+    """Modules with LoRA."""
+    left: Mapping[str, str]
+    """Activations that stay as they are, and why."""
+    functional: Mapping[str, str]
+    """Modules that call an activation as a function, where nothing can be swapped; "" is the model itself."""
+    trainable: int
+    """Trained numbers, without modules_to_save and biases."""
+
+    def __str__(self) -> str:
+        name = "NoRA++" if self.linears else "NoRA"
+        lines = [
+            f"{name} {self.adapter!r}: {len(self.activations)} activations became rational functions"
+            + (f", {len(self.linears)} linears have LoRA" if self.linears else "")
+            + f"; {self.trainable:,} trained parameters"
+        ]
+        lines += [f"  rational   {row}" for row in _folded(self.activations)]
+        lines += [f"  LoRA       {row}" for row in _folded(dict.fromkeys(self.linears, ""))]
+        lines += [f"  left       {row}" for row in _folded(self.left)]
+        named = {name or "the model": f"{why}; it cannot be swapped" for name, why in self.functional.items()}
+        lines += [f"  functional {row}" for row in _folded(named)]
+        return "\n".join(lines)
+
+
+def _folded(rows: Mapping[str, str]) -> list[str]:
+    """ "name x 12: why", numbers of layers folded to *."""
+    counts: dict[tuple[str, str], int] = {}
+    for name, why in rows.items():
+        key = re.sub(r"\.\d+\.", ".*.", re.sub(r"\.\d+\.", ".*.", name)), why
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{name}{f' x {count}' if count > 1 else ''}{f': {why}' if why else ''}"
+        for (name, why), count in counts.items()
+    ]
