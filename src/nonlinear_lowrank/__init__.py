@@ -5,22 +5,26 @@
     optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=0.01))
 
 Importing it registers the augmented model types with transformers' Auto classes, and the fine-tuning methods
-(`SineLoraConfig`, `NoraConfig`, `NobleAdapterConfig`) with peft, which is imported only when it is used.
+(`SineLoraConfig`, `NoraConfig`, `NobleAdapterConfig`) with peft. torch, transformers and peft take seconds to import:
+that happens when something here is first used.
 """
 
+import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import hub
-from .augment import AugmentReport, augment, branches_disabled
+from . import registration
 from .errors import UserError
-from .layers import NobleConfig, NobleConv1D, NobleLinear
-from .optim import MuonAdamW, param_groups
-from .registration import CONFIG_CLASSES, config_class
 
 if TYPE_CHECKING:
+    from . import hub
     from .adapters.noble import NobleAdapterConfig
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
+    from .augment import AugmentReport, augment, branches_disabled
+    from .layers import NobleConfig, NobleConv1D, NobleLinear
+    from .optim import MuonAdamW, param_groups
 
 __version__ = "0.1.0"
 
@@ -41,12 +45,33 @@ __all__ = [
 ]
 
 
+_FILES = {
+    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augment"),
+    **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "layers"),
+    **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
+    **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
+}
+"""Where a name of `__all__` is; the others are here, or are files themselves."""
+
+
 def __getattr__(name: str) -> Any:
-    """The config classes of the adapters: they are peft's dataclasses, and importing peft takes seconds."""
-    if name in CONFIG_CLASSES:
-        return config_class(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = importlib.import_module(f".{_FILES.get(name, name)}", __name__)
+    value = globals()[name] = getattr(found, name) if name in _FILES else found
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """A file and a function are called `augment`: importing the file must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "augment" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,11 +1,14 @@
-"""Makes peft know our methods, without importing peft before anybody else does.
+"""Makes transformers and peft know our types, without importing them, or torch, before anybody else does.
 
-peft's `PeftType` is a closed enum and its tables of methods are filled at import. Here the enum gains a
-member for each of our methods, and `peft.utils.register_peft_method` the config and the tuner, at the moment peft
-is imported, or at once where it already is. A saved adapter names its type in adapter_config.json: a process
-without this package fails there with `KeyError: 'NLR_...'`.
+Each is told at the moment it is imported, or at once where it already is:
 
-This file knows the methods by name only; `adapters/` is imported with peft.
+- transformers' table of configs gets to answer for our model types, whose classes are built when asked for;
+- peft's `PeftType`, a closed enum, gains a member for each of our methods, and `peft.utils.register_peft_method` the
+  config and the tuner. A saved adapter names its type in adapter_config.json: a process without this package
+  fails there with `KeyError: 'NLR_...'`;
+- our own `augment` brings `hub`, which makes what was augmented saveable.
+
+This file knows all of them by name only.
 """
 
 import importlib
@@ -31,10 +34,10 @@ METHODS = {
 
 CONFIG_CLASSES = {entry.config: entry for entry in METHODS.values()}
 
-
-def config_class(name: str) -> Any:
-    """A method's config class, one of `CONFIG_CLASSES`, by its name; imports peft."""
-    return getattr(_load(CONFIG_CLASSES[name]), name)
+TYPE_PREFIX = "nonlinear_lowrank_"
+"""An augmented config's model_type is this and the base's model_type."""
+POOLED_TYPE = "nlr_mean_pooled"
+"""The model_type of `hub.pooled`."""
 
 
 def _load(entry: _Entry) -> Any:
@@ -70,4 +73,43 @@ def _on_peft(peft: Any) -> None:
         )
 
 
+class _ConfigsOnDemand(dict[str, Any]):
+    """transformers' table of added config classes, with ours built when a model_type asks for them."""
+
+    def __init__(self, known: Any) -> None:
+        super().__init__(known._extra_content)
+        self._known = known
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key == POOLED_TYPE or self._base_type(key) is not None
+
+    def __missing__(self, key: str) -> Any:
+        hub = importlib.import_module(f"{__package__}.hub")
+        if key == POOLED_TYPE:
+            return hub.MeanPooledConfig
+        base_type = self._base_type(key)
+        if base_type is None:
+            raise KeyError(key)
+        return hub.register(self._known[base_type])
+
+    def _base_type(self, key: object) -> str | None:
+        if not isinstance(key, str) or not key.startswith(TYPE_PREFIX):
+            return None
+        base_type = key.removeprefix(TYPE_PREFIX)
+        return base_type if base_type in self._known else None
+
+
+def _on_transformers(configuration_auto: Any) -> None:
+    """Called once transformers' table of configs has been imported."""
+    known = configuration_auto.CONFIG_MAPPING
+    known._extra_content = _ConfigsOnDemand(known)
+
+
+def _on_augment(augment: Any) -> None:
+    """Called once our `augment` has been imported, be it by its own name."""
+    importlib.import_module(f"{__package__}.hub")
+
+
 wrapt.register_post_import_hook(_on_peft, "peft")
+wrapt.register_post_import_hook(_on_transformers, "transformers.models.auto.configuration_auto")
+wrapt.register_post_import_hook(_on_augment, f"{__package__}.augment")

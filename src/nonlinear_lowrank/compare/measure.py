@@ -120,7 +120,7 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = _build(recipe, arm, prepared).to(device).train()
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        recompute(model)
     groups = optimizer_groups(model, recipe, arm, _RATE)
     shared: dict[str, Any] = {"lr": _RATE, "weight_decay": train.weight_decay, "betas": train.betas}
     optimizer: torch.optim.Optimizer
@@ -146,6 +146,12 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def recompute(model: Any) -> None:
+    """Activation checkpointing as the Trainer switches it on, under the name this transformers version has."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:

@@ -69,7 +69,7 @@ class Runs:
         self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if begun else ''}")
         own = replace(
             self.recipe,
-            arm=replace(arm, lr=rate),
+            arm=replace(arm, lr=rate, grid=()),
             train=replace(self.recipe.train, lr=rate, seed=seed),
         )
         # A run that diverges has written its result before it raises; any other error is the user's to see.

@@ -5,8 +5,8 @@
 a process without this package fail by name instead of dropping the branches. A twin is the plain class
 plus `AugmentedModel`: it builds the plain model, then puts the layers back that the config lists.
 
-transformers knows more than 400 backbones, so nothing is built at import: transformers' table of config
-classes gets a dict that answers any "nonlinear_lowrank_<base>" by building the classes of that base.
+transformers knows more than 400 backbones, so nothing is built at import: `registration` makes transformers'
+table of config classes answer any "nonlinear_lowrank_<base>" by building the classes of that base.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,8 @@ from transformers.models.auto import configuration_auto
 from ..augment import apply_saved
 from ..errors import UserError
 from ..layers import method_of_layer
+from ..registration import TYPE_PREFIX
 
-TYPE_PREFIX = "nonlinear_lowrank_"
-"""An augmented config's model_type is this and the base's model_type."""
 CLASS_PREFIX = "NonlinearLowrank"
 """The same for class names."""
 FIELD = "nonlinear_lowrank"
@@ -267,9 +266,10 @@ def register(base_config_class: Any) -> Any:
         raise UserError(f"{base_config_class.__name__} has no model_type, so that Auto classes cannot find it")
     config_class = config_class_of(base_config_class)
     model_type: str = config_class.model_type
-    if dict.get(_configs, model_type) is config_class:
+    configs = configuration_auto.CONFIG_MAPPING._extra_content
+    if dict.get(configs, model_type) is config_class:
         return config_class
-    _configs[model_type] = config_class
+    configs[model_type] = config_class
     for mapping in _model_mappings():
         if base_config_class not in mapping:
             continue
@@ -323,26 +323,3 @@ def _share_processors(base: Any, twin: Any) -> None:
             mapping._extra_content[twin] = mapping._extra_content[base]
         elif base.__name__ in mapping._reverse_config_mapping:
             mapping._reverse_config_mapping[twin.__name__] = mapping._reverse_config_mapping[base.__name__]
-
-
-class _ConfigsOnDemand(dict[str, Any]):
-    """transformers' table of added config classes, with ours built when a model_type asks for them."""
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or self._base_type(key) is not None
-
-    def __missing__(self, key: str) -> Any:
-        base_type = self._base_type(key)
-        if base_type is None:
-            raise KeyError(key)
-        return register(configuration_auto.CONFIG_MAPPING[base_type])
-
-    def _base_type(self, key: object) -> str | None:
-        if not isinstance(key, str) or not key.startswith(TYPE_PREFIX):
-            return None
-        base_type = key.removeprefix(TYPE_PREFIX)
-        return base_type if base_type in configuration_auto.CONFIG_MAPPING else None
-
-
-_configs = _ConfigsOnDemand(configuration_auto.CONFIG_MAPPING._extra_content)
-configuration_auto.CONFIG_MAPPING._extra_content = _configs

@@ -137,7 +137,7 @@ class Tuning:
         except UserError:
             raise
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(self._why_not(model, error)) from error
+            raise UserError(self._why_not(model, error, {**own, **settings}.get(self.targets))) from error
         if verbose:
             adapted.print_trainable_parameters()
         return adapted
@@ -152,12 +152,16 @@ class Tuning:
         except (ValueError, TypeError) as error:
             raise UserError(f"{self.name}: {one_line(error)}") from error
 
-    def _why_not(self, model: nn.Module, error: Exception) -> str:
+    def _why_not(self, model: nn.Module, error: Exception, targets: Any) -> str:
         """One line; where no module was matched, with the names that there are."""
         text = one_line(error)
-        if "arget modules" in text or "target_modules" in text:
+        if any(words in text for words in ("arget modules", "target_modules", "No modules were targeted")):
             linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-            text = f"{text.rstrip('.')} (the linears of this model end in {', '.join(sorted(linear))})"
+            ends = f"the linears of this model end in {', '.join(sorted(linear))}"
+            if targets is None:
+                text = f"peft has no choice of modules for it; name some with {self.targets} ({ends})"
+            else:
+                text = f"no module's name matches {self.targets}={as_text(targets)} ({ends})"
         return f"{self.name} does not fit the model: {text}"
 
 

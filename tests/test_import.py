@@ -1,0 +1,104 @@
+"""`import nonlinear_lowrank` is light, and yet whatever is imported next knows our types, in any order."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nonlinear_lowrank as nlr
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "scipy")
+
+
+def run(code: str, *arguments: str) -> str:
+    """The output of a new interpreter."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_it_or_asking_for_help_imports_nothing_heavy():
+    """Measured: 0.2 s of CPU for `nlr --help`, 4.4 s when it imported torch and transformers."""
+    code = f"""
+import sys
+import nonlinear_lowrank
+from nonlinear_lowrank.cli import main
+
+def heavy():
+    return [name for name in {HEAVY} if name in sys.modules]
+
+assert not heavy(), heavy()
+refused = [["trian"], ["evaluate"], ["evaluate", "/no/such"], ["evaluate", ".", "--tsk"], ["generate", "/no/such"],
+           ["convert", "/no/such", "out"], ["train", "lm-demo"], ["compare"]]
+for arguments in refused:
+    assert main(arguments) == 2, arguments
+    assert not heavy(), (arguments, heavy())
+for arguments in [[], ["--help"], *([name, "--help"] for name in ("evaluate", "generate", "convert"))]:
+    assert main(arguments) == 0, arguments
+    assert not heavy(), (arguments, heavy())
+"""
+    run(code)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    nlr.augment(model, nlr.NobleConfig(rank=2), verbose=False)
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+LOAD = """
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model).__name__, type(AutoConfig.from_pretrained(sys.argv[1])).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import nonlinear_lowrank\nfrom transformers import AutoConfig, AutoModelForCausalLM",
+        "from transformers import AutoConfig, AutoModelForCausalLM\nimport nonlinear_lowrank",
+        "import transformers\nimport nonlinear_lowrank\nfrom transformers import AutoConfig, AutoModelForCausalLM",
+        "import nonlinear_lowrank.errors\nfrom transformers import AutoModelForCausalLM, AutoConfig",
+    ],
+    ids=["before", "after", "between", "a part of it"],
+)
+def test_auto_classes_know_our_types_whatever_came_first(saved, imports):
+    words = run(f"import sys\n{imports}\n{LOAD}", saved).split()
+    assert words == ["NonlinearLowrankLlamaForCausalLM", "NonlinearLowrankLlamaConfig"]
+
+
+def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
+    """Nothing but `augment.py` is named; and the function is not hidden by the file of the same name."""
+    code = """
+import sys
+from nonlinear_lowrank.augment import augment
+from nonlinear_lowrank.layers import NobleConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+import nonlinear_lowrank
+assert nonlinear_lowrank.augment is augment
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                     num_attention_heads=2, eos_token_id=None, bos_token_id=None))
+augment(model, NobleConfig(rank=2), verbose=False)
+model.save_pretrained(sys.argv[1])
+print(type(model).__name__)
+"""
+    assert run(code, str(tmp_path)).split() == ["NonlinearLowrankLlamaForCausalLM"]
+    assert type(nlr.hub.load_model(tmp_path)).__name__ == "NonlinearLowrankLlamaForCausalLM"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_every_public_name_is_there():
+    for name in nlr.__all__:
+        value = getattr(nlr, name)
+        assert getattr(value, "__name__", "").rpartition(".")[2] == name
+        assert name in dir(nlr)
+    with pytest.raises(AttributeError, match="no attribute 'agument'"):
+        _ = nlr.agument
