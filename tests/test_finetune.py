@@ -191,6 +191,23 @@ def test_lora_plus_groups_are_those_of_peft(root):
     assert set(ours.values()) == {1e-2, 16 * 1e-2}
 
 
+@pytest.mark.parametrize("arm", ["full", "head", "lora:r=2", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"])
+def test_a_head_of_its_own_rate(root, arm):
+    recipe = kit.recipe(kit.glue_task(root), arm, head_lr=0.5)
+    model = adapted(recipe)
+    groups = optimizer_groups(model, recipe, recipe.arm, 0.01)
+    head = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." in name}
+    rest = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." not in name}
+    if arm == "head":
+        assert head == {0.01}, "the rate of what the arm trains is the arm's"
+        assert not rest
+    else:
+        assert min(head) == 0.5
+        assert min(rest) == 0.01
+    listed = [id(each) for group in groups for _, each in group["params"]]
+    assert sorted(listed) == sorted(id(each) for each in model.parameters() if each.requires_grad)
+
+
 def test_lora_plus_knows_our_up_factors():
     matrix = torch.nn.Parameter(torch.zeros(2, 2))
     names = ("a.nlr_sine_lora_up.default", "a.nlr_sine_lora_down.default", "a.nlr_noble_up.default")

@@ -76,10 +76,10 @@ def test_auto_classes_know_our_types_whatever_came_first(saved, imports):
 
 
 def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
-    """Nothing but `augment.py` is named; and the function is not hidden by the file of the same name."""
+    """Nothing but the file of the function is named."""
     code = """
 import sys
-from nonlinear_lowrank.augment import augment
+from nonlinear_lowrank.augmentation import augment
 from nonlinear_lowrank.layers import NobleConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 import nonlinear_lowrank

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 import nonlinear_lowrank as nlr
 import zoo
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.augment import apply_saved
+from nonlinear_lowrank.augmentation import apply_saved
 from nonlinear_lowrank.hub import make_saveable
 from nonlinear_lowrank.layers import config_to_dict, rational_fit
 from nonlinear_lowrank.layers.rational import METHOD, RationalActivation, RationalConfig, formula_of

@@ -10,8 +10,6 @@ that happens when something here is first used.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import registration
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from .adapters.noble import NobleAdapterConfig
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
-    from .augment import AugmentReport, augment, branches_disabled
+    from .augmentation import AugmentReport, augment, branches_disabled
     from .layers import NobleConfig, NobleConv1D, NobleLinear
     from .optim import MuonAdamW, param_groups
 
@@ -46,7 +44,7 @@ __all__ = [
 
 
 _FILES = {
-    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augment"),
+    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augmentation"),
     **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "layers"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
     **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
@@ -64,14 +62,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """A file and a function are called `augment`: importing the file must not hide the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "augment" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -6,7 +6,7 @@ Each is told at the moment it is imported, or at once where it already is:
 - peft's `PeftType`, a closed enum, gains a member for each of our methods, and `peft.utils.register_peft_method` the
   config and the tuner. A saved adapter names its type in adapter_config.json: a process without this package
   fails there with `KeyError: 'NLR_...'`;
-- our own `augment` brings `hub`, which makes what was augmented saveable.
+- our own `augmentation` brings `hub`, which makes what was augmented saveable.
 
 This file knows all of them by name only.
 """
@@ -105,11 +105,11 @@ def _on_transformers(configuration_auto: Any) -> None:
     known._extra_content = _ConfigsOnDemand(known)
 
 
-def _on_augment(augment: Any) -> None:
-    """Called once our `augment` has been imported, be it by its own name."""
+def _on_augmentation(augmentation: Any) -> None:
+    """Called once our `augmentation` has been imported, be it by its own name."""
     importlib.import_module(f"{__package__}.hub")
 
 
 wrapt.register_post_import_hook(_on_peft, "peft")
 wrapt.register_post_import_hook(_on_transformers, "transformers.models.auto.configuration_auto")
-wrapt.register_post_import_hook(_on_augment, f"{__package__}.augment")
+wrapt.register_post_import_hook(_on_augmentation, f"{__package__}.augmentation")

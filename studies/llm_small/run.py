@@ -18,7 +18,6 @@ unchanged on one GPU. Width / rank is 16, 8 and 4 in both, as in the paper.
 
 import argparse
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,19 +88,7 @@ def recipe(data: Path, size: str) -> Recipe:
 
 def keep(comparison: Comparison, name: str) -> None:
     """Copies a stage's record, report and pictures beside this file."""
-    for source, target in (
-        ("results.json", f"{name}.json"),
-        ("report.md", f"{name}.md"),
-        ("curves.png", f"{name}-curves.png"),
-        ("rates.png", f"{name}-rates.png"),
-    ):
-        if (comparison.out / source).exists():
-            shutil.copyfile(comparison.out / source, HERE / target)
-    report = HERE / f"{name}.md"
-    text = report.read_text(encoding="utf-8")
-    for picture in ("curves.png", "rates.png"):
-        text = text.replace(f"({picture})", f"({name}-{picture})")
-    report.write_text(text, encoding="utf-8")
+    comparison.copy_to(HERE, name)
     print(comparison)
 
 

@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import (
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
-from ..augment import after_augment, output_head_names
+from ..augmentation import after_augment, output_head_names
 from ..errors import UserError
 from ..layers import config_to_dict
 from ..layers.rational import RationalActivation, RationalConfig

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 from transformers import GlmConfig, GlmForCausalLM
 
-from ..augment import augment
+from ..augmentation import augment
 from ..errors import UserError
 from ..layers import NobleConfig
 from ..optim import param_groups

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..augment import output_head_names
+from ..augmentation import output_head_names
 from ..errors import UserError
 from ..layers import method_of_layer
 

@@ -55,6 +55,25 @@ class Comparison:
     out: Path
     results: dict[str, Any] = field(repr=False)
 
+    def copy_to(self, folder: Path | str, name: str) -> None:
+        """Copies what a reader needs, without the runs: `name`.md, .json, -curves.png, -rates.png.
+
+        Args:
+            folder: an existing folder, of a study for example. Files of these names in it are replaced.
+            name: how the files' names begin.
+        """
+        folder = Path(folder)
+        pictures = ("curves.png", "rates.png")
+        for picture in pictures:
+            (folder / f"{name}-{picture}").unlink(missing_ok=True)
+            if (self.out / picture).exists():
+                shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
+        shutil.copyfile(self.out / "results.json", folder / f"{name}.json")
+        text = (self.out / "report.md").read_text(encoding="utf-8")
+        for picture in pictures:
+            text = text.replace(f"({picture})", f"({name}-{picture})")
+        _write_text(folder / f"{name}.md", text)
+
     def __rich__(self) -> Any:
         return render_tables(self.results)
 

@@ -28,7 +28,7 @@ from typing import Any
 import wrapt
 from torch import nn
 
-from ..augment import after_augment
+from ..augmentation import after_augment
 from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .conversion import ConvertReport, convert
 from .loading import load_model, load_tokenizer

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.models.auto import configuration_auto
 
-from ..augment import apply_saved
+from ..augmentation import apply_saved
 from ..errors import UserError
 from ..layers import method_of_layer
 from ..registration import TYPE_PREFIX

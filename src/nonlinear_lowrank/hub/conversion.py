@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import initialization as init
 
-from ..augment import AugmentReport, augment
+from ..augmentation import AugmentReport, augment
 from ..errors import UserError
 from ..storage import describe_disk_error, is_disk_error, staged_folder
 from .classes import TYPE_PREFIX, augmented_layers

@@ -2,7 +2,8 @@
 
 Adapters go on the query and value projections. At its zero start the gradient of sine-LoRA's up factor is
 omega / sqrt(d_in) times LoRA's, and a step of Adam moves the weight that many times as far: the rates that
-suit LoRA do not suit it, so arms have learning-rate grids of their own.
+suit LoRA do not suit it, so arms have learning-rate grids of their own. In the small recipe the new head has one
+rate in all of them, or it would learn little beside the arms with low rates.
 
 Table 4 prints rates and epochs without the tasks' names. Its rows are taken in the order CoLA, SST-2, MRPC,
 QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 epochs, small ones 20, and RTE
@@ -39,6 +40,7 @@ def glue_minilm() -> Recipe:
             epochs=3,
             batch_size=32,
             lr=1e-3,
+            head_lr=1e-3,
             weight_decay=0.0,
             betas=(0.9, 0.999),
             warmup_share=0.06,

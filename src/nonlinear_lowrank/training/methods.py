@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..augment import augment
+from ..augmentation import augment
 from ..errors import UserError
 from ..layers import METHODS, Method
 from ..tasks.task import AdapterSetup

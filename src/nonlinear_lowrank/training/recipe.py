@@ -40,6 +40,8 @@ class TrainConfig:
     """Micro-batches that a process splits its share of the batch into; only memory and rounding change."""
     lr: float
     """Peak learning rate of multiplier 1."""
+    head_lr: float | None = None
+    """Of a new head that is trained beside other weights; None: lr. Fixes it while arms have rates of their own."""
     weight_decay: float = 0.01
     """Of the roles that decay."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -98,6 +100,8 @@ class TrainConfig:
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, not {self.seed}")
         check_number("lr", self.lr, above=0)
+        if self.head_lr is not None:
+            check_number("head_lr", self.head_lr, above=0)
         check_number("weight_decay", self.weight_decay, least=0)
         check_number("max_grad_norm", self.max_grad_norm, least=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

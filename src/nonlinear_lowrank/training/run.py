@@ -27,13 +27,13 @@ from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process
 from ..tasks.task import adapter_setup, measure_of, scored_split, tokens_per_example
-from .checkpoints import CheckpointedTrainer, DivergedError
+from .checkpoints import CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, SeedDropout
-from .tuning import raise_up_rates
+from .tuning import raise_up_rates, set_head_rate
 
 __all__ = [
     *("Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"),
@@ -291,11 +291,18 @@ def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module) -> nn.Module:
 
 
 def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> list[dict[str, Any]]:
-    """Fresh groups of what is trained, with each role's rate and decay, and LoRA+'s where the arm asks for it."""
+    """Fresh groups of what is trained, with each role's rate and decay, LoRA+'s where the arm asks for it, and the
+    new head's own."""
     train = recipe.train
     groups = param_groups(model, lr, train.weight_decay, muon=train.optimizer == "muon", verbose=False)
     ratio = arm.settings.get("plus") if ":" not in arm.method else None
-    return raise_up_rates(groups, ratio) if ratio else groups
+    if ratio:
+        groups = raise_up_rates(groups, ratio)
+    base: Any = model
+    setup = adapter_setup(recipe.task, base.get_base_model() if is_adapted(model) else base)
+    if train.head_lr is not None and setup is not None:
+        groups = set_head_rate(groups, setup.head, train.head_lr / lr)
+    return groups
 
 
 def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:

@@ -21,7 +21,7 @@ import dataclasses
 import importlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,14 +235,36 @@ def raise_up_rates(groups: list[dict[str, Any]], ratio: float) -> list[dict[str,
     matrices slow. Our adapters' up factors count as B. peft trains adapters on embeddings at a rate of their
     own (1e-6), which is of no use with a tuned rate; here they learn like A.
     """
+    return _split(groups, _is_up, ratio, "LoRA+ up")
+
+
+def set_head_rate(groups: list[dict[str, Any]], head: Sequence[str], ratio: float) -> list[dict[str, Any]]:
+    """The groups of `param_groups` with a new head at `ratio` times the rate; unchanged where it is all there is.
+
+    Args:
+        groups: of `param_groups`.
+        head: names of modules; in an adapted model they end in the adapter's name and are further down.
+        ratio: the head's learning rate over that of the rest.
+    """
+    if not head:
+        return groups
+    names = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, head))})\.")
+    if all(names.search(name) for group in groups for name, _ in group["params"]):
+        return groups
+    return _split(groups, lambda name, _: bool(names.search(name)), ratio, "head")
+
+
+def _split(
+    groups: list[dict[str, Any]], chosen: Callable[[str, nn.Parameter], bool], ratio: float, note: str
+) -> list[dict[str, Any]]:
+    """The groups with the chosen parameters in groups of their own, at `ratio` times the rate."""
     split: list[dict[str, Any]] = []
     for group in groups:
-        for fast in (False, True):
-            chosen = [(name, each) for name, each in group["params"] if _is_up(name, each) == fast]
-            if chosen:
-                rate = group["lr"] * (ratio if fast else 1.0)
-                role = f"{group['role']} (LoRA+ up)" if fast else group["role"]
-                split.append({**group, "params": chosen, "lr": rate, "role": role})
+        for own in (False, True):
+            part = [(name, each) for name, each in group["params"] if chosen(name, each) == own]
+            if part:
+                changed = {"lr": group["lr"] * ratio, "role": f"{group['role']} ({note})"} if own else {}
+                split.append({**group, "params": part, **changed})
     return split
 
 
