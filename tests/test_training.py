@@ -202,6 +202,22 @@ def test_shuffle_covers_the_text_before_it_repeats():
     assert order[:20] == list(EndlessShuffle(10, 20, seed=5)), "the length of the run does not change the order"
 
 
+def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
+    lengths = torch.randint(1, 90, (640,)).tolist()
+    order = list(EndlessShuffle(640, 1280, seed=5, lengths=lengths, batch=8))
+    assert len(order) == 1280
+    plain = EndlessShuffle(640, 1280, seed=5)
+    for first in range(0, 1280, 400):  # a window is 50 batches
+        assert sorted(order[first : first + 400]) == sorted(list(plain)[first : first + 400])
+    grouped = [[lengths[index] for index in order[first : first + 8]] for first in range(0, 1280, 8)]
+    mixed = [[lengths[index] for index in list(plain)[first : first + 8]] for first in range(0, 1280, 8)]
+    padded = [sum(8 * max(batch) for batch in batches) for batches in (grouped, mixed)]
+    assert padded[0] < 1.1 * 2 * sum(lengths) < padded[1]
+    longest = [max(batch) for batch in grouped]
+    assert longest != sorted(longest, reverse=True), "the batches themselves are shuffled"
+    assert order != list(EndlessShuffle(640, 1280, seed=6, lengths=lengths, batch=8))
+
+
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
@@ -271,6 +287,7 @@ def test_resume_with_another_text_is_refused(tmp_path):
         ({"tracker": "comet_ml"}, "not installed"),
         ({"prepared": FakeText(train=0)}, "too short"),
         ({"prepared": FakeText(valid=0)}, "too short"),
+        ({"group_by_length": True}, "examples of different lengths"),
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, settings, message):

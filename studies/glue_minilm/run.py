@@ -21,7 +21,7 @@ from typing import Any
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.recipes import load_recipe
+from nonlinear_lowrank.recipes import get_recipe
 from nonlinear_lowrank.training import Arm
 
 HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ OMEGAS = ("sine-lora:r=1,omega=50,grid=1e-4/3e-4/1e-3", "sine-lora:r=1,omega=800
 
 def study(data: Path, task: str, seeds: int, threads: int, work: Path) -> None:
     """One task, all arms."""
-    recipe = load_recipe("glue-minilm")
+    recipe = get_recipe("glue-minilm")
     glue: Any = recipe.task
     recipe = replace(
         recipe,

@@ -41,6 +41,7 @@ def glue_minilm() -> Recipe:
             batch_size=32,
             lr=1e-3,
             head_lr=1e-3,
+            group_by_length=True,
             weight_decay=0.0,
             betas=(0.9, 0.999),
             warmup_share=0.06,

@@ -34,6 +34,11 @@ class TokenExamples(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each example."""
+        return [len(each) for each in self.ids]
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         item = {"input_ids": torch.from_numpy(self.ids[index].astype(np.int64))}
         label = np.asarray(self.labels[index])

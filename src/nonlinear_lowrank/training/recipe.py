@@ -52,6 +52,8 @@ class TrainConfig:
     """The same as a share of all steps, where warmup_steps is 0."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """After the warm-up; linear and cosine end at 0."""
+    group_by_length: bool = False
+    """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon": dense matrices by Muon, the rest by AdamW."""
     max_grad_norm: float = 1.0

@@ -83,6 +83,10 @@ def run_training(
             prepared = _prepare(recipe, quiet)
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
             raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
+        if train.group_by_length and not hasattr(prepared.train, "lengths"):
+            raise UserError(
+                "group_by_length is for examples of different lengths, and these are all alike; leave it out"
+            )
         on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
         train = train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
@@ -103,6 +107,7 @@ def run_training(
             changed,
             arguments,
             prepared=prepared,
+            group_by_length=train.group_by_length,
             optimizer_cls_and_kwargs=optimizer,
             callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
         )

@@ -1,8 +1,9 @@
 """The Trainer of a run: a fixed order of the data, evaluation in one pass, and when to do what."""
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from .checkpoints import CheckpointedTrainer
 from .recipe import TrainConfig
 from .state_files import seed_all
 
+_WINDOW = 50  # batches that are sorted at once: transformers' own choice
+
 
 class RunTrainer(CheckpointedTrainer):
     """Fixed order of the training data, and one pass over the held-out data as evaluation.
@@ -25,10 +28,12 @@ class RunTrainer(CheckpointedTrainer):
     Args:
         *args: CheckpointedTrainer's.
         prepared: the task's data (see `tasks.task`).
+        group_by_length: put examples of similar lengths into a batch; the training data have `lengths` then.
         **kwargs: CheckpointedTrainer's.
     """
 
-    def __init__(self, *args: Any, prepared: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, prepared: Any, group_by_length: bool = False, **kwargs: Any) -> None:
+        self.group_by_length = group_by_length
         super().__init__(*args, train_dataset=prepared.train, data_collator=collate_of(prepared), **kwargs)
         self.prepared = prepared
         self.score: Score | None = score_of(prepared)
@@ -41,7 +46,9 @@ class RunTrainer(CheckpointedTrainer):
         args = self.args
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         passes = getattr(dataset, "counts_passes", False)
-        return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed, passes=passes)
+        lengths = dataset.lengths if self.group_by_length else None
+        total = args.max_steps * per_step
+        return EndlessShuffle(len(dataset), total, args.seed, passes=passes, lengths=lengths, batch=per_step)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -130,24 +137,52 @@ class EndlessShuffle(Sampler[int]):
         total: indices in all.
         seed: of the order.
         passes: give index + size * pass, for data that change from pass to pass.
+        lengths: of the examples; batches are then made of examples of similar lengths: every 50 batches of the
+            shuffle are sorted, cut into batches and shuffled as such.
+        batch: examples of a step, with `lengths`.
     """
 
-    def __init__(self, size: int, total: int, seed: int, *, passes: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        total: int,
+        seed: int,
+        *,
+        passes: bool = False,
+        lengths: Sequence[int] | None = None,
+        batch: int = 1,
+    ) -> None:
         self.size, self.total, self.seed, self.passes = size, total, seed, passes
+        self.lengths, self.batch = lengths, batch
 
     def __len__(self) -> int:
         return self.total
 
     def __iter__(self) -> Iterator[int]:
-        for first in range(0, self.total, self.size):
-            # Of a seed, torch's CPU generator takes 32 bits: the two numbers are hashed into those.
-            digest = hashlib.sha256(f"{self.seed} {first // self.size}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-            order = torch.randperm(self.size, generator=generator)[: self.total - first]
+        return itertools.islice(self._shuffles() if self.lengths is None else self._grouped(), self.total)
+
+    def _shuffles(self) -> Iterator[int]:
+        for number in itertools.count():
+            order = torch.randperm(self.size, generator=self._generator(number))
             if self.passes:
-                order += first
+                order += number * self.size
             for part in order.split(65536):  # of a large text, not a list of all at once
                 yield from part.tolist()
+
+    def _grouped(self) -> Iterator[int]:
+        assert self.lengths is not None
+        shuffled = self._shuffles()
+        for first in range(0, self.total, _WINDOW * self.batch):
+            window = list(itertools.islice(shuffled, min(_WINDOW * self.batch, self.total - first)))
+            window.sort(key=lambda index: -self.lengths[index % self.size])  # type: ignore[index]
+            batches = [window[place : place + self.batch] for place in range(0, len(window), self.batch)]
+            for number in torch.randperm(len(batches), generator=self._generator(f"window {first}")).tolist():
+                yield from batches[number]
+
+    def _generator(self, what: int | str) -> torch.Generator:
+        # Of a seed, torch's CPU generator takes 32 bits: the two are hashed into those.
+        digest = hashlib.sha256(f"{self.seed} {what}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 class Schedule(TrainerCallback):
