@@ -34,7 +34,10 @@ from .weights import matrix_of
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _NORMS_BEHIND_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm2d)
 
 _PLAIN_FUNCTIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "quick_gelu", "leaky_relu", "elu", "mish", "softplus"}
@@ -52,6 +55,7 @@ _KNOWN_ACTIVATIONS: Any = (
 # Leaves of models' own classes that are activations by name (BloomGelu).
 _NAMED_LIKE = re.compile(r"gelu|relu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE)
 _FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.relu: "relu", F.tanh: "tanh"}
+_BASES = ("transformers.modeling_utils", "transformers.generation")
 # Fields of configs that hold the width of an MLP.
 _SIZE_FIELDS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "mlp_dim")
 
@@ -185,13 +189,27 @@ def _site(model: nn.Module, name: str, plain: nn.Module, formula: str, parents: 
     before = [shape for shape in shapes if shape.index < place]
     after = [shape for shape in shapes if shape.index > place]
     grandparent = parents.get(parent_name)
-    width = _width(model, parent, before, after, shapes, grandparent)
+    norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
     near = before[-1] if before else shapes[0] if shapes else None
-    norms = [child for child in children[:place] if isinstance(child, _NORMS_BEHIND_THE_BATCH)]
-    behind_batch = bool((before and before[-1].convolution) or norms) and not (before and not before[-1].convolution)
-    neighbour = near.module if near else _anything_with_a_weight(parent, model)
+    if near is None and norm is None:  # a residual block: what it ends with is in the children of its children
+        near = _last_shape(children[:place])
+        width = near.d_out if near else _only_size(model)
+    elif near is None:
+        width = getattr(norm, "num_features", None) or getattr(norm, "num_channels", None)
+    else:
+        width = _width(model, parent, before, after, shapes, grandparent)
+    behind_batch = near.convolution if near else norm is not None
+    neighbour = near.module if near else norm or _anything_with_a_weight(parent, model)
     bypassed = _bypassed(name, attribute, parent, grandparent)
     return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed)
+
+
+def _last_shape(modules: Sequence[nn.Module | None]) -> _Shape | None:
+    found = None
+    for module in modules:
+        for each in module.modules() if module is not None else ():
+            found = _shape(0, each) or found
+    return found
 
 
 def _width(
@@ -214,11 +232,10 @@ def _width(
     if pairs:
         said = [size for size in _sizes(model) if size in pairs]
         return said[0] if len(said) == 1 else None
-    last = before[-1] if before else shapes[-1] if shapes else None
-    if last is None:
-        sizes = _sizes(model)
-        return sizes[0] if len(sizes) == 1 else None
-    following = _next_matrix(parent, grandparent)
+    if not before:  # made before what it follows, or really the first
+        first = after[0].d_in
+        return first if isinstance(parent, nn.Sequential) or first == shapes[-1].d_out else None
+    last, following = before[-1], _next_matrix(parent, grandparent)
     return following.d_in if following and _feeds(last, following) else last.d_out
 
 
@@ -233,6 +250,11 @@ def _sizes(model: nn.Module) -> list[int]:
         config = config.get_text_config()
     sizes = {getattr(config, name, None) for name in _SIZE_FIELDS}
     return sorted(size for size in sizes if isinstance(size, int))
+
+
+def _only_size(model: nn.Module) -> int | None:
+    sizes = _sizes(model)
+    return sizes[0] if len(sizes) == 1 else None
 
 
 def _next_matrix(parent: nn.Module, grandparent: nn.Module | None) -> _Shape | None:
@@ -310,20 +332,21 @@ def _names_read(module: nn.Module) -> set[str]:
             seen.add(id(code))
             names.update(code.co_names)
             for name in code.co_names:
-                method = _own_method(type(module), name)
-                if method is not None:
-                    pending.append(method)
+                methods = _own_methods(type(module), name)
+                pending += methods if "super" in code.co_names else methods[:1]
     return names
 
 
-def _own_method(cls: type, name: str) -> Any:
-    """A method that a model's code defines, not torch's or transformers' bases."""
+def _own_methods(cls: type, name: str) -> list[Any]:
+    """Methods that a model's code defines, the one in use first; not those of the bases of all modules and models."""
+    found = []
     for each in cls.__mro__:
-        if name in each.__dict__:
-            base = each.__module__.startswith(("torch.", "transformers.modeling_utils", "transformers.generation"))
-            value = each.__dict__[name]
-            return value if callable(value) and not base else None
-    return None
+        # torch.nn's own layers count: TransformerDecoderLayer calls its activation in _ff_block.
+        if each is nn.Module or each.__module__.startswith(_BASES):
+            continue
+        if callable(value := each.__dict__.get(name)):
+            found.append(value)
+    return found
 
 
 def _codes(function: Any) -> Iterator[CodeType]:

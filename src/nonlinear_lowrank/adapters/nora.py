@@ -68,7 +68,11 @@ class NoraModel(AdapterModel):
             adapter=adapter_name,
             activations=functions,
             linears=[name for name in mine if name not in activations],
-            left={**{name: "not asked for" for name in seen.sites if name not in activations}, **seen.left},
+            left={
+                name: why
+                for name, why in (dict.fromkeys(seen.sites, "not asked for") | seen.left).items()
+                if name not in activations
+            },
             functional=seen.functional,
             trainable=sum(
                 tensor.numel()

@@ -14,7 +14,7 @@ and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r
 |                        | (G, 1)    | constants              | 0, a shift of a0 | 1    | yes   |
 | nlr_nora_denominator   | likewise  |                        |                  |      |       |
 
-All are float32.
+All are float32, also in a model that is cast to a 16-bit type.
 """
 
 import math
@@ -293,7 +293,13 @@ class NoraActivation(AdapterLayer):
         return device, torch.float32
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        own = [(getattr(self, tensors), name) for tensors in self.adapter_layer_names for name in self.configs]
+        before = [(tensors, name, tensors[name].detach()) for tensors, name in own if name in tensors]
         super()._apply(fn, recurse)
+        for tensors, name, old in before:
+            # A coefficient that is rounded to 16 bits moves R by more than the error of a fit.
+            if tensors[name].dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
+                tensors[name].data = old.to(tensors[name].device)
         for name, tensors in self._theta.items():
             moved = fn(tensors[0]).device
             if moved.type != "meta":
