@@ -43,7 +43,7 @@ class FakeTraining:
     def __init__(self, loss):
         self.loss, self.calls, self.resumed, self.stop_after = loss, [], [], math.inf
 
-    def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet):
+    def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet, report):
         key = (recipe.arm.name, recipe.lr, recipe.train.seed)
         assert recipe.train.lr == recipe.arm.lr, "the rate must be told one way"
         assert not overwrite

@@ -564,6 +564,7 @@ def test_finetune_from_the_command_line(root, tmp_path, capsys):
 
 def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    kit.image_task(root)  # its model, which is none of language
     bad = tmp_path / "bad" / "CoLA"
     bad.mkdir(parents=True)
     (bad / "train.tsv").write_text("id\ttext\n1\tA\n")
@@ -584,6 +585,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (options(root, out, "--glue.task", "colla"), "unknown GLUE task"),
         (["finetune", "instruct-small", "--source", tmp_path / "bad.jsonl", *small], "line 2", "no field 'output'"),
+        (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "no language model"),
         (["finetune", "instruct-small", "--out", out], "runs/llm-demo", "--checkpoint"),
     ]
     for arguments, *words in cases:

@@ -14,6 +14,7 @@ import shlex
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
+    # peft reads a name that transformers has renamed: nothing that a user of the command could mend.
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     run: Callable[[list[str]], None] = importlib.import_module(f".commands.{name}", __package__).run
     try:
         run(rest)

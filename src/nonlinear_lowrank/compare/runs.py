@@ -74,7 +74,7 @@ class Runs:
         )
         # A run that diverges has written its result before it raises; any other error is the user's to see.
         with contextlib.suppress(DivergedError):
-            self.run(own, folder, resume=begun, overwrite=False, prepared=self.prepared, quiet=self.quiet)
+            self.run(own, folder, resume=begun, overwrite=False, prepared=self.prepared, quiet=self.quiet, report=False)
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
         name = self.measure.name

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -135,14 +136,16 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """transformers says nothing and shows no bar."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """transformers and the hub say nothing and show no bar."""
+    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub)
         if bars:
             logging.enable_progress_bar()
 

@@ -183,7 +183,14 @@ class Pretrained:
                 return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
             if kind != "causal":
                 config.num_labels = labels
-            return classes[kind].from_config(config)
+            try:
+                return classes[kind].from_config(config)
+            except ValueError as error:  # transformers' list of all types is pages long
+                what = {"text": "text classifier", "image": "image classifier", "causal": "language model"}[kind]
+                raise UserError(
+                    f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}; "
+                    "give another checkpoint (--checkpoint)"
+                ) from error
 
     def adapters(self, model: nn.Module, task_type: str | None) -> AdapterSetup:
         """What an adapter needs to know of the loaded model."""

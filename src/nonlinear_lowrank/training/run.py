@@ -51,6 +51,7 @@ def run_training(
     overwrite: bool = False,
     prepared: Any = None,
     quiet: bool = False,
+    report: bool = True,
 ) -> TrainResult:
     """Trains a recipe's arm into a folder.
 
@@ -64,6 +65,7 @@ def run_training(
         overwrite: empty `out` first, which must be a run of ours.
         prepared: the task's data, if they are prepared already.
         quiet: print nothing and show no bar.
+        report: print what the arm changed in the model, unless `quiet`.
 
     Raises:
         UserError: bad input, with nothing written; or no room for a checkpoint, with the last good one kept.
@@ -94,7 +96,7 @@ def run_training(
         model = build_model(recipe, prepared)
         before = count_parameters(model)
         folder.name_base(model)
-        changed = apply_arm(recipe, recipe.arm, model)
+        changed = apply_arm(recipe, recipe.arm, model, verbose=report and not quiet and arguments.should_save)
         parameters = count_parameters(changed)
         optimizer = _optimizer(changed, recipe, arguments)
 
@@ -284,7 +286,7 @@ def build_model(recipe: Recipe, prepared: Any, arm: Arm | None = None) -> nn.Mod
     return recipe.task.build_model(prepared, (arm or recipe.arm).dense_init, seed=recipe.train.seed)
 
 
-def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module) -> nn.Module:
+def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module, *, verbose: bool = False) -> nn.Module:
     """The model with the arm's change, drawn from the run's seed.
 
     Raises:
@@ -292,7 +294,7 @@ def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        return arm.apply(model, adapter_setup(recipe.task, model))
+        return arm.apply(model, adapter_setup(recipe.task, model), verbose=verbose)
 
 
 def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> list[dict[str, Any]]:

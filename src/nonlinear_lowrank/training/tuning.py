@@ -17,8 +17,10 @@ The head is trained in all of them, drawn from the same seed. `plus=16` on a low
 (arXiv 2402.12354): the up factors learn 16 times as fast as the down factors, with peft's grouping.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -130,9 +132,12 @@ class Tuning:
             own["modules_to_save"] = list(setup.head)
         config = self._config({**own, **settings}, task_type=setup.task_type)
         try:
-            with warnings.catch_warnings():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
                 # Of transformers, about a name that peft uses.
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+                if not verbose:  # some methods say what they found
+                    stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 adapted = get_peft_model(model, config)  # type: ignore[arg-type]
         except UserError:
             raise
