@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
     from .augmentation import AugmentReport, augment, branches_disabled
-    from .layers import NobleConfig, NobleConv1D, NobleLinear
+    from .layers import NobleConfig, NobleConv1D, NobleLinear, SineLowRankConfig, SineLowRankLinear
     from .optim import MuonAdamW, param_groups
 
 __version__ = "0.1.0"
@@ -35,6 +35,8 @@ __all__ = [
     "NobleLinear",
     "NoraConfig",
     "SineLoraConfig",
+    "SineLowRankConfig",
+    "SineLowRankLinear",
     "UserError",
     "augment",
     "branches_disabled",
@@ -46,6 +48,7 @@ __all__ = [
 _FILES = {
     **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augmentation"),
     **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "layers"),
+    **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "layers"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
     **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
 }

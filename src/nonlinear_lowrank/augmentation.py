@@ -1,6 +1,7 @@
 """Which modules of a model are swapped, by rules; reports what was swapped and what was left."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,10 +50,8 @@ class AugmentReport:
     def __str__(self) -> str:
         lines = [
             f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left (init: {self.config.init})",
-            f"  parameters {self.parameters_before:,} + {self.parameters_added:,} "
-            f"({_percent(self.parameters_added, self.parameters_before)})",
-            f"  FLOPs per token in linears {self.flops_before:,} + {self.flops_added:,} "
-            f"({_percent(self.flops_added, self.flops_before)})",
+            f"  parameters {_change(self.parameters_before, self.parameters_added)}",
+            f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}",
         ]
         lines += [f"  swapped {name}{times}" for name, times in _grouped(self.swapped)]
         lines += [f"  left    {name}{times}: {why}" for name, times, why in _grouped_left(self.left)]
@@ -65,13 +64,16 @@ def augment(
     """Swaps a model's linears, in place, for a method's layers.
 
     Every `nn.Linear` and transformers `Conv1D` is taken, except the output head (anything outside a
-    transformers model's backbone, whatever is tied to an embedding, and what is named like a head).
-    Checks come first: when an error is raised, the model is as it was.
+    transformers model's backbone, whatever is tied to an embedding, and what is named like a head) and, unless
+    `include` names it, what another method has taken already or this one has no use for.
+    Checks come first: when an error is raised, the model is as it was. A method that does away with trained
+    weights (of a model that was loaded) warns of it.
 
     Args:
         model: any module; a transformers model also becomes saveable with its branches.
         config: a method's config, e.g. `NobleConfig(rank=64)`.
-        include: regular expression(s) that a module's whole name must match; default: all.
+        include: regular expression(s) that a module's whole name must match; default: the method's own choice,
+            mostly all.
         exclude: regular expression(s) of names to leave alone.
         verbose: print the report.
 
@@ -93,6 +95,11 @@ def augment(
     names = _choose(model, method, config, include, exclude, report)
     for name in names:
         _check(name, model.get_submodule(name), method, config)
+    if method.plain is not None and _was_loaded(model):
+        warnings.warn(
+            f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
+            stacklevel=2,
+        )
 
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     report.flops_before = sum(_linear_flops(module) for module in model.modules())
@@ -179,10 +186,9 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tied = {id(module.weight) for module in embeddings}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is None or isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or not _has_weight(module):
             continue
-        if id(weight) in tied:
+        if id(module._parameters.get("weight")) in tied:
             heads[name] = "tied to an embedding"
         elif module is output or (inside is not None and id(module) not in inside):
             heads[name] = "output head"
@@ -195,7 +201,8 @@ def _choose(
     model: nn.Module, method: Method, config: Any, include: Patterns, exclude: Patterns, report: AugmentReport
 ) -> list[str]:
     """Names to swap. Fills `report.left`."""
-    included, excluded = _compile(include, "include"), _compile(exclude, "exclude")
+    unnamed = include is None
+    included, excluded = _compile(method.include if unnamed else include, "include"), _compile(exclude, "exclude")
     heads = output_head_names(model)
     used: set[re.Pattern[str]] = set()
     chosen, shared = [], _used_without_forward(model)
@@ -218,10 +225,12 @@ def _choose(
             report.left[name] = heads[name]
         elif name in shared:
             report.left[name] = shared[name]
+        elif unnamed and (why := _better_left(module, method, config)) is not None:
+            report.left[name] = why
         else:
             chosen.append(name)
     for pattern in [*(included or []), *(excluded or [])]:
-        if pattern not in used:
+        if pattern not in used and not (unnamed and pattern in (included or [])):
             raise UserError(
                 f"the pattern {pattern.pattern!r} matches no linear's whole name; "
                 "print the names with: [n for n, m in model.named_modules()]"
@@ -230,6 +239,14 @@ def _choose(
         why = "; ".join(sorted(set(report.left.values()))) or "it has no linears"
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
     return chosen
+
+
+def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:
+    """Why a module that the user did not name is not swapped."""
+    before = method_of_layer(module)
+    if before is not None:
+        return f"is {before.name} already" if before is not method else None
+    return method.leave(module, config) if method.leave and method.is_target(module) else None
 
 
 def _check(name: str, module: nn.Module, method: Method, config: Any) -> None:
@@ -307,13 +324,21 @@ def _linear_flops(module: nn.Module) -> int:
     method = _linear_method(module)
     if not _is_linear(module) and method is None:
         return 0
+    if method is not None and method.plain is not None:
+        return method.plain(module).flops + method.flops(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return 2 * weight.numel() + (method.flops(module) if method else 0)
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"+{100 * part / whole:.2f} %" if whole else "n/a"
+def _has_weight(module: nn.Module) -> bool:
+    """Without reading it: a property may compute it."""
+    return module._parameters.get("weight") is not None or hasattr(type(module), "weight")
+
+
+def _change(before: int, added: int) -> str:
+    share = f"{100 * added / before:+.2f} %" if before else "n/a"
+    return f"{before:,} {'-' if added < 0 else '+'} {abs(added):,} ({share})"
 
 
 def _pattern(name: str) -> str:

@@ -6,6 +6,8 @@ Nothing is run and nothing is read but shapes, so a model on the meta device wil
 |-----------------------------|--------------------------------------------------------------------------|
 | linear, output head         | 2 x d_in x d_out                                                         |
 | NOBLE branch                | 2 x r x (d_in + d_out) + 2 x r x r for each mixing matrix                |
+| sine low-rank weight        | as the plain linear; forming it, 2 x r x d_in x d_out a batch, is not in |
+| plain low-rank weight       | 2 x r x (d_in + d_out)                                                   |
 | attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
 |                             | kernel that skips its upper half computes half of it)                    |
 | patch embedding             | 2 x its weights                                                          |
@@ -31,7 +33,7 @@ from ..layers import method_of_layer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One module. `parameters` and `flops` include the branch's share."""
+    """One module. `parameters` and `flops` include the branch's share, which is negative where a method saves some."""
 
     name: str
     """In the model; "" is the model itself."""
@@ -153,6 +155,10 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             branch_parameters += parameter.numel() if local in added else 0
         branch_flops = method.flops(module) if method else 0
         flops = branch_flops + _dense_flops(module)
+        if method is not None and method.plain is not None:
+            plain = method.plain(module)
+            flops = branch_flops + plain.flops
+            branch_parameters = parameters - plain.parameters if parameters else 0
         if id(module) in attention:
             width = _attention_width(module, model)
             if width is None:

@@ -131,8 +131,8 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
     lines = [render_table(table, width)]
     if cost.branch_parameters:
         lines.append(
-            f"branches add {100 * (cost.parameter_ratio - 1):.2f} % parameters and "
-            f"{100 * (cost.flop_ratio - 1):.2f} % FLOPs"
+            f"{'branches add' if cost.branch_parameters > 0 else 'the method changes'} "
+            f"{100 * (cost.parameter_ratio - 1):.2f} % parameters and {100 * (cost.flop_ratio - 1):.2f} % FLOPs"
         )
     lines.append(f"FLOPs: forward, per token, at sequence length {cost.sequence_length:,}; a multiply-add is 2")
     if cost.kept_bytes is not None:

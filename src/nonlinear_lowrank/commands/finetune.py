@@ -53,16 +53,16 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
-    from ..training.methods import ARM_METHODS
     from ..training.recipe import Arm
     from ..training.run import run_training
+    from ..training.tuning import TUNINGS
     from ..training.usage import loading_code
 
     arm = Arm.parse(options.arm)
     if arm.grid:
         raise UserError(f"grid= is for nlr compare, which tries several rates; give the arm one: {arm.method}:lr=1e-4")
     if arm.method == "baseline":
-        ways = ", ".join(each for each in ARM_METHODS if each not in ("baseline", "noble"))
+        ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
     recipe = replace(recipe, arm=arm, task=options.task, train=options.train)
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)

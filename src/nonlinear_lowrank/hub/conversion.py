@@ -20,6 +20,7 @@ from transformers import initialization as init
 
 from ..augmentation import AugmentReport, augment
 from ..errors import UserError
+from ..layers import method_of_config
 from ..storage import describe_disk_error, is_disk_error, staged_folder
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
@@ -93,6 +94,8 @@ def convert(
     """
     if up_init not in ("zero", "paper"):
         raise UserError(f"up_init must be 'zero' or 'paper', not {up_init!r}")
+    if (method := method_of_config(config)) is not None and method.plain is not None:
+        raise UserError(f"{method.name} does away with trained weights, which convert keeps; use NobleConfig")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     _check_output(source, output, overwrite)
     if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):

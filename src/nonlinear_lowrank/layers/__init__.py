@@ -1,11 +1,12 @@
 """Modules, one method a file. A new method is one file here and one row of `METHODS`."""
 
-from . import noble, rational
-from .method import Method, Role, config_from_dict, config_to_dict
+from . import noble, rational, sine
+from .method import Method, PlainCost, Role, config_from_dict, config_to_dict
 from .noble import NobleConfig, NobleConv1D, NobleLinear
 from .rational import RationalActivation, RationalConfig
+from .sine import SineLowRankConfig, SineLowRankLinear
 
-METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD,)}
+METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD, sine.METHOD)}
 """Every method that `augment` puts into a model, by its name."""
 
 SAVED_METHODS: dict[str, Method] = {**METHODS, rational.METHOD.name: rational.METHOD}
@@ -29,9 +30,12 @@ __all__ = [
     "NobleConfig",
     "NobleConv1D",
     "NobleLinear",
+    "PlainCost",
     "RationalActivation",
     "RationalConfig",
     "Role",
+    "SineLowRankConfig",
+    "SineLowRankLinear",
     "config_from_dict",
     "config_to_dict",
     "method_of_config",

@@ -22,6 +22,15 @@ class Role:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlainCost:
+    """What the plain layer cost whose weight a method's layer has done away with."""
+
+    parameters: int
+    flops: int
+    """Forward, per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to swap modules. `augment`, `param_groups` and `hub` know methods only through this."""
 
@@ -40,7 +49,13 @@ class Method:
     roles: Callable[[nn.Module], Mapping[str, Role]]
     """Roles of the parameters a layer of the method adds, by their name in the layer."""
     flops: Callable[[nn.Module], int]
-    """Forward FLOPs per token that a layer adds to the plain one."""
+    """Forward FLOPs per token that a layer adds to the plain one; negative where it saves some."""
+    plain: Callable[[nn.Module], PlainCost] | None = None
+    """What the plain layer cost, for a method whose layers take the place of its weight; None: it is kept."""
+    include: str | None = None
+    """Regular expression of the whole names that it takes where the user names none; None: every linear."""
+    leave: Callable[[nn.Module, Any], str | None] | None = None
+    """(plain module, config): why a module that the user did not name is left alone, or None."""
     float32: tuple[str, ...] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
 

@@ -1,6 +1,7 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
+from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_linear_reference, lowrank_weight
 from .rational import rational, rational_anchored, rational_reference
 from .sine import (
     effective_weight,
@@ -16,11 +17,15 @@ from .sine_embedding import embedding_delta, sine_embedding
 
 __all__ = [
     "ACTIVATIONS",
+    "WEIGHT_ACTIVATIONS",
     "SineFactors",
     "bottleneck",
     "dora_norm",
     "effective_weight",
     "embedding_delta",
+    "lowrank_linear",
+    "lowrank_linear_reference",
+    "lowrank_weight",
     "noble_branch",
     "noble_linear",
     "noble_linear_reference",

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from ..augmentation import augment
 from ..errors import UserError
 from ..layers import METHODS, Method
+from ..layers import sine as sine_layers
 from ..tasks.task import AdapterSetup
 from .tuning import TUNINGS
 from .values import as_text, one_line
@@ -77,36 +78,61 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Augmented:
-    """A method that swaps modules of the model (`layers.METHODS`)."""
+    """A method that swaps modules of the model (`layers.METHODS`), or a control made of one.
+
+    Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`.
+    """
 
     method: Method
-    control: bool = False
-    own_init: bool = True
+    alias: str = ""
+    """Of a control; empty: the method's own name."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config that make the control what it is."""
 
     @property
     def name(self) -> str:
-        return self.method.name
+        return self.alias or self.method.name
+
+    @property
+    def control(self) -> bool:
+        return bool(self.alias)
+
+    @property
+    def own_init(self) -> bool:
+        return "init" in self._fields()
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         self._config(settings)
         return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        short = {"rank": "r", "activation": "", "depth": "d"}
-        return [self.name, *(f"{short.get(key, key + '-')}{as_text(value)}" for key, value in settings.items())]
+        short = {"rank": "r", "activation": "", "depth": "d", "omega": "w", "include": "on-", "exclude": "not-"}
+        shown = {
+            key: "-".join(re.findall(r"\w+", str(value))) if key in _CHOICES else as_text(value)
+            for key, value in settings.items()
+        }
+        return [self.name, *(f"{short.get(key, key + '-')}{value}" for key, value in shown.items())]
 
     def apply(
         self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
     ) -> nn.Module:
-        augment(model, self._config(settings), verbose=verbose)
+        choice = {key: settings[key] for key in _CHOICES if key in settings}
+        augment(model, self._config(settings), verbose=verbose, **choice)
         return model
 
+    def _fields(self) -> list[str]:
+        return [each.name for each in dataclasses.fields(self.method.config_class) if each.name not in self.fixed]
+
     def _config(self, settings: Mapping[str, Any]) -> Any:
-        known = [each.name for each in dataclasses.fields(self.method.config_class)]
+        known = self._fields()
         for key in settings:
-            if key not in known:
-                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
-        return self.method.config_class(**settings)
+            if key not in known and key not in _CHOICES:
+                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join((*known, *_CHOICES))}")
+        own = {key: value for key, value in settings.items() if key not in _CHOICES}
+        return self.method.config_class(**self.fixed, **own)
+
+
+_CHOICES = ("include", "exclude")
 
 
 @dataclass(frozen=True)
@@ -150,7 +176,14 @@ class Function:
         return changed
 
 
-_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *TUNINGS)
+# One factor is changed in each, and the rest kept.
+_CONTROLS = (
+    Augmented(sine_layers.METHOD, "low-rank", {"activation": "identity"}),
+    Augmented(sine_layers.METHOD, "sigmoid-low-rank", {"activation": "sigmoid"}),
+    Augmented(sine_layers.METHOD, "relu-low-rank", {"activation": "relu"}),
+)
+
+_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *_CONTROLS, *TUNINGS)
 ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
 """Every kind of arm by its name; functions of the user's own come on top."""
 

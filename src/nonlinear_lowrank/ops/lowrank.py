@@ -1,0 +1,189 @@
+"""Linear maps whose weight is a function of a low-rank product (sine_lowrank.txt, equations (2) and (3)).
+
+    W = phi(omega * up @ down) / gain        y = x W^T + bias
+
+Shapes: x (..., d_in), up (d_out, r), down (r, d_in), bias (d_out) or None, y (..., d_out).
+
+| phi      | how it is computed                                                | kept for backward     |
+|----------|-------------------------------------------------------------------|-----------------------|
+| identity | x through down, then through up; W is never formed                | x, x down^T (r wide)  |
+| sine     | `ops.sine`                                                        | x                     |
+| sigmoid, | W is formed in float32 or wider, rounded once to x's type, and    | x                     |
+| relu     | formed again in backward, as in `ops.sine`                        |                       |
+
+No d_out x d_in tensor is kept between forward and backward, eager or compiled: under torch.compile the whole
+forward and the whole backward are opaque ops, as in `ops.sine`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .sine import sine_layer
+from .sine_delta import SineFactors, no_autocast, product, wide_dtype
+
+
+class _Phi(NamedTuple):
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    """Derivative, out of the phase."""
+
+
+def _sigmoid_slope(phase: Tensor) -> Tensor:
+    value = phase.sigmoid()
+    return value * (1 - value)
+
+
+_PHI = {
+    "identity": _Phi(lambda phase: phase, torch.ones_like),
+    "sine": _Phi(torch.sin, torch.cos),
+    "sigmoid": _Phi(torch.sigmoid, _sigmoid_slope),
+    "relu": _Phi(torch.relu, lambda phase: (phase > 0).to(phase.dtype)),
+}
+
+WEIGHT_ACTIVATIONS = tuple(_PHI)
+"""Names of phi."""
+
+
+def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> Tensor:
+    """The weight itself, as a plain differentiable formula: (d_out, d_in), float32 or wider."""
+    dtype = wide_dtype(up, down)
+    with no_autocast(up):
+        return _PHI[activation].value(omega * (up.to(dtype) @ down.to(dtype))) / gain
+
+
+def lowrank_linear_reference(
+    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
+) -> Tensor:
+    """What `lowrank_linear` computes, as a plain differentiable formula."""
+    return F.linear(x, lowrank_weight(up, down, activation, omega, gain).to(x.dtype), bias)
+
+
+def lowrank_linear(
+    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
+) -> Tensor:
+    """`x (phi(omega * up @ down) / gain)^T + bias`; see this file's table for what it keeps.
+
+    Under autocast x and the rounded weight are in the autocast type. Second derivatives are refused with a
+    RuntimeError, but for the identity (use `lowrank_linear_reference`).
+
+    Args:
+        x: (..., d_in).
+        up: (d_out, r).
+        down: (r, d_in).
+        bias: (d_out) or None.
+        activation: phi, one of `WEIGHT_ACTIVATIONS`.
+        omega: frequency, phi's argument per unit of the product.
+        gain: divisor of phi.
+
+    Returns:
+        (..., d_out), in x's type.
+
+    Source: sine_lowrank.txt, section 3.2.1.
+    """
+    if activation == "sine":
+        return sine_layer(x, None, bias, [SineFactors(up, down, omega, gain)], base=False)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        # Cast once, out here: backward runs outside autocast.
+        x = x.to(torch.get_autocast_dtype(device))
+    bias = None if bias is None else bias.to(x.dtype)
+    if activation == "identity":
+        with no_autocast(x):
+            narrow = F.linear(x, down.to(x.dtype))
+            return F.linear(narrow if omega == gain else narrow * (omega / gain), up.to(x.dtype), bias)
+    if torch.is_grad_enabled():
+        return _LowRankLinear.apply(x, up, down, bias, activation, float(omega), float(gain))
+    run = _forward_op if torch.compiler.is_compiling() else _forward
+    return run(x, up, down, bias, activation, float(omega), float(gain))
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """Saves x and the factors."""
+
+    @staticmethod
+    def forward(x, up, down, bias, activation, omega, gain):
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        return run(x, up, down, bias, activation, omega, gain)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, up, down, _bias, *ctx.settings = inputs
+        ctx.save_for_backward(x, up, down)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "second derivatives through lowrank_linear are not defined; use lowrank_linear_reference for them"
+            )
+        wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
+        x, up, down = ctx.saved_tensors
+        activation, omega, gain = ctx.settings
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        gradients = run(dy, x, up, down, activation, omega, gain, wanted)
+        return *(each if want else None for each, want in zip(gradients, wanted, strict=True)), None, None, None
+
+
+def _forward(
+    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
+) -> Tensor:
+    """y of `lowrank_linear`, with the weight formed."""
+    with torch.no_grad(), no_autocast(x):
+        return F.linear(x, _formed(up, down, activation, omega, gain)[0].to(x.dtype), bias)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, up: Tensor, down: Tensor, activation: str, omega: float, gain: float, wanted: list[bool]
+) -> list[Tensor]:
+    """Gradients of x, up, down, bias; empty tensors where `wanted` says no."""
+    with torch.no_grad(), no_autocast(x):
+        weight, phase = _formed(up, down, activation, omega, gain)
+        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        gradients = [x.new_empty(0) for _ in wanted]
+        if wanted[0]:
+            gradients[0] = (dy_TO @ weight.to(x.dtype)).view(x.shape)
+        del weight
+        if wanted[1] or wanted[2]:
+            dproduct = _PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI).mul_(omega / gain)
+            gradients[1] = product(dproduct, down.to(phase.dtype).t()).to(up.dtype)
+            gradients[2] = product(up.to(phase.dtype).t(), dproduct).to(down.dtype)
+        if wanted[3]:
+            gradients[3] = dy_TO.sum(0)
+        return gradients
+
+
+def _formed(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> tuple[Tensor, Tensor]:
+    """The weight and its phase, in float32 or wider."""
+    dtype = wide_dtype(up, down)
+    phase = product(up.to(dtype) * omega, down.to(dtype))
+    return _PHI[activation].value(phase) / gain, phase
+
+
+# Plain registrations, as in cosnet.py. CompositeExplicitAutograd is any device; autograd is `_LowRankLinear`'s.
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+_SETTINGS = "str activation, float omega, float gain"
+_LIBRARY.define(f"lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, {_SETTINGS}) -> Tensor")
+_LIBRARY.define(
+    f"lowrank_backward(Tensor dy, Tensor x, Tensor up, Tensor down, {_SETTINGS}, bool[] wanted) -> Tensor[]"
+)
+_LIBRARY.impl("lowrank_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("lowrank_backward", _backward, "CompositeExplicitAutograd")
+_forward_op = torch.ops.nonlinear_lowrank.lowrank_forward.default
+_backward_op = torch.ops.nonlinear_lowrank.lowrank_backward.default
+
+
+@torch.library.register_fake("nonlinear_lowrank::lowrank_forward")
+def _(x, up, down, bias, activation, omega, gain):
+    return x.new_empty(*x.shape[:-1], up.shape[0])
+
+
+@torch.library.register_fake("nonlinear_lowrank::lowrank_backward")
+def _(dy, x, up, down, activation, omega, gain, wanted):
+    like = (x, up, down, dy.new_empty(up.shape[0]))
+    # Both factors' gradients come together, whichever is wanted.
+    made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2], wanted[3])
+    return [each.new_empty(each.shape) if want else x.new_empty(0) for each, want in zip(like, made, strict=True)]
