@@ -81,6 +81,70 @@ for name, auto in {[(row.name, FAMILIES[row.family].auto.__name__) for row in ro
     assert run.returncode == 0, run.stderr
 
 
+LOAD_RATIONAL = """
+import json, sys
+import torch, transformers
+from pathlib import Path
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+
+def load(name, auto):
+    return getattr(transformers, auto).from_pretrained(Path(sys.argv[1]) / name / "out").eval()
+
+autos, found = json.loads(sys.argv[2]), {}
+for name, auto in autos.items():
+    try:
+        load(name, auto)
+        found[name] = ["no error"]
+    except ValueError as error:
+        found[name] = [str(error)]
+import nonlinear_lowrank
+for name, auto in autos.items():
+    expected = load_file(Path(sys.argv[1]) / name / "expected.safetensors")
+    model = load(name, auto)
+    with torch.no_grad():
+        equal = torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
+    ours = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("nonlinear")}
+    found[name] += [equal, sorted(ours)]
+imported = [each for each in ("peft", "nonlinear_lowrank.adapters") if each in sys.modules]
+print("FOUND" + json.dumps([found, imported]))
+"""
+
+
+def test_a_merged_nora_adapter_needs_the_rational_layer_and_no_more(tmp_path, capsys):
+    rows = {row.name: row for row in MERGING if row.name in ("nora-llama", "nora-bert-classifier", "nora++-gpt2")}
+    assert len(rows) == 3
+    for name, row in rows.items():
+        adapter, inputs, _ = make_adapter(tmp_path / name, row)
+        code, out, _ = nlr_merge(capsys, adapter, tmp_path / name / "out")
+        assert code == 0
+        assert "NLR_NORA adapter merged" in out
+        assert "loading it needs `import nonlinear_lowrank`" in out
+        tensors = load_file(tmp_path / name / "out" / "model.safetensors")
+        assert not any("nlr_" in key for key in tensors)
+        assert {value.dtype for key, value in tensors.items() if "rational_" in key} == {torch.float32}
+        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / name / "out").eval()
+        with torch.no_grad():
+            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / name / "expected.safetensors")
+    autos = {name: FAMILIES[row.family].auto.__name__ for name, row in rows.items()}
+
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_RATIONAL, str(tmp_path), json.dumps(autos)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found, imported = json.loads(run.stdout.rpartition("FOUND")[2])
+    assert imported == []
+    for name, (without, equal, ours) in found.items():
+        assert "has model type `nonlinear_lowrank_" in without
+        assert equal, name
+        assert "RationalActivation" in ours
+        assert not any(each.startswith(("Nora", "Sine")) for each in ours)
+
+
 def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
     row = next(row for row in MERGING if row.name == "sine-llama")
     adapter, _, _ = make_adapter(tmp_path, row, dtype=torch.bfloat16)
