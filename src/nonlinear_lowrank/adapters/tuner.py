@@ -163,7 +163,8 @@ class AdapterModel(BaseTuner):
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
         for name, tensor in self.named_parameters():
-            if name.endswith("base_layer.weight") and hasattr(tensor, "device_mesh"):
+            mine = name.endswith("base_layer.weight") or f".{self.prefix}" in name
+            if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> list[AdapterLayer]:
