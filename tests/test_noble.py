@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import nonlinear_lowrank as nlr
 from nonlinear_lowrank import NobleConfig, NobleConv1D, NobleLinear, UserError
+from zoo import FAMILIES, batch
 
 CONFIGS = [
     *(
@@ -16,8 +18,11 @@ CONFIGS = [
         for depth in (1, 2)
     ),
     NobleConfig(rank=4, depth=3),
+    NobleConfig(rank_ratio=0.45, activation="silu", depth=1, fusion="gated", up_bias=True),
+    NobleConfig(rank=4, fusion="gated", output_scale=1.5),
+    NobleConfig(rank=4, up_bias=True),
 ]
-IDS = [f"{config.activation}{config.depth}" for config in CONFIGS]
+IDS = [f"{config.activation}{config.depth}-{config.fusion}{'-biased' if config.up_bias else ''}" for config in CONFIGS]
 
 
 @pytest.fixture(params=CONFIGS, ids=IDS)
@@ -130,6 +135,10 @@ def test_bfloat16_module_and_autocast(config):
         ({"frequency_range": (2.0, 1.0)}, "frequency_range"),
         ({"up_scale": float("nan")}, "up_scale"),
         ({"phase_lr": 0.0}, "phase_lr"),
+        ({"rank_ratio": 1.0}, "rank_ratio"),
+        ({"fusion": "mul"}, "fusion"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"output_scale": 0.0}, "output_scale"),
     ],
 )
 def test_bad_settings_are_one_clear_line(settings, word):
@@ -141,3 +150,79 @@ def test_bad_settings_are_one_clear_line(settings, word):
 def test_rank_must_be_low():
     with pytest.raises(UserError, match="rank 10 is not low"):
         NobleLinear(12, 10, config=NobleConfig(rank=10))
+
+
+# --- the variant of the notes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_the_gated_variant_is_the_notes_formula(kind, activation):
+    config = NobleConfig(
+        rank_ratio=0.25, activation=activation, depth=1, fusion="gated", up_bias=True, dropout=0.2, output_scale=0.7
+    )
+    layer = NobleLinear(16, 24, config=config) if kind == "linear" else NobleConv1D(24, 16, config=config)
+    layer = layer.double().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    x = torch.randn(5, 16, dtype=torch.float64)
+    main = x @ (layer.weight.t() if kind == "linear" else layer.weight) + layer.bias
+    function = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}[activation]
+    branch = function(x @ layer.noble_down.t()) @ layer.noble_up.t() + layer.noble_up_bias
+    w = torch.sigmoid(layer.noble_fusion)
+    assert layer.noble_down.shape == (4, 16), "a quarter of the smaller width"
+    torch.testing.assert_close(layer(x), 0.7 * (w * main + (1 - w) * branch))
+
+
+@pytest.mark.parametrize("fusion", ["add", "gated"])
+def test_dropout_is_on_the_bottleneck_in_training_only(fusion):
+    settings = {"rank": 4, "fusion": fusion, "up_bias": True}
+    layer = NobleLinear(12, 8, config=NobleConfig(**settings, dropout=0.5))
+    plain = NobleLinear(12, 8, config=NobleConfig(**settings))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.normal_()
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(layer.eval()(x), plain(x))
+    seen = torch.stack([layer.train()(x) for _ in range(3000)])
+    kinds = {tuple(row) for row in (seen[:, 0] * 1e4).round().tolist()}
+    assert len(kinds) == 2**4, "each of four outputs is there, doubled, or not"
+    spread = seen.std(0) / 3000**0.5
+    assert ((seen.mean(0) - plain(x)).abs() <= 6 * spread).all()
+    layer(x).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_the_gate_starts_where_a_pretrained_model_stands():
+    model = FAMILIES["llama"]().eval()
+    inputs = batch(model)
+    config = NobleConfig(rank_ratio=0.25, activation="silu", depth=1, fusion="gated", up_bias=True, init="pretrained")
+    with torch.no_grad():
+        before = model(**inputs).logits
+        nlr.augment(model, config, verbose=False)
+        assert torch.equal(model(**inputs).logits, before)
+        for name, parameter in model.named_parameters():
+            if "noble_" in name:
+                parameter.normal_()
+        assert not torch.equal(model(**inputs).logits, before)
+
+
+def test_a_gated_model_is_saved_and_trained_as_it_is(tmp_path):
+    model = FAMILIES["llama"]().eval()
+    config = NobleConfig(rank_ratio=0.25, activation="silu", depth=1, fusion="gated", up_bias=True, init="pretrained")
+    nlr.augment(model, config, verbose=False)
+    rates = {name: (group["lr"], group["weight_decay"]) for group in nlr.param_groups(model, 1.0, 0.1, verbose=False)
+             for name, _ in group["params"]}  # fmt: skip
+    gates = [name for name in rates if name.endswith(("noble_fusion", "noble_up_bias"))]
+    assert len(gates) == 2 * len([name for name in rates if name.endswith("noble_up")])
+    assert {rates[name] for name in gates} == {(1.0, 0.0)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "noble_" in name:
+                parameter.normal_()
+    model.save_pretrained(tmp_path)
+    again = nlr.hub.load_model(tmp_path).eval()
+    inputs = batch(model)
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)

@@ -21,10 +21,16 @@ class ConvertOptions:
     """Which branches."""
     rank: int = 64
     """Width of the bottleneck; must stay below min(d_in, d_out) of every linear."""
+    rank_ratio: float | None = None
+    """The bottleneck as a share of min(d_in, d_out), in place of --rank."""
     activation: Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"] = "cosine"
     """The bottleneck's nonlinearity."""
     depth: int = 2
     """Number of activations: 1, 2, or 3 (cosine only)."""
+    fusion: Literal["add", "gated"] = "add"
+    """gated: a learned mixture of linear and branch, in place of their sum."""
+    up_bias: FlagCreatePairsOff[bool] = False
+    """A bias after the up projection."""
     up_init: Literal["zero", "paper"] = "zero"
     """zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
     include: tuple[str, ...] = ()
@@ -50,7 +56,14 @@ def run(arguments: list[str]) -> None:
     from ..hub import convert
     from ..layers import NobleConfig
 
-    config = NobleConfig(rank=options.rank, activation=options.activation, depth=options.depth)
+    config = NobleConfig(
+        rank=options.rank,
+        rank_ratio=options.rank_ratio,
+        activation=options.activation,
+        depth=options.depth,
+        fusion=options.fusion,
+        up_bias=options.up_bias,
+    )
     report = convert(
         folder,
         Path(options.output),

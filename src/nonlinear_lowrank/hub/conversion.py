@@ -136,7 +136,7 @@ def _check_output(source: Path, output: Path, overwrite: bool) -> None:
 def _draw_up(layer: Any, config: Any) -> None:
     """The up projection's init of a model from scratch."""
     with torch.no_grad():
-        init.normal_(layer.noble_up, std=config.up_scale / config.rank**0.5)
+        init.normal_(layer.noble_up, std=config.up_scale / layer.noble_rank**0.5)
 
 
 def random_inputs(model: Any) -> dict[str, Tensor]:

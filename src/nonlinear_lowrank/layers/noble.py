@@ -12,8 +12,17 @@ Init and learning-rate table; every entry is a field of `NobleConfig`, the defau
 | noble_mix{k}      | (r, r)        | Xavier uniform                    | s ^ 0.45 | yes   |
 | noble_frequency{k}| (r)           | U(0.8, 1.2)                       | 3        | no    |
 | noble_phase{k}    | (r)           | N(0, 0.1^2)                       | 5        | no    |
+| noble_up_bias     | (d_out)       | 0                                 | 1        | no    |
+| noble_fusion      | (1)           | 0                                 | 1        | no    |
 
-On a pretrained model the weight and bias stay as they are and noble_up starts at zero.
+The last two exist with up_bias and with fusion="gated" only. On a pretrained model the weight and bias stay as they
+are and noble_up starts at zero.
+
+With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture instead of the paper's sum:
+
+    output_scale * (w * (x weight^T + bias) + (1 - w) * (branch + noble_up_bias)),    w = sigmoid(noble_fusion)
+
+It keeps both terms, d_out wide, for backward, where the sum keeps neither.
 """
 
 from collections.abc import Mapping
@@ -21,12 +30,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init  # skips tensors that were loaded from a checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
-from ..ops.cosnet import ACTIVATIONS, noble_linear
+from ..ops.cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear
 from .method import Method, Role
 
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
@@ -44,6 +54,9 @@ class NobleConfig:
 
     rank: int = 64
     """r, the width of the bottleneck; must stay below min(d_in, d_out) of every target."""
+    rank_ratio: float | None = None
+    """r is this share of min(d_in, d_out), rounded down, in place of `rank`. (The notes take a share of d_out, by
+    which 0.25 gives the widening linear of a feed-forward a full rank.)"""
     activation: Activation = "cosine"
     """The bottleneck's nonlinearity; "cosine" at depth 2 is CosNet."""
     depth: int = 2
@@ -68,6 +81,16 @@ class NobleConfig:
     """Learning-rate multiplier of the frequencies."""
     phase_lr: float = 5.0
     """Learning-rate multiplier of the phases."""
+    fusion: Literal["add", "gated"] = "add"
+    """"add": the paper's sum. "gated": the notes' mixture, with a learned gate that starts at one half."""
+    up_bias: bool = False
+    """A bias after the up projection."""
+    dropout: float = 0.0
+    """Share of the bottleneck's outputs that are zeroed in training. Above 0 the branch keeps some r-wide tensors
+    more for backward."""
+    output_scale: float | None = None
+    """Multiplies the layer's output. None: 1; and 2 with fusion="gated" on a pretrained model, which undoes the gate's
+    one half exactly, so that the outputs do not change."""
 
     def __post_init__(self) -> None:
         # JSON turns tuples into lists.
@@ -85,12 +108,31 @@ class NobleConfig:
             raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', not {self.init!r}")
         if len(self.frequency_range) != 2 or self.frequency_range[0] > self.frequency_range[1]:
             raise UserError(f"frequency_range must be (low, high), not {self.frequency_range!r}")
+        if self.rank_ratio is not None and not 0 < self.rank_ratio < 1:
+            raise UserError(f"rank_ratio must be above 0 and below 1, not {self.rank_ratio!r}")
+        if self.fusion not in ("add", "gated"):
+            raise UserError(f"fusion must be 'add' or 'gated', not {self.fusion!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+        if self.output_scale is not None and not 0 < self.output_scale < float("inf"):
+            raise UserError(f"output_scale must be a finite number above 0, not {self.output_scale!r}")
         for name in ("dense_scale", "up_scale", "phase_std"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"{name} must be a finite number of at least 0, not {getattr(self, name)!r}")
         for name in ("frequency_lr", "phase_lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name} must be a finite number above 0, not {getattr(self, name)!r}")
+
+    def rank_of(self, d_in: int, d_out: int) -> int:
+        """r of a layer d_in -> d_out."""
+        return self.rank if self.rank_ratio is None else max(1, int(min(d_in, d_out) * self.rank_ratio))
+
+    @property
+    def scale(self) -> float:
+        """What the layer's output is multiplied by."""
+        if self.output_scale is not None:
+            return self.output_scale
+        return 2.0 if self.fusion == "gated" and self.init == "pretrained" else 1.0
 
 
 class _NobleBranch(nn.Module):
@@ -110,7 +152,7 @@ class _NobleBranch(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        r = config.rank
+        self.noble_rank = r = config.rank_of(d_in, d_out)
         self.noble_down = parameter(r, d_in)
         self.noble_up = parameter(d_out, r)
         for k in range(1, config.depth):
@@ -119,6 +161,8 @@ class _NobleBranch(nn.Module):
             for k in range(1, config.depth + 1):
                 self.register_parameter(f"noble_frequency{k}", parameter(r))
                 self.register_parameter(f"noble_phase{k}", parameter(r))
+        self.register_parameter("noble_up_bias", parameter(d_out) if config.up_bias else None)
+        self.register_parameter("noble_fusion", parameter(1) if config.fusion == "gated" else None)
 
     def _branch_lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         depth, cosine = self.noble_config.depth, self.noble_config.activation == "cosine"
@@ -145,24 +189,39 @@ class _NobleBranch(nn.Module):
         if config.init == "pretrained":
             init.zeros_(self.noble_up)
         else:
-            init.normal_(self.noble_up, std=config.up_scale / config.rank**0.5)
+            init.normal_(self.noble_up, std=config.up_scale / self.noble_rank**0.5)
         mixes, frequencies, phases = self._branch_lists()
         for mix in mixes:
             init.xavier_uniform_(mix)
         for frequency, phase in zip(frequencies, phases, strict=True):
             init.uniform_(frequency, *config.frequency_range)
             init.normal_(phase, std=config.phase_std)
+        for zero in (self.noble_up_bias, self.noble_fusion):
+            if zero is not None:
+                init.zeros_(zero)
 
     def _noble(self, x: Tensor, weight: Tensor) -> Tensor:
-        return noble_linear(
-            x,
-            weight,
-            self.bias,
-            self.noble_down,
-            self.noble_up,
-            *self._branch_lists(),
-            self.noble_config.activation,
-        )
+        config, lists = self.noble_config, self._branch_lists()
+        dropped = config.dropout > 0 and self.training
+        if config.fusion == "add" and not dropped:
+            biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
+            bias = sum(biases[1:], biases[0]) if biases else None
+            y = noble_linear(x, weight, bias, self.noble_down, self.noble_up, *lists, config.activation)
+            return y if config.scale == 1 else y * config.scale
+        if dropped:
+            u = bottleneck(F.linear(x, self.noble_down), *lists, config.activation)
+            branch = F.linear(F.dropout(u, config.dropout), self.noble_up)
+        else:
+            branch = noble_branch(x, self.noble_down, self.noble_up, *lists, config.activation)
+        if self.noble_up_bias is not None:
+            branch = branch + self.noble_up_bias.to(branch.dtype)
+        y = F.linear(x, weight, self.bias)
+        if self.noble_fusion is None:
+            y = y + branch
+        else:
+            gate = torch.sigmoid(self.noble_fusion).to(y.dtype)
+            y = gate * y + (1 - gate) * branch
+        return y if config.scale == 1 else y * config.scale
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
@@ -170,7 +229,8 @@ class _NobleBranch(nn.Module):
         config = self.noble_config
         return (
             f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}, "
-            f"rank={config.rank}, activation={config.activation}, depth={config.depth}"
+            f"rank={self.noble_rank}, activation={config.activation}, depth={config.depth}"
+            + (", fusion=gated" if config.fusion == "gated" else "")
         )
 
 
@@ -183,7 +243,7 @@ class NobleLinear(_NobleBranch, nn.Linear):
     Args:
         in_features: d_in.
         out_features: d_out.
-        bias: whether there is a bias (dense only; the branch has none).
+        bias: whether there is a bias beside the weight; the branch's is config.up_bias.
         config: settings of the branch.
         device: as in nn.Linear.
         dtype: as in nn.Linear.
@@ -246,9 +306,10 @@ class NobleConv1D(_NobleBranch, Conv1D):
 
 
 def _check_rank(name: str, d_in: int, d_out: int, config: NobleConfig) -> None:
-    if config.rank >= min(d_in, d_out):
+    rank = config.rank_of(d_in, d_out)
+    if rank >= min(d_in, d_out):
         raise UserError(
-            f"rank {config.rank} is not low for {name} ({d_in} -> {d_out}); "
+            f"rank {rank} is not low for {name} ({d_in} -> {d_out}); "
             f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
         )
 
@@ -280,7 +341,7 @@ def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
 
 def _roles(module: nn.Module) -> Mapping[str, Role]:
     assert isinstance(module, _NobleBranch)
-    config, ratio = module.noble_config, min(module.noble_shape) / module.noble_config.rank
+    config, ratio = module.noble_config, min(module.noble_shape) / module.noble_rank
     roles = {"noble_down": Role("noble.down"), "noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
     for k in range(1, config.depth):
         roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
@@ -288,12 +349,16 @@ def _roles(module: nn.Module) -> Mapping[str, Role]:
         for k in range(1, config.depth + 1):
             roles[f"noble_frequency{k}"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
             roles[f"noble_phase{k}"] = Role("noble.phase", lr=config.phase_lr, decay=False)
+    if config.up_bias:
+        roles["noble_up_bias"] = Role("noble.up_bias", decay=False)
+    if config.fusion == "gated":
+        roles["noble_fusion"] = Role("noble.fusion", decay=False)
     return roles
 
 
 def _flops(module: nn.Module) -> int:
     assert isinstance(module, _NobleBranch)
-    r, depth = module.noble_config.rank, module.noble_config.depth
+    r, depth = module.noble_rank, module.noble_config.depth
     return 2 * r * sum(module.noble_shape) + 2 * r * r * (depth - 1)
 
 
