@@ -1,0 +1,196 @@
+"""Which linears matter most: scores by name, and choices of where branches go (noble_notes_zh.md, section 4.2).
+
+    scores = layer_importance(model, batches)
+    nlr.augment(model, config, select=select_layers(scores, percentile=70))
+
+Scores are per weight, so that large and small layers can be compared:
+
+    gradient     mean of |w dL/dw|, the loss's first-order change if the weight were zeroed (arXiv 1906.10771)
+    activation   mean of |w_ij| rms(x_j), the weight times its input's size (arXiv 2306.11695); needs no labels
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..augmentation import output_head_names
+from ..errors import UserError
+
+Score = Literal["gradient", "activation"]
+
+# The last parts of a linear's name, as the architectures of transformers have them.
+_PARTS = {
+    "query": r"q_proj|query|q_lin|q|wq|(in_proj_)?qkv|qkv_proj|Wqkv|query_key_value|c_attn|W_pack",
+    "key": r"k_proj|key|k_lin|k|wk",
+    "value": r"v_proj|value|v_lin|v|wv",
+    "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin[12]|w[123]|dense_(h_to_4h|4h_to_h)",
+}
+_INSIDE = re.compile(r"(?:^|\.)(mlp|ffn|feed_forward|intermediate)(\.|$)")
+
+
+def part_of(name: str) -> str:
+    """ "query" (also a fused query, key and value), "key", "value", "feed_forward" or "other", by a linear's name."""
+    last = name.rpartition(".")[2]
+    if _INSIDE.search(name):
+        return "feed_forward"
+    for part, pattern in _PARTS.items():
+        if re.fullmatch(pattern, last):
+            return part
+    if re.search(r"(?<!attention)\.output\.dense$", name):
+        return "feed_forward"  # BERT's second linear; its attention's is attention.output.dense
+    return "other"
+
+
+def layer_importance(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient"
+) -> dict[str, float]:
+    """Scores every linear of the model's body; the model, its gradients and its mode are left as they were.
+
+    Args:
+        model: a transformers model, or any module that takes a batch as keyword arguments and, for "gradient",
+            gives an output with a `loss`.
+        batches: keyword arguments of the forward pass, on the model's device, with labels for "gradient".
+        score: see this file's documentation.
+
+    Returns:
+        {name: score}, in the model's order, averaged over the batches. Output heads are left out.
+
+    Raises:
+        UserError: no linears, no batches, no loss, or a score that is not finite.
+    """
+    if score not in ("gradient", "activation"):
+        raise UserError(f"unknown score {score!r}; choose gradient or activation")
+    heads = output_head_names(model)
+    linears: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name not in heads and module.weight.is_floating_point()
+    }
+    if not linears:
+        raise UserError(f"{type(model).__name__} has no linears to score")
+    was_training = model.training
+    model.eval()
+    try:
+        run = _by_gradient if score == "gradient" else _by_activation
+        scores = run(model, linears, batches)
+    finally:
+        model.train(was_training)
+    for name, value in scores.items():
+        if not np.isfinite(value):
+            raise UserError(f"the score of {name} is not finite; check the batches and the model's weights")
+    return scores
+
+
+def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
+    """Names whose score is at or above a percentile of all scores, in the given order.
+
+    Args:
+        scores: of `layer_importance`.
+        percentile: 0 takes all; 70 about the highest three tenths.
+
+    Raises:
+        UserError: no scores, or a percentile outside 0 to 100.
+
+    Source: noble_notes_zh.md, section 4.2.
+    """
+    if not scores:
+        raise UserError("there are no scores to select by")
+    if not 0 <= percentile <= 100:
+        raise UserError(f"percentile must be between 0 and 100, not {percentile!r}")
+    threshold = float(np.percentile(list(scores.values()), percentile))
+    return [name for name, value in scores.items() if value >= threshold]
+
+
+def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
+    """The notes' strategy: every query, the keys of the highest scores, every feed-forward linear.
+
+    Args:
+        scores: of `layer_importance`.
+        percentile: of the keys' scores; keys below it are left out.
+
+    Raises:
+        UserError: no linear of the scores is a query, key or feed-forward by its name.
+
+    Source: noble_notes_zh.md, section 4.2.
+    """
+    parts = {name: part_of(name) for name in scores}
+    keys = {name: scores[name] for name, part in parts.items() if part == "key"}
+    kept = set(select_layers(keys, percentile)) if keys else set()
+    chosen = [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
+    if not chosen:
+        raise UserError(
+            f"no linear is a query, a key or part of a feed-forward by its name ({', '.join(list(scores)[:3])}, ...); "
+            "choose with select_layers"
+        )
+    return chosen
+
+
+def _by_gradient(
+    model: nn.Module, linears: Mapping[str, Any], batches: Iterable[Mapping[str, Any]]
+) -> dict[str, float]:
+    weights = [module.weight for module in linears.values()]
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    sums, count = dict.fromkeys(linears, 0.0), 0
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)
+        for batch in batches:
+            with torch.enable_grad():
+                output = model(**batch)
+                loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+                if loss is None:
+                    raise UserError("the model's output has no loss; put labels into the batches")
+                gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+            for name, weight, gradient in zip(linears, weights, gradients, strict=True):
+                if gradient is not None:
+                    sums[name] += float((weight.detach().double() * gradient.double()).abs().mean())
+            count += 1
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+    return {name: total / _batches(count) for name, total in sums.items()}
+
+
+@torch.no_grad()
+def _by_activation(
+    model: nn.Module, linears: Mapping[str, Any], batches: Iterable[Mapping[str, Any]]
+) -> dict[str, float]:
+    squares: dict[str, Tensor] = {}
+    tokens = dict.fromkeys(linears, 0)
+
+    def hook(name: str) -> Any:
+        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+            squares[name] = squares.get(name, 0.0) + x.square().sum(0)
+            tokens[name] += len(x)
+
+        return before
+
+    count = 0
+    with ExitStack() as stack:
+        for name, module in linears.items():
+            stack.callback(module.register_forward_pre_hook(hook(name)).remove)
+        for batch in batches:
+            model(**{key: value for key, value in batch.items() if key != "labels"})
+            count += 1
+    _batches(count)
+    scores = dict.fromkeys(linears, 0.0)  # what was never called matters to nothing
+    for name, square in squares.items():
+        weight = linears[name].weight.detach().abs().double()
+        if not isinstance(linears[name], Conv1D):
+            weight = weight.t()
+        rms = (square / tokens[name]).sqrt()
+        scores[name] = float((weight * rms[:, None]).mean())
+    return scores
+
+
+def _batches(count: int) -> int:
+    if count == 0:
+        raise UserError("there are no batches to score the layers on")
+    return count
