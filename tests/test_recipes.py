@@ -106,6 +106,15 @@ def test_the_papers_models_to_the_last_parameter(name):
         assert round(100 * (parameters(changed) / paper["total"] - 1), 2) == percent
 
 
+def test_the_papers_masked_language_model():
+    recipe = get_recipe("mlm-base")
+    backbone, train, text = recipe.task.backbone, recipe.train, recipe.task.text
+    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == (12, 768, 12, 2048)
+    assert (train.steps, train.batch_size, train.lr, train.warmup_steps) == (100_000, 64, 3e-4, 1000)
+    assert (text.tokenizer, text.vocab_size, text.sequence_length) == ("bert-base-uncased", 30522, 1024)
+    assert parameters(recipe.task.build_on_meta()) == 131_835_648
+
+
 def test_an_unknown_recipe_names_the_nearest():
     with pytest.raises(UserError, match="did you mean 'llm-base'"):
         get_recipe("llm_base")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from ..errors import UserError
-from .checkpoint import find_model, find_recipe_file, open_language_model, open_tokenizer
+from .checkpoint import choose_device, find_model, find_recipe_file, open_language_model, open_tokenizer
 from .options import parse
 
 
@@ -62,10 +62,14 @@ def run(arguments: list[str]) -> None:
         EvaluateOptions,
         arguments,
         command="evaluate",
-        description="Perplexity and bits per byte on held-out text, and lm-eval's tasks.",
+        description="Perplexity and bits per byte on held-out text, and lm-eval's tasks; of other models, the numbers "
+        "of their recipe's held-out data.",
     )
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
+    if options.text is None and not options.tasks and _is_other_model(folder):
+        _run_held_out(folder, options)
+        return
     local, named = _find_tasks(options)
 
     model = open_language_model(folder, options.device, options.base)
@@ -87,8 +91,45 @@ def run(arguments: list[str]) -> None:
         results["data"] = [file.to_json() for file in local.files()]
         print("\n".join(task_table(results["tasks"], local.hidden)))
     results["versions"] = _versions()
+    _write(results, options)
+
+
+def _write(results: dict[str, Any], options: EvaluateOptions) -> None:
     if options.output is not None:
         Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _is_other_model(folder: Path) -> bool:
+    """Whether a recipe of ours made the model, and it is no language model that continues text."""
+    from ..hub.adapter import is_adapter
+    from ..hub.loading import check_causal
+
+    if is_adapter(folder) or find_recipe_file(folder) is None:
+        return False
+    try:
+        check_causal(folder)
+    except UserError:
+        return True
+    return False
+
+
+def _run_held_out(folder: Path, options: EvaluateOptions) -> None:
+    """Masked language models and classifiers: the held-out data of their own recipe."""
+    from ..evaluation.held_out import score_held_out
+    from ..hub import load_model
+    from ..tasks.task import measure_of
+    from ..training.recipe import Recipe
+
+    file = find_recipe_file(folder)
+    assert file is not None
+    recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
+    model = load_model(folder).to(choose_device(options.device))
+    scores = score_held_out(model, recipe.task.prepare(), batch_size=options.batch_size)
+    measure = measure_of(recipe.task)
+    loss = f"loss {scores['loss']:.4f} {measure.unit if measure.is_loss else 'nats'}"
+    others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
+    print(f"held-out data of {recipe.name}: {'   '.join([*others, loss])}")
+    _write({"checkpoint": options.checkpoint, "held_out": scores, "versions": _versions()}, options)
 
 
 def _check(options: EvaluateOptions) -> None:

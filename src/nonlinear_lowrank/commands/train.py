@@ -25,7 +25,7 @@ class TrainOptions(Generic[Task, Train]):
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
     task: Task
-    """The text and the model."""
+    """The data and the model."""
     train: Train
     """The optimization."""
 
@@ -51,6 +51,8 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
+    from ..tasks.language_model import LanguageModelTask
+    from ..tasks.task import measure_of
     from ..training.recipe import Arm
     from ..training.run import run_training
 
@@ -58,5 +60,9 @@ def run(arguments: list[str]) -> None:
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
     if not is_main_process():
         return
-    print(f"evaluation loss {result.final_loss:.4f} nats a token after {result.steps} steps; {options.out}/model")
-    print(f"next: nlr evaluate {options.out}   nlr generate {options.out} --prompt 'def '")
+    measure = measure_of(recipe.task)
+    loss = f"evaluation loss {result.final_loss:.4f}{' ' + measure.unit if measure.is_loss else ''}"
+    score = "" if measure.is_loss else f"{measure.name} {result.score:.4f}, "
+    print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
+    generate = f"   nlr generate {options.out} --prompt 'def '" if isinstance(recipe.task, LanguageModelTask) else ""
+    print(f"next: nlr evaluate {options.out}{generate}")

@@ -47,6 +47,10 @@ RECIPES: dict[str, RecipeEntry] = {
     "llm-large": RecipeEntry(
         module="llm", function="llm_large", summary="the paper's 1.5B language model on OpenWebText; 8 large GPUs"
     ),
+    "mlm-demo": RecipeEntry(
+        module="mlm", function="mlm_demo", summary="tiny masked language model on Python sources; 2 CPU cores, minutes"
+    ),
+    "mlm-base": RecipeEntry(module="mlm", function="mlm_base", summary="the paper's BERT on OpenWebText; large GPUs"),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")

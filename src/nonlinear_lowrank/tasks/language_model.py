@@ -14,7 +14,7 @@ Init of every tensor; draws depend on the seed alone, never on the global genera
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 DenseInit = Literal["stock", "noble", "kaiming"]
 
-_HEAD_STD = 0.02
+HEAD_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlmBackbone:
-    """Sizes and init of the backbone. Every linear is separate but the fused gate-up projection."""
+class Backbone:
+    """Sizes and init of a transformer on tokens, whatever its class."""
 
     layers: int
     """Number of transformer blocks."""
@@ -42,7 +42,7 @@ class GlmBackbone:
     heads: int
     """Attention heads, each width / heads wide; keys and values have as many."""
     hidden: int
-    """Width of the GeGLU; the fused gate-up projection is width -> 2 x hidden."""
+    """Width of the GeGLU, whose gate and up projections are both width -> hidden."""
     embedding_std: float = 0.02
     """Standard deviation of the input embedding, equal in all arms."""
     dense_init: DenseInit = "stock"
@@ -66,6 +66,11 @@ class GlmBackbone:
             raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         check_dense_init(self.dense_init)
 
+
+@dataclass(frozen=True, kw_only=True)
+class GlmBackbone(Backbone):
+    """A GLM. Every linear is separate but the gate-up projection, one linear of width -> 2 x hidden."""
+
     def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> GlmConfig:
         """The transformers config of these sizes."""
         config = GlmConfig(
@@ -80,7 +85,7 @@ class GlmBackbone:
             attention_dropout=self.dropout,
             attention_bias=False,
             max_position_embeddings=sequence_length,
-            initializer_range=_HEAD_STD,
+            initializer_range=HEAD_STD,
             tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
             # GLM's own special tokens lie far outside a small vocabulary.
@@ -131,8 +136,8 @@ class LanguageModelTask:
 
 
 @torch.no_grad()
-def draw_init(model: GlmForCausalLM, embedding_std: float, dense_init: DenseInit, seed: int) -> None:
-    """Draws this file's table into a built model, in place; the head stays as transformers drew it."""
+def draw_init(model: Any, embedding_std: float, dense_init: DenseInit, seed: int) -> None:
+    """Draws this file's table into a built model, in place; the head, outside `model.model`, stays as it was drawn."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     # One generator a kind: an arm's dense init must not shift the embedding's draws.

@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..storage import staged_folder
 from .corpus import Corpus
 from .token_files import PIECE, DocumentFile, TokenWriter, pieces
-from .tokenizers import boundary_id, train_bpe
+from .tokenizers import LEARNED, boundary_id
 
 _TRAINING_BYTES = 20_000_000  # text that a tokenizer is trained on; more changes its merges little
 _PIECES = 200  # that a single document is divided into before some are held out
@@ -38,6 +38,8 @@ class Packing:
     valid_source: Corpus | None
     """Held-out text of its own; None: a part of the source."""
     valid_fraction: float
+    learned: str
+    """Kind of the vocabulary that is learned, where none is given: a name of `tokenizers.LEARNED`."""
     vocab_size: int
     """Of a vocabulary that is learned."""
     sequence_length: int
@@ -80,7 +82,7 @@ class Packing:
         documents = spool.documents if spool else self.source.documents
         if tokenizer is None:
             sample = _sample((each for each, held_out in split.sides(documents()) if not held_out), split.size, bar)
-            tokenizer = train_bpe(sample, self.vocab_size)
+            tokenizer = LEARNED[self.learned](sample, self.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
         dropped = 0
         with (

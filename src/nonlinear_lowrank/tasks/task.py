@@ -85,6 +85,17 @@ def scored_split(prepared: Any) -> Any:
     return getattr(prepared, "test", None)
 
 
+def training_split(prepared: Any, seed: int) -> Any:
+    """The training examples; where they draw (masks, augmentation), with the draws of a run's seed."""
+    seeded = getattr(prepared.train, "seeded", None)
+    return prepared.train if seeded is None else seeded(seed)
+
+
+def predicts_next(prepared: Any) -> bool:
+    """Whether a token's label is the token after it, so that a sequence's first one is not predicted."""
+    return getattr(prepared, "predicts_next", True)
+
+
 def collate_of(prepared: Any) -> Collate:
     """Items -> a batch; items of one shape are stacked."""
     return getattr(prepared, "collate", None) or stack

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ..errors import UserError
 from .corpus import Corpus
 from .packing import Packing, check_lengths, tokenizer_hash
-from .tokenizers import byte_lengths, check_vocab_size, load_tokenizer, quiet_about_forks, vocabulary_size
+from .tokenizers import LEARNED, byte_lengths, check_vocab_size, load_tokenizer, quiet_about_forks, vocabulary_size
 
 _VERSION = 2  # of the cache's layout and of the split; part of the key
 
@@ -47,10 +47,10 @@ class TextData:
     document_separator: str | None = None
     """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
     tokenizer: str = "bpe"
-    """"bpe" (a byte-level BPE trained on the training documents), a folder with GPT-2's files, a tokenizer.json,
-    or a hub name."""
+    """"bpe" (a byte-level BPE trained on the training documents), "wordpiece" (of BERT's kind, likewise), a folder
+    with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name."""
     vocab_size: int = 2048
-    """Of "bpe"."""
+    """Of "bpe" and "wordpiece"."""
     sequence_length: int = 256
     """Tokens a sequence, T; the model predicts T - 1 of them."""
     eval_sequences: int = 256
@@ -72,7 +72,7 @@ class TextData:
             raise UserError("valid_source is empty; give a file, a folder or a dataset's name, or leave it out")
         if not self.tokenizer:
             raise UserError("tokenizer is empty; give 'bpe', a folder, a tokenizer.json or a hub name")
-        if self.tokenizer == "bpe":
+        if self.tokenizer in LEARNED:
             check_vocab_size(self.vocab_size)
 
     def corpus(self, source: str) -> Corpus:
@@ -171,7 +171,7 @@ def prepare_text(config: TextData, *, progress: bool = True) -> PackedText:
         UserError: the text or the tokenizer cannot be used; the message says why and what to change.
     """
     quiet_about_forks()
-    given = load_tokenizer(config.tokenizer) if config.tokenizer != "bpe" else None
+    given = load_tokenizer(config.tokenizer) if config.tokenizer not in LEARNED else None
     key = _key(config, given)
     folder = cache_folder(config.cache_dir) / "text" / key[:32]
     facts = _read(folder)
@@ -202,7 +202,10 @@ def _key(config: TextData, tokenizer: PreTrainedTokenizerBase | None) -> str:
         parts.append(config.valid_fraction)
     else:
         parts.append(config.corpus(config.valid_source).identity())
-    parts.append(config.vocab_size if tokenizer is None else tokenizer_hash(tokenizer))
+    if tokenizer is not None:
+        parts.append(tokenizer_hash(tokenizer))
+    else:
+        parts += [config.vocab_size, *([] if config.tokenizer == "bpe" else [config.tokenizer])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -211,6 +214,7 @@ def _packing(config: TextData) -> Packing:
         source=config.corpus(config.source),
         valid_source=None if config.valid_source is None else config.corpus(config.valid_source),
         valid_fraction=config.valid_fraction,
+        learned=config.tokenizer,
         vocab_size=config.vocab_size,
         sequence_length=config.sequence_length,
     )

@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, GPT-2's from files, any other by path or name."""
+"""Tokenizers: a BPE or a WordPiece trained on the corpus, GPT-2's or BERT's from files, any other by path or name."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import UserError
@@ -17,6 +17,8 @@ from ..errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # looked for where a tokenizer names no end
 _ALPHABET = 256
+_BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+_BERT_FILE = "vocab.txt"
 _GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -39,24 +41,56 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    _train(backend, documents, trainer, vocab_size)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
+
+
+def train_wordpiece(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A WordPiece of BERT's kind: lower case, no accents, BERT's five special tokens; [SEP] ends a document.
+
+    Characters that are too rare for an eighth of the vocabulary become [UNK].
+
+    Raises:
+        UserError: the text has too few different words for a vocabulary of that size.
+    """
+    backend = _wordpiece(models.WordPiece(unk_token=_BERT["unk_token"]))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_BERT.values()),
+        # Each may stand at the start of a word and inside it; the rest is for pieces of words.
+        limit_alphabet=max(64, vocab_size // 8),
+        show_progress=False,
+    )
+    _train(backend, documents, trainer, vocab_size)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **_BERT)
+
+
+LEARNED = {"bpe": train_bpe, "wordpiece": train_wordpiece}
+"""Tokenizers that are trained on the text itself."""
+
+
+def _train(backend: tokenizers.Tokenizer, documents: Iterable[str], trainer: Any, vocab_size: int) -> None:
     backend.train_from_iterator(documents, trainer)
     if backend.get_vocab_size() < vocab_size:
         raise UserError(
             f"the text is too small for a vocabulary of {vocab_size} (it gives {backend.get_vocab_size()}); "
             "lower vocab_size"
         )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """GPT-2's files, a tokenizer.json, a folder of either, or a name on the hub.
+    """GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub.
 
     Raises:
         UserError: there is none, its files do not fit each other, or it has no end-of-text token.
     """
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
-        tokenizer: PreTrainedTokenizerBase = _gpt2(path)
+    vocabulary = path / _BERT_FILE if path.is_dir() else path
+    own_files = [path / each for each in ("tokenizer.json", "tokenizer_config.json")]
+    if vocabulary.is_file() and vocabulary.name == _BERT_FILE and not any(each.is_file() for each in own_files):
+        tokenizer: PreTrainedTokenizerBase = _bert(vocabulary)
+    elif path.is_dir() and not own_files[0].is_file() and not vocabulary.is_file():
+        tokenizer = _gpt2(path)
     elif path.is_file():
         try:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -68,12 +102,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         except Exception as error:
             why = _one_line(error).split(". ")[0]
             raise UserError(
-                f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's files or a tokenizer.json, "
-                "a hub name, or 'bpe' to train one"
+                f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's or BERT's files or a "
+                "tokenizer.json, a hub name, or 'bpe' to train one"
             ) from error
     if boundary_id(tokenizer) is None:
-        vocabulary = tokenizer.get_vocab()
-        end = next((token for token in _ENDS if token in vocabulary), None)
+        known = tokenizer.get_vocab()
+        end = next((token for token in _ENDS if token in known), None)
         if end is None:
             raise UserError(
                 f"the tokenizer {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
@@ -173,7 +207,7 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
     else:
         raise UserError(
             f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.json with merges.txt, "
-            "nor encoder.json with vocab.bpe"
+            "nor encoder.json with vocab.bpe, nor vocab.txt"
         )
     try:
         model = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))
@@ -185,6 +219,26 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
     if missing:
         raise UserError(f"{folder / vocabulary} lacks {missing} of the 256 byte symbols; these are not GPT-2's files")
     return PreTrainedTokenizerFast(tokenizer_object=_byte_level(model), eos_token=END_OF_TEXT)
+
+
+def _bert(file: Path) -> PreTrainedTokenizerFast:
+    """BERT's uncased WordPiece out of its list of tokens, one a line."""
+    try:
+        model = models.WordPiece.from_file(str(file), unk_token=_BERT["unk_token"])
+    except Exception as error:
+        raise UserError(f"{file} is no list of tokens: {_one_line(error)}") from error
+    missing = [token for token in _BERT.values() if model.token_to_id(token) is None]
+    if missing:
+        raise UserError(f"{file} has no {missing[0]!r}; this is not BERT's vocabulary")
+    return PreTrainedTokenizerFast(tokenizer_object=_wordpiece(model), **_BERT)
+
+
+def _wordpiece(model: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+    return backend
 
 
 def _byte_level(model: Any) -> tokenizers.Tokenizer:

@@ -20,6 +20,7 @@ from ..tasks.glue import GlueTask
 from ..tasks.image_classification import ImageTask
 from ..tasks.instructions import InstructionTask
 from ..tasks.language_model import LanguageModelTask
+from ..tasks.masked_language_model import MaskedLanguageModelTask
 from .arms import Arm, ArmOption
 from .values import check_number, check_whole, one_line
 
@@ -155,7 +156,9 @@ if TYPE_CHECKING:
     Task = Any  # each task is used through the functions of `tasks.task`, or by code that knows which it is
 else:
     # Of a recipe's task the command line shows the fields; it offers no other task.
-    Task = tyro.conf.AvoidSubcommands[LanguageModelTask | GlueTask | InstructionTask | ImageTask]
+    Task = tyro.conf.AvoidSubcommands[
+        LanguageModelTask | GlueTask | InstructionTask | ImageTask | MaskedLanguageModelTask
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

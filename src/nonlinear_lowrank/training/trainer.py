@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from ..tasks.task import Batch, Score, collate_of, score_of, scored_split
+from ..tasks.task import Batch, Score, collate_of, predicts_next, score_of, scored_split, training_split
 from .checkpoints import CheckpointedTrainer
 from .recipe import TrainConfig
 from .state_files import seed_all
@@ -36,6 +36,7 @@ class RunTrainer(CheckpointedTrainer):
         self.group_by_length = group_by_length
         super().__init__(*args, train_dataset=prepared.train, data_collator=collate_of(prepared), **kwargs)
         self.prepared = prepared
+        self.train_dataset = training_split(prepared, self.args.seed)
         self.score: Score | None = score_of(prepared)
         if self.score is not None:
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
@@ -76,10 +77,11 @@ class RunTrainer(CheckpointedTrainer):
         """Mean nats a token; of whole text also bits a byte."""
         nats = torch.zeros((), dtype=torch.float64, device=self.args.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        shifted = predicts_next(self.prepared)
         for batch, real in self._evaluation_batches(dataset):
             labels = batch["labels"]
             labels[real:] = -100
-            count = (labels[:, 1:] != -100).sum()  # the first token of a sequence is not predicted
+            count = (labels[:, 1 if shifted else 0 :] != -100).sum()
             if self.model_accepts_loss_kwargs:
                 loss = model(**batch, num_items_in_batch=1)["loss"]  # the sum
             else:

@@ -1,0 +1,68 @@
+"""The numbers of a task's own held-out data, as its training took them, for a model that was loaded since."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from ..errors import UserError
+from ..tasks.task import collate_of, predicts_next, score_of, scored_split
+
+
+@torch.no_grad()
+def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[str, float]:
+    """Loss and scores on the examples that the runs of a task are judged by.
+
+    Args:
+        model: of the task, on its device; left in evaluation mode.
+        prepared: the task's data (see `tasks.task`).
+        batch_size: examples per forward pass; the numbers do not depend on it, but for rounding.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    model.eval()
+    examples = scored_split(prepared) or prepared.valid
+    outputs = _outputs(model, prepared, examples, batch_size)
+    numbers = (
+        _of_tokens(outputs, predicts_next(prepared)) if score_of(prepared) is None else _of_examples(outputs, prepared)
+    )
+    if not math.isfinite(numbers["loss"]):
+        raise UserError("the loss on the held-out data is not a finite number: the model is broken")
+    return numbers
+
+
+def _outputs(model: Any, prepared: Any, examples: Any, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits in float32 and labels, batch by batch."""
+    collate = collate_of(prepared)
+    for start in range(0, len(examples), size):
+        items = [examples[index] for index in range(start, min(start + size, len(examples)))]
+        batch = {name: value.to(model.device) for name, value in collate(items).items()}
+        labels = batch.pop("labels")
+        yield model(**batch).logits.float(), labels
+
+
+def _of_tokens(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], shifted: bool) -> dict[str, float]:
+    total, count = 0.0, 0
+    for logits, labels in outputs:
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        count += int((labels != -100).sum())
+    return {"loss": total / max(1, count)}
+
+
+def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], prepared: Any) -> dict[str, float]:
+    score = score_of(prepared)
+    assert score is not None
+    logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
+    if labels.is_floating_point():
+        loss = F.mse_loss(logits.double().squeeze(-1), labels.double())
+    else:
+        kept = labels != -100  # an image that cannot be read
+        logits, labels = logits[kept], labels[kept]
+        loss = F.cross_entropy(logits.double(), labels)
+    return {"loss": float(loss), **score(logits.numpy().astype(np.float32), labels.numpy())}
