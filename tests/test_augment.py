@@ -10,7 +10,7 @@ import nonlinear_lowrank as nlr
 from nonlinear_lowrank import NobleConfig, UserError
 from zoo import FAMILIES, batch
 
-SWAPPED_PER_LAYER = {"llama": 7, "glm": 6, "gpt2": 4, "opt": 6, "eurobert": 7, "vit": 6}
+SWAPPED_PER_LAYER = {"llama": 7, "glm": 6, "gpt2": 4, "opt": 6, "eurobert": 7, "vit": 6, "image_tokens": 6}
 
 
 def snapshot(model):

@@ -17,6 +17,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"vocab_size": 67, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
 
@@ -57,7 +59,31 @@ def vit() -> PreTrainedModel:
     return ViTForImageClassification(config)
 
 
-FAMILIES = {"llama": llama, "glm": glm, "gpt2": gpt2, "opt": opt, "eurobert": eurobert, "vit": vit}
+def image_tokens() -> PreTrainedModel:
+    config = ImageTokensConfig(
+        **SIZES,
+        vocab_size=67,
+        num_classes=5,
+        grid_rows=3,
+        grid_columns=4,
+        intermediate_size=48,
+        num_key_value_heads=4,
+        head_dim=8,
+        attention_bias=False,
+        hidden_act="gelu",
+    )
+    return ImageTokensForCausalLM(config)
+
+
+FAMILIES = {
+    "llama": llama,
+    "glm": glm,
+    "gpt2": gpt2,
+    "opt": opt,
+    "eurobert": eurobert,
+    "vit": vit,
+    "image_tokens": image_tokens,
+}
 
 
 def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str, torch.Tensor]:

@@ -36,8 +36,8 @@ CONFIG_CLASSES = {entry.config: entry for entry in METHODS.values()}
 
 TYPE_PREFIX = "nonlinear_lowrank_"
 """An augmented config's model_type is this and the base's model_type."""
-POOLED_TYPE = "nlr_mean_pooled"
-"""The model_type of `hub.pooled`."""
+OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTokensConfig"}
+"""The model types of backbones of our own, and their config classes in `hub`."""
 
 
 def _load(entry: _Entry) -> Any:
@@ -81,12 +81,12 @@ class _ConfigsOnDemand(dict[str, Any]):
         self._known = known
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key == POOLED_TYPE or self._base_type(key) is not None
+        return super().__contains__(key) or key in OWN_TYPES or self._base_type(key) is not None
 
     def __missing__(self, key: str) -> Any:
         hub = importlib.import_module(f"{__package__}.hub")
-        if key == POOLED_TYPE:
-            return hub.MeanPooledConfig
+        if key in OWN_TYPES:
+            return getattr(hub, OWN_TYPES[key])
         base_type = self._base_type(key)
         if base_type is None:
             raise KeyError(key)

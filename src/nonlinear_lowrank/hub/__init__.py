@@ -31,12 +31,14 @@ from torch import nn
 from ..augmentation import after_augment
 from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .conversion import ConvertReport, convert
+from .image_tokens_config import ImageTokensConfig
 from .loading import load_model, load_tokenizer
 from .pooled_config import MeanPooledConfig
 
 __all__ = [
     "AugmentedModel",
     "ConvertReport",
+    "ImageTokensConfig",
     "MeanPooledConfig",
     "convert",
     "load_model",
@@ -78,10 +80,11 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
     mark_initialized(model)
 
 
-def _register_pooled(module: Any) -> None:
-    """Imports the model of `MeanPooledConfig`, which tells the Auto classes of itself."""
+def _register_own(module: Any) -> None:
+    """Imports the models of our own types, which tell the Auto classes of themselves."""
     importlib.import_module(".pooled", __package__)
+    importlib.import_module(".image_tokens", __package__)
 
 
 after_augment.append(make_saveable)
-wrapt.register_post_import_hook(_register_pooled, "transformers.models.auto.modeling_auto")
+wrapt.register_post_import_hook(_register_own, "transformers.models.auto.modeling_auto")
