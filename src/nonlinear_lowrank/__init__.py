@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
     from .augmentation import AugmentReport, augment, branches_disabled
-    from .layers import NobleConfig, NobleConv1D, NobleLinear, SineLowRankConfig, SineLowRankLinear
+    from .layers import (
+        NobleConfig,
+        NobleConv1D,
+        NobleLinear,
+        NonlinearQKV,
+        NonlinearQuery,
+        NonlinearQueryConfig,
+        SineLowRankConfig,
+        SineLowRankLinear,
+    )
     from .optim import MuonAdamW, param_groups
 
 __version__ = "0.1.0"
@@ -33,6 +42,9 @@ __all__ = [
     "NobleConfig",
     "NobleConv1D",
     "NobleLinear",
+    "NonlinearQKV",
+    "NonlinearQuery",
+    "NonlinearQueryConfig",
     "NoraConfig",
     "SineLoraConfig",
     "SineLowRankConfig",
@@ -48,6 +60,7 @@ __all__ = [
 _FILES = {
     **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augmentation"),
     **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "layers"),
+    **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "layers"),
     **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "layers"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
     **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},

@@ -49,13 +49,16 @@ class AugmentReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left (init: {self.config.init})",
+            f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left{self._init()}",
             f"  parameters {_change(self.parameters_before, self.parameters_added)}",
             f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}",
         ]
         lines += [f"  swapped {name}{times}" for name, times in _grouped(self.swapped)]
         lines += [f"  left    {name}{times}: {why}" for name, times, why in _grouped_left(self.left)]
         return "\n".join(lines)
+
+    def _init(self) -> str:
+        return f" (init: {self.config.init})" if hasattr(self.config, "init") else ""
 
 
 def augment(
@@ -94,7 +97,7 @@ def augment(
     report = AugmentReport(method=method.name, config=config)
     names = _choose(model, method, config, include, exclude, report)
     for name in names:
-        _check(name, model.get_submodule(name), method, config)
+        _check(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), method, config)
     if method.plain is not None and _was_loaded(model):
         warnings.warn(
             f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
@@ -213,7 +216,7 @@ def _choose(
             hits = [pattern for pattern in included if pattern.fullmatch(name)]
             used.update(hits)
             if not hits:
-                report.left[name] = "not in include"
+                report.left[name] = f"not named like a target of {method.name}" if unnamed else "not in include"
                 continue
         if excluded is not None:
             hits = [pattern for pattern in excluded if pattern.fullmatch(name)]
@@ -237,6 +240,8 @@ def _choose(
             )
     if not chosen:
         why = "; ".join(sorted(set(report.left.values()))) or "it has no linears"
+        if unnamed and method.include is not None:
+            why += "; name the targets with include="
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
     return chosen
 
@@ -249,7 +254,7 @@ def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:
     return method.leave(module, config) if method.leave and method.is_target(module) else None
 
 
-def _check(name: str, module: nn.Module, method: Method, config: Any) -> None:
+def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, config: Any) -> None:
     before = method_of_layer(module)
     if before is not None:
         raise UserError(
@@ -257,6 +262,8 @@ def _check(name: str, module: nn.Module, method: Method, config: Any) -> None:
         )
     weight = module.weight
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or _is_wrapped(weight):
+        if type(getattr(weight, "data", None)).__name__ == "DTensor":
+            raise UserError(f"{name} is split over devices; augment the model first, and split it then")
         raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
     if not method.is_target(module):
         raise UserError(
@@ -267,6 +274,8 @@ def _check(name: str, module: nn.Module, method: Method, config: Any) -> None:
         raise UserError(f"{name} is frozen; unfreeze it (requires_grad_(True)), or use an adapter instead")
     if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise UserError(f"{name} has hooks or parametrizations, which a swap would lose; augment the model first")
+    if method.check_parent is not None:
+        method.check_parent(name, module, parent)
     method.check(name, module, config)
 
 

@@ -58,6 +58,23 @@ class AugmentedModel:
         return plan
 
     @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers', which would split our layers by a plan made for plain ones.
+
+        Raises:
+            UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
+        """
+        if getattr(distributed_config, "tp_size", None) not in (None, 1):
+            methods = filter(None, map(method_of_layer, augmented_layers(model)))
+            unable = sorted({method.name for method in methods if not method.tensor_parallel})
+            if unable:
+                raise UserError(
+                    f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
+                    "(DDP, FSDP) instead"
+                )
+        return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """transformers' from_pretrained, which only warns of missing or extra tensors, made strict.
 

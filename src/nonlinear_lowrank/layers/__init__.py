@@ -1,12 +1,13 @@
 """Modules, one method a file. A new method is one file here and one row of `METHODS`."""
 
-from . import noble, rational, sine
+from . import noble, query, rational, sine
 from .method import Method, PlainCost, Role, config_from_dict, config_to_dict
 from .noble import NobleConfig, NobleConv1D, NobleLinear
+from .query import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig
 from .rational import RationalActivation, RationalConfig
 from .sine import SineLowRankConfig, SineLowRankLinear
 
-METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD, sine.METHOD)}
+METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD, sine.METHOD, query.METHOD)}
 """Every method that `augment` puts into a model, by its name."""
 
 SAVED_METHODS: dict[str, Method] = {**METHODS, rational.METHOD.name: rational.METHOD}
@@ -30,6 +31,9 @@ __all__ = [
     "NobleConfig",
     "NobleConv1D",
     "NobleLinear",
+    "NonlinearQKV",
+    "NonlinearQuery",
+    "NonlinearQueryConfig",
     "PlainCost",
     "RationalActivation",
     "RationalConfig",

@@ -56,6 +56,10 @@ class Method:
     """Regular expression of the whole names that it takes where the user names none; None: every linear."""
     leave: Callable[[nn.Module, Any], str | None] | None = None
     """(plain module, config): why a module that the user did not name is left alone, or None."""
+    check_parent: Callable[[str, nn.Module, nn.Module], None] | None = None
+    """(module name, module, the module around it): as `check`, but only asked when a model is augmented."""
+    tensor_parallel: bool = True
+    """Whether a model with its layers may be split over devices by transformers' plans."""
     float32: tuple[str, ...] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
 

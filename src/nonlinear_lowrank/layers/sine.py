@@ -260,4 +260,5 @@ METHOD = Method(
     plain=_plain,
     leave=lambda module, config: _no_saving(*_shape(module), config),
     float32=_FACTORS,
+    tensor_parallel=False,
 )

@@ -15,6 +15,7 @@ from torch import nn
 from ..augmentation import augment
 from ..errors import UserError
 from ..layers import METHODS, Method
+from ..layers import query as query_layers
 from ..layers import sine as sine_layers
 from ..tasks.task import AdapterSetup
 from .tuning import TUNINGS
@@ -181,6 +182,8 @@ _CONTROLS = (
     Augmented(sine_layers.METHOD, "low-rank", {"activation": "identity"}),
     Augmented(sine_layers.METHOD, "sigmoid-low-rank", {"activation": "sigmoid"}),
     Augmented(sine_layers.METHOD, "relu-low-rank", {"activation": "relu"}),
+    Augmented(query_layers.METHOD, "identity-query", {"kind": "identity"}),
+    Augmented(query_layers.METHOD, "residual-linear-query", {"kind": "linear"}),
 )
 
 _ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *_CONTROLS, *TUNINGS)
