@@ -170,11 +170,14 @@ def test_no_worse_than_twice_the_plain_formulas_error(form, dtype, anchor):
         assert error <= 2 * allowed + 1e-6
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("anchor", ["none", "exact"])
-def test_keeps_its_input_alone(anchor):
+def test_keeps_its_input_alone(anchor, backend):
+    torch.compiler.reset()
     _, layer = adapted_mlp(dtype=torch.float32, anchor=anchor)
     x = torch.randn(4096, 24, requires_grad=True)
-    assert x.nbytes <= saved_bytes(layer, x) <= 1.01 * x.nbytes
+    run = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    assert x.nbytes <= saved_bytes(run, x) <= 1.01 * x.nbytes
 
 
 def test_a_16_bit_model_keeps_the_coefficients_in_float32():

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 CONV = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 5}
 TEXT = {**zoo.SIZES, "vocab_size": 67, "intermediate_size": 48, "max_position_embeddings": 64}
 GATED = {**zoo.SIZES, **zoo.TOKENS, "intermediate_size": 48, "num_key_value_heads": 2}
+IMAGES = "AutoModelForImageClassification"
 DISTILBERT = {"vocab_size": 67, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64}
 BERT_MLP = "bert.encoder.layer.{}.intermediate.intermediate_act_fn"
 BLOCKS = "model.layers.{}.mlp"
@@ -96,6 +97,21 @@ def test_finds_the_mlps_activations_and_their_channels(name):
         group = torch.arange(len(channels)) * 4 // len(channels)
         assert channels.tolist() == (group == 2).tolist(), key
         assert len(channels) == (width or layers[key].width)
+
+
+@pytest.mark.parametrize("name", ["convnext", "resnet", "bert", "phi3"])
+def test_merged_models_of_every_layout_are_saved_and_loaded(name, tmp_path):
+    base = FOUND[name][0]().eval()
+    inputs = inputs_of(base)
+    model = get_peft_model(base, NoraConfig(groups=4, init_weights=False)).eval()
+    with torch.no_grad():
+        adapted = model(**inputs).logits
+        merged = model.merge_and_unload(safe_merge=True)
+        expected = merged(**inputs).logits
+        torch.testing.assert_close(expected, adapted, atol=1e-5, rtol=1e-5)
+        merged.save_pretrained(tmp_path)
+        auto = getattr(hf, {"bert": "AutoModelForMaskedLM", "phi3": "AutoModelForCausalLM"}.get(name, IMAGES))
+        assert torch.equal(auto.from_pretrained(tmp_path).eval()(**inputs).logits, expected)
 
 
 # What is left, and what cannot be swapped.
