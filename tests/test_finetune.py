@@ -121,7 +121,7 @@ def test_bad_arms(text, message, root):
 def test_who_is_there_to_be_compared_with():
     controls = {name for name, method in ARM_METHODS.items() if method.control}
     tuned = {"full", "head", "lora", "dora", "peanut"}
-    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query"}
+    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query", "wide-mlp"}
     assert controls == {"baseline"} | tuned | built
 
 

@@ -25,7 +25,7 @@ PAPER = {
     },
 }
 
-PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train"]
+PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train" and "gpt3" not in name]
 TUNING = [name for name, entry in RECIPES.items() if entry.command == "finetune"]
 
 

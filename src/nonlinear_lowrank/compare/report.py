@@ -437,7 +437,10 @@ def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         for seed in seeds:
             run = runs.get(seed)
             loss = None if run is None else judged(run)
-            cells.append("not run" if run is None else "diverged" if loss is None else f"{loss:.4f}")
+            if run is None:
+                cells.append("not run")
+            else:
+                cells.append(f"diverged at step {run['steps']}" if loss is None else f"{loss:.4f}")
         sd = arm.get("score", arm["final_loss"])["sd"]
         rows.append((arm["name"], *cells, _NONE if sd is None else f"{sd:.4f}"))
     return (score_name(results), *(f"seed {seed}" for seed in seeds), "sd"), rows

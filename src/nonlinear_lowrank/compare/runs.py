@@ -78,7 +78,7 @@ class Runs:
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
         name = self.measure.name
-        loss = "diverged" if found.judged is None else f"{name} {found.judged:.4f}"
+        loss = f"diverged at step {found.steps}" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
         if found.final_loss is not None and not self.keep_checkpoints:
             on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))

@@ -51,6 +51,20 @@ RECIPES: dict[str, RecipeEntry] = {
         module="mlm", function="mlm_demo", summary="tiny masked language model on Python sources; 2 CPU cores, minutes"
     ),
     "mlm-base": RecipeEntry(module="mlm", function="mlm_base", summary="the paper's BERT on OpenWebText; large GPUs"),
+    "gpt3-demo": RecipeEntry(
+        module="gpt3", function="gpt3_demo", summary="tiny GPT-3 with nonlinear queries; 2 CPU cores, minutes"
+    ),
+    "gpt3-small": RecipeEntry(
+        module="gpt3", function="gpt3_small", summary="GPT-3 small with nonlinear queries on OpenWebText; 8 large GPUs"
+    ),
+    "gpt3-stability": RecipeEntry(
+        module="gpt3", function="gpt3_stability", summary="which arm of GPT-3 small diverges at weight decay 0.05"
+    ),
+    "gpt3-stability-high-lr": RecipeEntry(
+        module="gpt3",
+        function="gpt3_stability_high_lr",
+        summary="the same at weight decay 0.03 and five times the rate",
+    ),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")

@@ -20,6 +20,7 @@ from ..layers import sine as sine_layers
 from ..tasks.task import AdapterSetup
 from .tuning import TUNINGS
 from .values import as_text, one_line
+from .widening import WideMlp
 
 
 class ArmMethod(Protocol):
@@ -186,7 +187,7 @@ _CONTROLS = (
     Augmented(query_layers.METHOD, "residual-linear-query", {"kind": "linear"}),
 )
 
-_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *_CONTROLS, *TUNINGS)
+_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *_CONTROLS, WideMlp(), *TUNINGS)
 ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
 """Every kind of arm by its name; functions of the user's own come on top."""
 

@@ -21,6 +21,7 @@ from ..tasks.image_classification import ImageTask
 from ..tasks.instructions import InstructionTask
 from ..tasks.language_model import LanguageModelTask
 from ..tasks.masked_language_model import MaskedLanguageModelTask
+from ..tasks.opt_language_model import OptLanguageModelTask
 from .arms import Arm, ArmOption
 from .values import check_number, check_whole, one_line
 
@@ -157,7 +158,7 @@ if TYPE_CHECKING:
 else:
     # Of a recipe's task the command line shows the fields; it offers no other task.
     Task = tyro.conf.AvoidSubcommands[
-        LanguageModelTask | GlueTask | InstructionTask | ImageTask | MaskedLanguageModelTask
+        OptLanguageModelTask | LanguageModelTask | GlueTask | InstructionTask | ImageTask | MaskedLanguageModelTask
     ]
 
 
@@ -253,8 +254,9 @@ def _from_plain(kind: Any, value: Any, where: str) -> Any:
 
 
 def _choice(choices: list[Any], value: Any) -> Any:
-    """The dataclass that has all the fields of a JSON object; the first one where none has."""
-    for choice in choices:
-        if isinstance(value, Mapping) and set(value) <= {each.name for each in dataclasses.fields(choice)}:
-            return choice
-    return choices[0]
+    """The dataclass that has all the fields of a JSON object, and no others if there is one; else the first."""
+    fields = {choice: {each.name for each in dataclasses.fields(choice)} for choice in choices}
+    given = set(value) if isinstance(value, Mapping) else set()
+    exact = [choice for choice in choices if fields[choice] == given]
+    able = [choice for choice in choices if given and given <= fields[choice]]
+    return [*exact, *able, choices[0]][0]

@@ -1,0 +1,118 @@
+"""GPT-3's language model: an OPT backbone without biases on packed text (nonlinear_queries.md, "Key Experimental
+Results").
+
+Learned positions, LayerNorm (with its biases) before attention and MLP, GELU, no dropout, the output head tied to the
+input embedding. At 12 layers of width 768 that is GPT-3 small: 84,973,056 parameters outside the embeddings.
+
+Init: that of `language_model`, but for the head, which is the embedding; positions are N(0, 0.02^2).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from ..errors import UserError
+from .language_model import DenseInit, check_dense_init, draw_init
+from .text import TextData, prepare_text
+
+if TYPE_CHECKING:
+    from .text import PackedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptBackbone:
+    """Sizes and init of an OPT without biases. Every linear is separate: q, k, v, out, fc1, fc2."""
+
+    layers: int
+    """Number of transformer blocks."""
+    width: int
+    """d, the model width; a multiple of heads."""
+    heads: int
+    """Attention heads, each width / heads wide; keys and values have as many."""
+    hidden: int
+    """Width of the MLP between fc1 and fc2."""
+    embedding_std: float = 0.02
+    """Standard deviation of the input embedding (and of the head that is tied to it), equal in all arms."""
+    dense_init: DenseInit = "stock"
+    """Init of the linears, see `language_model`. An arm may override it."""
+    dropout: float = 0.0
+    """On attention weights and on what each block adds."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.width % self.heads:
+            raise UserError(f"width {self.width} does not split into {self.heads} heads; choose a multiple of it")
+        if not 0 < self.embedding_std < math.inf:
+            raise UserError(f"embedding_std must be a finite number above 0, not {self.embedding_std!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+        check_dense_init(self.dense_init)
+
+    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> OPTConfig:
+        """The transformers config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
+        return OPTConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.width,
+            word_embed_proj_dim=self.width,
+            ffn_dim=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=sequence_length,
+            activation_function="gelu",
+            enable_bias=False,
+            dropout=self.dropout,
+            attention_dropout=self.dropout,
+            # OPT's own special tokens would leave a row of the embedding untrained.
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptLanguageModelTask:
+    """Next-token prediction on packed text, by an OPT."""
+
+    text: TextData
+    """Where the text comes from, its tokenizer, and the sequence length."""
+    backbone: OptBackbone
+    """The model that is not changed."""
+    tie_embeddings: bool = True
+    """Whether the output head is the input embedding."""
+
+    def prepare(self, progress: bool = True) -> "PackedText":
+        """Tokenized, packed, cached text."""
+        return prepare_text(self.text, progress=progress)
+
+    def build_model(
+        self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0
+    ) -> OPTForCausalLM:
+        """The plain float32 model on the CPU.
+
+        Args:
+            prepared: gives the vocabulary and the end-of-text token.
+            dense_init: overrides the backbone's.
+            seed: of every draw. Embeddings are the same for every dense_init.
+        """
+        config = self._config(prepared.vocab_size, prepared.tokenizer.eos_token_id)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = OPTForCausalLM(config)
+        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
+        return model
+
+    def build_on_meta(self, vocab_size: int | None = None) -> OPTForCausalLM:
+        """The plain model on the meta device: shapes and counts, no memory."""
+        with torch.device("meta"):
+            return OPTForCausalLM(self._config(vocab_size or self.text.vocab_size, None))
+
+    def _config(self, vocab_size: int, eos_token_id: int | None) -> OPTConfig:
+        config = self.backbone.config(vocab_size, self.text.sequence_length, eos_token_id)
+        config.tie_word_embeddings = self.tie_embeddings
+        return config
