@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from nonlinear_lowrank.analysis.bench_step import BASELINE, StepBenchConfig, bench_step, make_stepper
+from nonlinear_lowrank.analysis.bench_model import BASELINE
+from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step, make_stepper
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.analysis.timing import Clock
 from nonlinear_lowrank.errors import UserError

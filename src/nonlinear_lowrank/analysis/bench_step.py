@@ -6,99 +6,47 @@ turns step by step (timing.py); the ratio of a round is NOBLE's time over the ba
 """
 
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
-from transformers import GlmConfig, GlmForCausalLM
 
-from ..augmentation import augment
-from ..errors import UserError
-from ..layers import NobleConfig
 from ..optim import param_groups
+from .bench_model import (
+    BASELINE,
+    Mode,
+    ModelBenchConfig,
+    check_at_least_1,
+    describe,
+    describe_machine,
+    make_model,
+    table_with,
+)
 from .cost import ModelCost, model_cost
-from .inspect import render_table
-from .timing import Clock, Ratio, interleaved_step_times, paired_ratio
-
-Mode = Literal["eager", "compiled"]
-
-BASELINE = "baseline"
+from .timing import Ratio, interleaved_step_times, paired_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig:
+class StepBenchConfig(ModelBenchConfig):
     """What `nlr bench step` measures.
 
     Raises:
         UserError: a value is out of range.
     """
 
-    width: int = 512
-    """d, the model width."""
-    layers: int = 2
-    """Transformer blocks."""
-    heads: int = 8
-    """Attention heads."""
-    hidden: int = 1376
-    """Width of the GeGLU."""
-    vocab_size: int = 256
-    """Small, so that the head hardly counts."""
     sequence_length: int = 128
     """Tokens of a sequence."""
     batch_size: int = 8
     """Sequences of a step."""
-    ranks: tuple[int, ...] = (32, 64)
-    """NOBLE's r, each an arm of its own."""
-    activation: str = "cosine"
-    """NOBLE's bottleneck."""
-    depth: int = 2
-    """Activations in the bottleneck."""
-    modes: tuple[Mode, ...] = ("compiled", "eager")
-    """With torch.compile (its default backend), or without."""
-    rounds: int = 30
-    """Timed steps of each arm."""
-    warmup: int = 4
-    """Untimed steps of each arm; the first compiles."""
-    clock: Clock = "process"
-    """process: CPU seconds. wall: seconds passed. cuda: CUDA events."""
-    threads: int | None = 1
-    """CPU threads; None leaves torch's number."""
-    device: str = "cpu"
-    """Where the model lives."""
     bf16: bool = False
     """Train under bfloat16 autocast."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        object.__setattr__(self, "modes", tuple(self.modes))
-        for name in (
-            *("width", "layers", "heads", "hidden", "vocab_size", "sequence_length", "batch_size"),
-            *("rounds", "warmup"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.width % (2 * self.heads):
-            raise UserError(f"width {self.width} must be a multiple of 2 x heads ({2 * self.heads})")
-        if not self.ranks or len(set(self.ranks)) < len(self.ranks):
-            raise UserError(f"ranks must be different whole numbers, at least one, not {self.ranks!r}")
-        for rank in self.ranks:
-            NobleConfig(rank=rank, activation=self.activation, depth=self.depth)  # type: ignore[arg-type]
-            if rank >= min(self.width, self.hidden):
-                raise UserError(f"rank {rank} is not low; choose a rank below {min(self.width, self.hidden)}")
-        for name, known in (("modes", get_args(Mode)), ("clock", get_args(Clock))):
-            given = getattr(self, name)
-            for value in (given,) if isinstance(given, str) else given:
-                if value not in known:
-                    raise UserError(f"unknown {name} {value!r}; choose {' or '.join(known)}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads must be at least 1, not {self.threads!r}")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {self.device!r} is not there; use --device cpu")
+        super().__post_init__()
+        for name in ("sequence_length", "batch_size"):
+            check_at_least_1(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +81,9 @@ class StepBench:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("mode")
-        for column in (
-            "r",
-            "parameters x",
-            "FLOPs x",
-            "step time x [95 %]",
-            "quartiles",
-            "step / FLOPs",
-            "baseline ms",
-        ):
-            table.add_column(column, justify="right", no_wrap=True)
+        table = table_with(
+            "mode", "r", "parameters x", "FLOPs x", "step time x [95 %]", "quartiles", "step / FLOPs", "baseline ms"
+        )
         for row in self.rows:
             table.add_row(
                 row.mode,
@@ -157,14 +96,9 @@ class StepBench:
                 f"{1000 * row.baseline_seconds:.1f}",
             )
         config = self.config
-        threads = self.machine.get("threads")
-        about = (
-            f"GLM blocks: d {config.width}, {config.layers} layers, {config.batch_size} x {config.sequence_length} "
-            f"tokens a step, {'bfloat16 autocast' if config.bf16 else 'float32'}, {config.device}, "
-            f"{threads} thread{'s' if threads != 1 else ''}, fused AdamW included\n"
-            f"median of {config.rounds} paired ratios, arms interleaved, clock: {config.clock}"
-        )
-        return f"{render_table(table, 120)}\n{about}"
+        tokens = f"{config.batch_size} x {config.sequence_length} tokens a step"
+        kind = "bfloat16 autocast" if config.bf16 else "float32"
+        return describe(config, table, f"{tokens}, {kind}, fused AdamW included", self.machine)
 
 
 def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | None = None) -> StepBench:
@@ -206,12 +140,7 @@ def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | N
                         baseline_seconds=sorted(base)[len(base) // 2],
                     )
                 )
-        machine = {
-            "torch": torch.__version__,
-            "processor": platform.processor() or platform.machine(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "threads": torch.get_num_threads(),
-        }
+        machine = describe_machine()
     finally:
         torch.set_num_threads(before)
     return StepBench(config=config, rows=rows, times=times, machine=machine)
@@ -246,12 +175,7 @@ def make_stepper(
         lr: of AdamW. On one batch again and again, a rate that trains would end in subnormal numbers, whose
             arithmetic is slow.
     """
-    torch.manual_seed(0)
-    model: nn.Module = GlmForCausalLM(glm_config(config))
-    model.to(config.device)
-    if rank is not None:
-        noble = NobleConfig(rank=rank, activation=config.activation, depth=config.depth)  # type: ignore[arg-type]
-        augment(model, noble, verbose=False)
+    model = make_model(config, rank, config.sequence_length)
     model.train()
     groups = param_groups(model, lr, weight_decay=0.01, verbose=False)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
@@ -272,25 +196,3 @@ def make_stepper(
 
     cost = model_cost(model, config.sequence_length)
     return Stepper(model=model, cost=cost, optimizer=optimizer, step=step)
-
-
-def glm_config(config: StepBenchConfig) -> GlmConfig:
-    """The backbone: separate q, k, v, o, one fused gate-up projection, no biases."""
-    return GlmConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        head_dim=config.width // config.heads,
-        hidden_act="gelu",
-        attention_bias=False,
-        max_position_embeddings=config.sequence_length,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,  # GLM's own three lie far outside this vocabulary
-        use_cache=False,
-    )

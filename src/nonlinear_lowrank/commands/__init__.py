@@ -26,5 +26,5 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
     "merge": Command(usage="merge ADAPTER OUT", summary="put an adapter into its base's weights: a plain model"),
-    "bench": Command(usage="bench step", summary="step time of a method over its baseline"),
+    "bench": Command(usage="bench step|decode", summary="time of a step, or of a token, over the baseline's"),
 }

@@ -1,0 +1,179 @@
+"""`nlr bench decode`: what a NOBLE branch adds to the time of generating one token (noble_notes_zh.md, section 6.3).
+
+Every sequence of a batch has the same context in its cache of keys and values; a step is the forward pass of one more
+token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal. Baseline
+and NOBLE take turns step by step; the ratio of a round is NOBLE's time over the baseline's.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache
+
+from ..errors import UserError
+from .bench_model import (
+    BASELINE,
+    Mode,
+    ModelBenchConfig,
+    check_at_least_1,
+    describe,
+    describe_machine,
+    make_model,
+    table_with,
+)
+from .cost import model_cost
+from .timing import Ratio, interleaved_step_times, paired_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchConfig(ModelBenchConfig):
+    """What `nlr bench decode` measures.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    modes: tuple[Mode, ...] = ("eager",)
+    """With torch.compile (its default backend), or without."""
+    context: int = 256
+    """Tokens of each sequence that are in the cache."""
+    batch_sizes: tuple[int, ...] = (1, 8, 32)
+    """Sequences that are generated at once; each is measured."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    rounds: int = 50
+    """Timed steps of each arm."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+        check_at_least_1("context", self.context)
+        for size in self.batch_sizes:
+            check_at_least_1("batch_sizes", size)
+        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise UserError(f"batch_sizes must be different whole numbers, at least one, not {self.batch_sizes!r}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"unknown dtype {self.dtype!r}; choose float32 or bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """NOBLE at one rank over the baseline, at one batch size."""
+
+    mode: str
+    batch_size: int
+    rank: int
+    parameter_ratio: float
+    """What a step at batch 1 reads, over the baseline's."""
+    step: Ratio
+    """Of the times of a token."""
+    baseline_seconds: float
+    """Median time of a step of the baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBench:
+    """Result of `bench_decode`; `print(result)` gives the table."""
+
+    config: DecodeBenchConfig
+    rows: list[DecodeRow]
+    times: dict[str, dict[str, list[float]]]
+    """"mode, batch size" -> arm -> seconds of its steps."""
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Everything, as text."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        table = table_with("mode", "batch", "r", "parameters x", "token time x [95 %]", "quartiles", "baseline ms")
+        for row in self.rows:
+            table.add_row(
+                row.mode,
+                str(row.batch_size),
+                str(row.rank),
+                f"{row.parameter_ratio:.4f}",
+                str(row.step),
+                f"{row.step.lower_quartile:.3f} to {row.step.upper_quartile:.3f}",
+                f"{1000 * row.baseline_seconds:.2f}",
+            )
+        what = f"one token after {self.config.context}, {self.config.dtype}"
+        return describe(self.config, table, what, self.machine)
+
+
+def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object] | None = None) -> DecodeBench:
+    """Measures it.
+
+    Args:
+        config: see `DecodeBenchConfig`.
+        progress: called with a line now and then, e.g. `print`.
+
+    Raises:
+        UserError: the clock does not fit the machine.
+    """
+    say = progress or (lambda line: None)
+    before = torch.get_num_threads()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        rows: list[DecodeRow] = []
+        times: dict[str, dict[str, list[float]]] = {}
+        ranks: dict[str, int | None] = {BASELINE: None, **{f"r={rank}": rank for rank in config.ranks}}
+        models = {name: _model(config, rank) for name, rank in ranks.items()}
+        costs = {name: model_cost(model, 1) for name, model in models.items()}
+        for mode in config.modes:
+            for size in config.batch_sizes:
+                torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
+                steppers = {name: make_decoder(config, mode, model, size) for name, model in models.items()}
+                say(f"{mode}, batch {size}: {len(models)} arms, {config.rounds} timed tokens each")
+                found = interleaved_step_times(steppers, config.rounds, config.warmup, config.clock)
+                times[f"{mode}, {size}"] = found
+                base = found[BASELINE]
+                rows += [
+                    DecodeRow(
+                        mode=mode,
+                        batch_size=size,
+                        rank=rank,
+                        parameter_ratio=costs[f"r={rank}"].parameter_ratio,
+                        step=paired_ratio(found[f"r={rank}"], base),
+                        baseline_seconds=sorted(base)[len(base) // 2],
+                    )
+                    for rank in config.ranks
+                ]
+        machine = describe_machine()
+    finally:
+        torch.set_num_threads(before)
+    return DecodeBench(config=config, rows=rows, times=times, machine=machine)
+
+
+def _model(config: DecodeBenchConfig, rank: int | None) -> Any:
+    model = make_model(config, rank, config.context + 2, cache=True)
+    return model.to(getattr(torch, config.dtype)).eval()
+
+
+def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -> Callable[[], torch.Tensor]:
+    """A function that generates the token after the context, (size, 1), and leaves the cache as it was.
+
+    Args:
+        config: length of the context.
+        mode: "eager" or "compiled".
+        model: a language model in evaluation mode.
+        size: sequences.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (size, config.context), generator=generator).to(config.device)
+    forward: Callable[..., Any] = torch.compile(model) if mode == "compiled" else model
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config)
+        token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+
+    @torch.inference_mode()
+    def step() -> torch.Tensor:
+        logits = forward(input_ids=token, past_key_values=cache, use_cache=True).logits
+        cache.crop(-1)
+        return logits.argmax(-1)
+
+    return step

@@ -1,0 +1,86 @@
+"""`nlr bench decode` at toy sizes: what it reports, not how fast this machine is."""
+
+import json
+
+import pytest
+import torch
+
+from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode, make_decoder
+from nonlinear_lowrank.analysis.bench_model import make_model
+from nonlinear_lowrank.analysis.timing import paired_ratio
+from nonlinear_lowrank.cli import main
+from nonlinear_lowrank.errors import UserError
+
+TINY = DecodeBenchConfig(
+    width=32,
+    layers=2,
+    heads=2,
+    hidden=48,
+    vocab_size=67,
+    context=9,
+    batch_sizes=(1, 3),
+    ranks=(4,),
+    rounds=3,
+    warmup=1,
+    clock="wall",  # steps of this size can be shorter than the process clock's tick
+)
+
+
+def test_report():
+    result = bench_decode(TINY)
+    assert [(row.mode, row.batch_size, row.rank) for row in result.rows] == [("eager", 1, 4), ("eager", 3, 4)]
+    data = json.loads(result.to_json())
+    for row in result.rows:
+        times = data["times"][f"eager, {row.batch_size}"]
+        assert row.step == paired_ratio(times["r=4"], times["baseline"])
+        assert row.parameter_ratio > 1
+        assert str(row.step) in str(result)
+    assert "one token after 9" in str(result)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("rank", [4])
+def test_a_step_is_the_next_token_and_leaves_the_cache_as_it_was(mode, rank):
+    torch._dynamo.reset()
+    model = make_model(TINY, rank, 16, cache=True).eval()
+    step = make_decoder(TINY, mode, model, 3)
+    inner = step.__wrapped__
+    cells = dict(zip(inner.__code__.co_freevars, [cell.cell_contents for cell in inner.__closure__], strict=True))
+    ids = torch.randint(0, 67, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        first = model(input_ids=ids).logits[:, -1:].argmax(-1)
+        expected = model(input_ids=torch.cat([ids, first], 1)).logits[:, -1:].argmax(-1)
+    assert torch.equal(cells["token"], first)
+    for _ in range(3):
+        assert torch.equal(step(), expected)
+        assert cells["cache"].get_seq_length() == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--batch-sizes", "0"], "batch_sizes"),
+        (["--batch-sizes", "2", "2"], "different"),
+        (["--context", "0"], "context"),
+        (["--ranks", "900"], "rank 900"),
+        (["--rounds", "0"], "rounds"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(capsys, options, word):
+    assert main(["bench", "decode", *options]) == 2
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_settings_are_checked_in_python_too():
+    with pytest.raises(UserError, match="dtype"):
+        DecodeBenchConfig(dtype="float8")
+
+
+def test_the_command_lists_what_can_be_measured(capsys):
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "nlr bench step" in out
+    assert "nlr bench decode" in out
