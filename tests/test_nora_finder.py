@@ -323,7 +323,7 @@ def mamba():
         (zoo.llama, {"groups_pattern": {r"layers\.1\..*": 9}, "groups": 4}, r"groups=9 do not divide.*layers\.1"),
         (zoo.gpt2, {"groups": 96}, "groups=96 do not divide the 128 channels"),
         (zoo.glm, {"groups": 32}, "groups=32 do not divide the 48 channels"),  # 96 channels are gate and value
-        (zoo.llama, {"target_modules": ["q_proj"]}, "q_proj.*the model's activations are called act_fn"),
+        (zoo.llama, {"target_modules": ["q_proj"]}, "activations are called act_fn; linears are for lora_target"),
         (zoo.llama, {"target_modules": ["act_fn", "q_proj"]}, "q_proj: is a Linear, no activation"),
         (zoo.llama, {"target_modules": ["typo"]}, "'typo'.*the model's activations are called act_fn"),
         (zoo.llama, {"groups_pattern": {"typo": 4}, "groups": 4}, "groups_pattern has 'typo'"),

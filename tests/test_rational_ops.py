@@ -314,6 +314,18 @@ def test_tails_are_straight_and_joined(form):
     assert at(1e30, -1e30).isfinite().all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_at_a_limit_the_slope_is_the_rational_functions(form):
+    _, numerator, denominator = make_inputs(form, channels=1, groups=1)
+    tails = LinearTails(-2.0, 3.0, 0.25, -1.5)
+    slopes = []
+    for function, at in ((rational, tails), (rational_reference, tails), (rational_reference, None)):
+        x = torch.tensor([[-2.0], [3.0]], dtype=torch.float64, requires_grad=True)
+        slopes.append(torch.autograd.grad(function(x, numerator, denominator, form, at).sum(), x)[0])
+    torch.testing.assert_close(slopes[0], slopes[2])
+    torch.testing.assert_close(slopes[1], slopes[2])
+
+
 def test_second_derivative_is_refused_not_wrong():
     x, numerator, denominator = make_inputs("abs_of_sum")
     with pytest.raises(RuntimeError, match="second derivatives"):

@@ -31,7 +31,7 @@ from .nora_config import ALL_ACTIVATIONS, ALL_LINEAR, NoraConfig
 from .nora_lora import NoraLoraLinear, NoraSineLinear
 from .nora_report import NoraReport
 from .tuner import AdapterModel, NoTargetError
-from .weights import WeightLayer
+from .weights import Matrix, WeightLayer, matrix_of
 
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
 
@@ -237,7 +237,14 @@ def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
             for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
             if getattr(config, limit)
         )
-        return f"{asked}{limits} match no activation of {type(model).__name__}; {_names(seen)}"
+        linears = {
+            name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)
+        }
+        hint = "; linears are for lora_target_modules, with lora_r (NoRA++)"
+        asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
+        return f"{asked}{limits} match no activation of {type(model).__name__}; {_names(seen)}" + (
+            hint if asks_for_linears else ""
+        )
     reasons = [f"{name} ({why})" for name, why in seen.left.items()]
     reasons += [f"{name or 'the model'} ({why})" for name, why in seen.functional.items()]
     found = f"; found were {', '.join(reasons[:5])}" if reasons else ""

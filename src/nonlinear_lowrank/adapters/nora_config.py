@@ -82,6 +82,11 @@ class NoraConfig(AdapterConfig):
     it does not depend on what a later version fits."""
 
     def __post_init__(self) -> None:
+        if self.target_modules == ALL_LINEAR:
+            raise UserError(
+                "target_modules names activations in NoRA; leave it out for all of them, and give lora_r and "
+                f"lora_target_modules={ALL_LINEAR!r} for LoRA on linears (NoRA++)"
+            )
         # "all-activations" is none of peft's words: its checks take it for a regular expression.
         everything = self.target_modules in (None, ALL_ACTIVATIONS)
         if everything:

@@ -37,12 +37,28 @@ class NoraReport:
 
 
 def _folded(rows: Mapping[str, str]) -> list[str]:
-    """ "name x 12: why", numbers of layers folded to *."""
-    counts: dict[tuple[str, str], int] = {}
+    """ "name x 12: why", the layers' numbers folded to ranges."""
+    groups: dict[tuple[str, str], list[list[int]]] = {}
     for name, why in rows.items():
-        key = re.sub(r"\.\d+\.", ".*.", re.sub(r"\.\d+\.", ".*.", name)), why
-        counts[key] = counts.get(key, 0) + 1
+        key = _NUMBER.sub(".{}", name), why
+        groups.setdefault(key, []).append([int(number) for number in _NUMBER.findall(name)])
     return [
-        f"{name}{f' x {count}' if count > 1 else ''}{f': {why}' if why else ''}"
-        for (name, why), count in counts.items()
+        name.format(*(_ranges(sorted(set(numbers))) for numbers in zip(*found, strict=True)))
+        + (f" x {len(found)}" if len(found) > 1 else "")
+        + (f": {why}" if why else "")
+        for (name, why), found in groups.items()
     ]
+
+
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -78,7 +78,9 @@ def rational_reference(
         q = 1 + sum(b[:, j].abs() * inside.abs() ** (j + 1) for j in range(b.shape[1]))
     y = p / q
     if tails is not None:
-        y = y + tails.low_slope * (z - tails.low).clamp(max=0) + tails.high_slope * (z - tails.high).clamp(min=0)
+        # At a limit itself, which 16-bit inputs hit, the slope is R's alone: clamp() would add the line's to it.
+        y = y + tails.low_slope * torch.where(z < tails.low, z - tails.low, 0)
+        y = y + tails.high_slope * torch.where(z > tails.high, z - tails.high, 0)
     return y.flatten(-2).to(x.dtype)
 
 
