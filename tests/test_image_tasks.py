@@ -10,7 +10,8 @@ from PIL import Image
 
 import finetune_kit as kit
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.image_classification import ImageData, ImageExamples, Pixels
+from nonlinear_lowrank.tasks.image_classification import ImageData, TrainingExamples
+from nonlinear_lowrank.tasks.image_data import Pixels
 from nonlinear_lowrank.tasks.image_files import Images, read_images
 from nonlinear_lowrank.tasks.pretrained import Pretrained
 
@@ -192,10 +193,10 @@ def test_three_sets_apart(tmp_path):
 
 
 def test_chosen_classes_are_renumbered():
-    from nonlinear_lowrank.tasks.image_classification import _of_classes
+    from nonlinear_lowrank.tasks.image_data import of_classes
 
     labels = np.array([0, 3, 1, 3, 2, 0])
-    chosen = _of_classes(Images(labels, lambda index: np.full((2, 2), index, np.uint8)), (3, 0))
+    chosen = of_classes(Images(labels, lambda index: np.full((2, 2), index, np.uint8)), (3, 0))
     assert chosen.labels.tolist() == [1, 0, 0, 1]
     assert [int(chosen.read(index)[0, 0]) for index in range(4)] == [0, 1, 3, 5]
 
@@ -204,10 +205,10 @@ def test_augmentation_depends_on_pass_and_image_alone():
     array = RNG.integers(0, 256, (16, 8, 8), dtype=np.uint8)
     images = Images(np.arange(16), lambda index: array[index])
     how = Pixels(size=8, channels=1, mean=(0.5,), std=(0.5,))
-    plain = ImageExamples(images, how)
+    plain = TrainingExamples(images, how)
     assert not plain.counts_passes
     for kind in ("flip", "crop-flip"):
-        examples = ImageExamples(images, how, kind)
+        examples = TrainingExamples(images, how, kind)
         assert examples.counts_passes
         passes = [[examples[index + 16 * number]["pixel_values"].numpy() for index in range(16)] for number in range(4)]
         again = examples[5 + 16]["pixel_values"].numpy()

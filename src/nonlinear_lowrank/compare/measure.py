@@ -1,7 +1,7 @@
 """What an arm costs before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
 from ..optim import MuonAdamW
-from ..tasks.task import collate_of
+from ..tasks.task import collate_of, tokens_per_example, training_collate_of
 from ..training.recipe import Arm, Recipe
 from ..training.run import apply_arm, build_model, count_parameters, optimizer_groups
 
@@ -60,7 +60,7 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
         model = _build(recipe, arm, prepared)
         parameters[arm.name] = count_parameters(model)
         trainable[arm.name] = count_parameters(model, trainable=True)
-        flops[arm.name] = None if tuned else forward_flops(model, prepared.train[0]["input_ids"])
+        flops[arm.name] = None if tuned else _flops_of_task(model, recipe, prepared)
         del model
     lacking = [] if tuned else [name for name, count in flops.items() if count is None]
     notes = [f"`{name}`: its FLOPs could not be counted." for name in lacking]
@@ -81,14 +81,21 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
     return Measurement(parameters=parameters, trainable=trainable, flops=flops, times=times, notes=notes)
 
 
-def forward_flops(model: nn.Module, input_ids: torch.Tensor) -> float | None:
+def _flops_of_task(model: nn.Module, recipe: Recipe, prepared: Any) -> float | None:
+    batch = collate_of(prepared)([prepared.train[0]])
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return forward_flops(model, inputs, tokens_per_example(recipe.task))
+
+
+def forward_flops(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokens: int) -> float | None:
     """FLOPs per token of the matrix products of one forward pass, attention included.
 
     Counted as the operators run, so that a user's own change is counted as well.
 
     Args:
         model: on the CPU.
-        input_ids: (T,), one sequence.
+        inputs: of one example, by the names of the model's arguments.
+        tokens: (or patches) that the example has.
 
     Returns:
         None when the model cannot run under the counter.
@@ -98,12 +105,12 @@ def forward_flops(model: nn.Module, input_ids: torch.Tensor) -> float | None:
     try:
         # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _counter() as counter:
-            model(input_ids=input_ids[None])
+            model(**inputs)
     except (RuntimeError, NotImplementedError):
         return None
     finally:
         model.train(was_training)
-    return counter.get_total_flops() / len(input_ids)
+    return counter.get_total_flops() / tokens
 
 
 def _counter() -> FlopCounterMode:
@@ -132,7 +139,7 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     size = max(1, train.batch_size // (processes * train.gradient_accumulation))
     items = [prepared.train[index % len(prepared.train)] for index in range(size)]
-    batch = {name: value.to(device) for name, value in collate_of(prepared)(items).items()}
+    batch = {name: value.to(device) for name, value in training_collate_of(prepared)(items).items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:

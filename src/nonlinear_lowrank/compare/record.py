@@ -15,7 +15,7 @@ from typing import Any
 
 from ..environment import machine, versions
 from ..tasks.task import LOSS, Measure
-from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, summarise_ratios
+from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, paired_mean, summarise_ratios
 
 FORMAT = 1
 
@@ -40,6 +40,10 @@ class Run:
     selection: float | None = None
     best_score: float | None = None
     metric_curve: tuple[tuple[int, float], ...] = ()
+    train_loss: float | None = None
+    """On the training examples as they were augmented, averaged over the last tenth of the steps."""
+    plain_loss: float | None = None
+    """On training examples without their augmentation, after the last step."""
 
     @property
     def judged(self) -> float | None:
@@ -225,9 +229,22 @@ def _arm_json(
         "final_loss": _summary(arm, [run.final_loss for run in _of_seeds(arm, seeds)]),
         "score": _summary(arm, [run.judged for run in _of_seeds(arm, seeds)]),
         "best_score": _summary(arm, [run.best_score for run in _of_seeds(arm, seeds)])["mean"],
+        "train_loss": _summary(arm, [run.train_loss for run in _of_seeds(arm, seeds)])["mean"],
+        "plain_loss": _summary(arm, [run.plain_loss for run in _of_seeds(arm, seeds)])["mean"],
+        "plain_delta": _plain_delta(arm, base, seeds),
         "runs": [_run_json(arm.runs[seed]) for seed in sorted(arm.runs)],
         "tuning": [_run_json(run) for run in sorted(arm.tuning, key=lambda run: run.lr)],
     }
+
+
+def _plain_delta(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int]) -> dict[str, Any] | None:
+    """How much lower or higher the loss without augmentation is than the reference's, paired by seed."""
+    pairs = list(zip(_of_seeds(arm, seeds), _of_seeds(base, seeds), strict=False))
+    found = [(one.plain_loss, two.plain_loss) for one, two in pairs]
+    differences = [one - two for one, two in found if one is not None and two is not None]
+    if arm is base or not differences or len(differences) < len(seeds):
+        return None
+    return paired_mean(differences).to_json()
 
 
 def _run_json(run: Run) -> dict[str, Any]:

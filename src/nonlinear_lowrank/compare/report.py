@@ -163,6 +163,22 @@ def matched_rows(results: Record) -> list[tuple[str, ...]]:
     return rows
 
 
+_TRAINING_HEAD = ("arm", "as trained", "without augmentation", "delta [95 %]", "p")
+
+
+def training_rows(results: Record) -> list[tuple[str, ...]]:
+    """The rows under `_TRAINING_HEAD`; none where the training examples are not augmented."""
+    rows: list[tuple[str, ...]] = []
+    for arm in results["arms"]:
+        plain, delta = arm.get("plain_loss"), arm.get("plain_delta")
+        if plain is not None:
+            trained = _NONE if arm["train_loss"] is None else f"{arm['train_loss']:.4f}"
+            tail = ("reference" if arm["name"] == results["reference"] else _NONE, _NONE)
+            tail = tail if delta is None else (delta_text(delta), p_text(delta["p_value"]))
+            rows.append((arm["name"], trained, f"{plain:.4f}", *tail))
+    return rows
+
+
 def _some_not_reached(results: Record) -> bool:
     return any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results))
 
@@ -174,6 +190,8 @@ def render_tables(results: Record) -> Group:
         (f"{_metric(results)['name'].capitalize()} against {reference} (n = {n})", *_score_table(results)),
         (f"Speed against {reference} (n = {n})", *_speed_table(results)),
     ]
+    if training_rows(results):
+        sections.append(("Training loss", _TRAINING_HEAD, training_rows(results)))
     if _some_not_reached(results):
         title = "Speed at the lowest loss that both reach (below 1x: slower)"
         sections.append((title, _MATCHED_HEAD, matched_rows(results)))
@@ -315,6 +333,10 @@ def _cautions(results: Record) -> list[str]:
 
 # --- the report ----------------------------------------------------------------------------------------------
 
+_TRAINING_TEXT = """\
+Nats an image; means over seeds. As trained: on augmented images, over the last tenth of the steps. Without \
+augmentation: on some of the training images as they are, after the last step; a delta below 0 fits them better."""
+
 _SEEDS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
 lengths of training."""
@@ -354,6 +376,8 @@ def render_report(results: Record) -> str:
     parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
     parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
     parts += [*_score_section(results), _markdown_table(*_score_table(results))]
+    if training_rows(results):
+        parts += ["## Training loss", _TRAINING_TEXT, _markdown_table(_TRAINING_HEAD, training_rows(results))]
     parts += ["## Speed", _markdown_table(*_speed_table(results))]
     if _some_not_reached(results):
         parts += ["At the lowest loss that both reach (below 1x is slower):"]

@@ -118,7 +118,17 @@ def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
         selection=number("selection"),
         best_score=number("best_score"),
         metric_curve=points("metric_curve"),
+        train_loss=None if diverged else _last_tenth(points("train_curve"), int(record["steps"])),
+        plain_loss=None if diverged else next((loss for _, loss in reversed(points("plain_curve"))), None),
     )
+
+
+def _last_tenth(curve: Sequence[tuple[int, float]], steps: int) -> float | None:
+    """Mean of a training curve, whose entries stand for the steps since the one before, over the last steps."""
+    weights = [(step - before, loss) for (step, loss), before in zip(curve, (0, *(s for s, _ in curve)), strict=False)]
+    late = [each for each, (step, _) in zip(weights, curve, strict=True) if step > 0.9 * steps]
+    total = sum(weight for weight, _ in late)
+    return sum(weight * loss for weight, loss in late) / total if total else None
 
 
 def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], notes: list[str]) -> dict[str, list[Run]]:

@@ -65,6 +65,12 @@ RECIPES: dict[str, RecipeEntry] = {
         function="gpt3_stability_high_lr",
         summary="the same at weight decay 0.03 and five times the rate",
     ),
+    "vit-demo": RecipeEntry(
+        module="vit", function="vit_demo", summary="a tiny ViT from scratch on embedded digits; 2 CPU cores, minutes"
+    ),
+    "vit-small": RecipeEntry(
+        module="vit", function="vit_small", summary="the paper's ViT-S/16 from scratch on ImageNet; several GPUs"
+    ),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")

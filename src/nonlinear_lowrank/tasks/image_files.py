@@ -159,27 +159,38 @@ def _of_dataset(source: str) -> ImageSplits:
             f"cannot read the dataset {source!r} ({text}); give a .npz file or a folder (--source)"
         ) from error
     train = data["train"]
-    test = next((data[name] for name in ("test", "validation", "valid") if name in data), None)
     image = next((name for name, kind in train.features.items() if isinstance(kind, Image)), None)
     label = next((name for name in ("label", "labels", "fine_label", "class") if name in train.features), None)
     if image is None or label is None:
         raise UserError(f"the dataset {source!r} needs an image and a label column; it has {', '.join(train.features)}")
 
-    def side(rows: Any) -> Images:
-        return Images(np.array(rows[label], dtype=np.int64), lambda index: rows[index][image])
+    def side(rows: Any, name: str) -> Images:
+        def read(index: int) -> Any:
+            try:
+                return rows[index][image]
+            except Exception as error:  # whatever the decoder raises
+                raise UserError(
+                    f"cannot read the image {name}/{index} of {source}: {' '.join(str(error).split())}"
+                ) from error
 
+        return Images(np.array(rows[label], dtype=np.int64), read)
+
+    # ImageNet's test split has no labels: there the number is -1.
+    others = [name for name in ("test", "validation", "valid") if name in data and min(data[name][label]) >= 0]
     names = getattr(train.features[label], "names", None)
     classes = tuple(names) if names else _numbers(np.array(train[label]))
-    return _split(side(train), classes) if test is None else ImageSplits(side(train), side(test), classes)
+    if not others:
+        return _split(side(train, "train"), classes)
+    return ImageSplits(side(train, "train"), side(data[others[0]], others[0]), classes)
 
 
 def _open(file: Any, where: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(file)
-        image.load()
-    except (UnidentifiedImageError, OSError) as error:
+        with Image.open(file) as image:
+            image.load()
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
         raise UserError(f"cannot read the image {where or file}: {' '.join(str(error).split())}") from error
     return image
 

@@ -142,16 +142,22 @@ def draw_init(model: Any, embedding_std: float, dense_init: DenseInit, seed: int
     assert isinstance(embedding, nn.Embedding)
     # One generator a kind: an arm's dense init must not shift the embedding's draws.
     embedding.weight.normal_(0.0, embedding_std, generator=torch.Generator().manual_seed(2 * seed + 1))
+    draw_linears(model.model, dense_init, seed)
+
+
+@torch.no_grad()
+def draw_linears(module: nn.Module, dense_init: DenseInit, seed: int) -> None:
+    """Draws the weights of a part's linears by this file's table, in place; "stock" leaves them."""
     if dense_init == "stock":
         return
     generator = torch.Generator().manual_seed(2 * seed + 2)
-    for module in model.model.modules():  # the head is outside
-        if not isinstance(module, nn.Linear):
+    for each in module.modules():
+        if not isinstance(each, nn.Linear):
             continue
         if dense_init == "noble":
-            module.weight.normal_(0.0, 0.5 / math.sqrt(module.in_features), generator=generator)
+            each.weight.normal_(0.0, 0.5 / math.sqrt(each.in_features), generator=generator)
         else:
-            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+            nn.init.kaiming_uniform_(each.weight, a=math.sqrt(5), generator=generator)
 
 
 def check_dense_init(value: object) -> None:

@@ -101,6 +101,23 @@ def collate_of(prepared: Any) -> Collate:
     return getattr(prepared, "collate", None) or stack
 
 
+def training_collate_of(prepared: Any) -> Collate:
+    """The same for training, which may vary a batch where evaluation does not."""
+    return getattr(prepared, "collate_training", None) or collate_of(prepared)
+
+
+def check_batch(prepared: Any, size: int) -> None:
+    """Raises UserError where a process cannot train on so many examples at once."""
+    check = getattr(prepared, "check_batch", None)
+    if check is not None:
+        check(size)
+
+
+def plain_split(prepared: Any) -> Any:
+    """Training examples without their augmentation, whose loss is reported too; None where there are none."""
+    return getattr(prepared, "plain", None)
+
+
 def stack(items: Sequence[Mapping[str, torch.Tensor]]) -> Batch:
     """Items of equal shapes -> (B, ...) each."""
     return {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in items[0]}

@@ -65,6 +65,8 @@ class ProgressLines(TrainerCallback):
         for key, value in logs.items():
             if key == "eval_bits_per_byte":
                 line += f"  {value:.4f} bits/byte"
+            elif key == "plain_loss":
+                line += f"  plain train {value:.4f}"
             elif key.startswith("eval_") and key != "eval_loss":
                 line += f"  {key.removeprefix('eval_')} {value:.4f}"
         # Without wrapping, so that a log file has one line an evaluation.

@@ -18,6 +18,7 @@ import tyro
 from ..errors import UserError
 from ..tasks.glue import GlueTask
 from ..tasks.image_classification import ImageTask
+from ..tasks.image_pretraining import ImagePretrainingTask
 from ..tasks.instructions import InstructionTask
 from ..tasks.language_model import LanguageModelTask
 from ..tasks.masked_language_model import MaskedLanguageModelTask
@@ -158,7 +159,13 @@ if TYPE_CHECKING:
 else:
     # Of a recipe's task the command line shows the fields; it offers no other task.
     Task = tyro.conf.AvoidSubcommands[
-        OptLanguageModelTask | LanguageModelTask | GlueTask | InstructionTask | ImageTask | MaskedLanguageModelTask
+        OptLanguageModelTask
+        | LanguageModelTask
+        | GlueTask
+        | InstructionTask
+        | ImageTask
+        | MaskedLanguageModelTask
+        | ImagePretrainingTask
     ]
 
 

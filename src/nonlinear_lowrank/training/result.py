@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..tasks.task import Measure
 
 Curve = tuple[tuple[int, float], ...]
-_CURVES = ("curve", "train_curve", "metric_curve", "score_curve")
+_CURVES = ("curve", "train_curve", "metric_curve", "score_curve", "plain_curve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ class TrainResult:
     """(step, selection)."""
     score_curve: Curve = ()
     """(step, score)."""
+    plain_curve: Curve = ()
+    """(step, loss on training examples without their augmentation); empty where there is none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

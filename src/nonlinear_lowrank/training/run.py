@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process
-from ..tasks.task import adapter_setup, measure_of, scored_split, tokens_per_example
+from ..tasks.task import adapter_setup, check_batch, measure_of, scored_split, tokens_per_example
 from .checkpoints import CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
@@ -85,6 +85,7 @@ def run_training(
             prepared = _prepare(recipe, quiet)
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
             raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
+        check_batch(prepared, micro)
         if train.group_by_length and not hasattr(prepared.train, "lengths"):
             raise UserError(
                 "group_by_length is for examples of different lengths, and these are all alike; leave it out"
@@ -126,6 +127,7 @@ def run_training(
                 lr=recipe.lr,
                 curve=curve_of(history, "eval_loss"),
                 train_curve=curve_of(history, "loss"),
+                plain_curve=curve_of(history, "plain_loss"),
                 parameters=parameters,
                 parameters_added=parameters - before,
                 trainable=trainable,

@@ -11,7 +11,17 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from ..tasks.task import Batch, Score, collate_of, predicts_next, score_of, scored_split, training_split
+from ..tasks.task import (
+    Batch,
+    Score,
+    collate_of,
+    plain_split,
+    predicts_next,
+    score_of,
+    scored_split,
+    training_collate_of,
+    training_split,
+)
 from .checkpoints import CheckpointedTrainer
 from .recipe import TrainConfig
 from .state_files import seed_all
@@ -23,7 +33,8 @@ class RunTrainer(CheckpointedTrainer):
     """Fixed order of the training data, and one pass over the held-out data as evaluation.
 
     Evaluations are logged as "eval_loss" and "eval_<score>" on what choices are made on, and where another
-    split is scored, as "test_loss" and "test_<score>" on that.
+    split is scored, as "test_loss" and "test_<score>" on that; of training examples without their augmentation, as
+    "plain_loss" and "plain_<score>".
 
     Args:
         *args: CheckpointedTrainer's.
@@ -34,7 +45,7 @@ class RunTrainer(CheckpointedTrainer):
 
     def __init__(self, *args: Any, prepared: Any, group_by_length: bool = False, **kwargs: Any) -> None:
         self.group_by_length = group_by_length
-        super().__init__(*args, train_dataset=prepared.train, data_collator=collate_of(prepared), **kwargs)
+        super().__init__(*args, train_dataset=prepared.train, data_collator=training_collate_of(prepared), **kwargs)
         self.prepared = prepared
         self.train_dataset = training_split(prepared, self.args.seed)
         self.score: Score | None = score_of(prepared)
@@ -63,7 +74,8 @@ class RunTrainer(CheckpointedTrainer):
         was_training = model.training
         model.eval()
         metrics: dict[str, float] = {}
-        for split, dataset in (("eval", self.prepared.valid), ("test", scored_split(self.prepared))):
+        splits = (("eval", self.prepared.valid), ("test", scored_split(self.prepared)))
+        for split, dataset in (*splits, ("plain", plain_split(self.prepared))):
             if dataset is not None:
                 found = self._of_tokens(model, dataset) if self.score is None else self._of_examples(model, dataset)
                 metrics |= {f"{split}_{name}": value for name, value in found.items()}
@@ -107,6 +119,9 @@ class RunTrainer(CheckpointedTrainer):
             logits.append(found[0][found[2]].cpu())
             labels.append(found[1][found[2]].cpu())
         predicted, given = torch.cat(logits).double(), torch.cat(labels)
+        if not given.is_floating_point():
+            kept = given != -100  # what cannot be read
+            predicted, given = predicted[kept], given[kept]
         if not bool(torch.isfinite(predicted).all()):
             return {"loss": math.nan}
         if given.is_floating_point():
