@@ -247,10 +247,11 @@ def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple
             f"the text of {file} now has a vocabulary of {prepared.vocab_size}, the model one of "
             f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
         )
-    score = score_sequences(
-        model, prepared.valid, bytes_per_token=prepared.valid_bytes_per_token, batch_size=options.batch_size
-    )
-    return f"held-out text of {recipe.name} ({recipe.task.text.source})", score
+    # Image tokens have no bytes of text.
+    size = getattr(prepared, "valid_bytes_per_token", None)
+    score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
+    what, data = ("images", recipe.task.tokens) if size is None else ("text", recipe.task.text)
+    return f"held-out {what} of {recipe.name} ({data.source})", score
 
 
 def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:

@@ -25,8 +25,8 @@ class TextScore:
     """Mean loss in nats over the predicted tokens."""
     tokens: int
     """How many tokens were predicted."""
-    bytes_per_token: float
-    """UTF-8 bytes of text that a token stands for, on average."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of text that a token stands for, on average; None: the tokens are no text."""
 
     @property
     def perplexity(self) -> float:
@@ -34,15 +34,17 @@ class TextScore:
         return math.exp(min(self.loss, 700.0))
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """loss / ln 2 / bytes_per_token."""
-        return self.loss / math.log(2) / self.bytes_per_token
+        return None if self.bytes_per_token is None else self.loss / math.log(2) / self.bytes_per_token
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         """Everything, the derived numbers included."""
         return {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
     def __str__(self) -> str:
+        if self.bytes_per_token is None:
+            return f"perplexity {self.perplexity:.3f}   loss {self.loss:.4f} nats a token over {self.tokens:,} tokens"
         return (
             f"perplexity {self.perplexity:.3f}   bits per byte {self.bits_per_byte:.4f}   "
             f"loss {self.loss:.4f} nats a token over {self.tokens:,} tokens ({self.bytes_per_token:.2f} bytes each)"
@@ -50,7 +52,7 @@ class TextScore:
 
 
 def score_sequences(
-    model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float, batch_size: int = 16
+    model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float | None, batch_size: int = 16
 ) -> TextScore:
     """Scores packed sequences, each on its own: the first token of each is context and not predicted.
 
@@ -58,7 +60,7 @@ def score_sequences(
         model: a causal language model; left in evaluation mode.
         sequences: items with "input_ids" and "labels" (T,), as `tasks.text` packs them; a label of -100 is
             not counted.
-        bytes_per_token: of the same text.
+        bytes_per_token: of the same text; None: of image tokens.
         batch_size: sequences per forward pass; the result does not depend on it.
     """
     items = (sequences[index] for index in range(len(sequences)))  # type: ignore[arg-type]

@@ -71,6 +71,15 @@ RECIPES: dict[str, RecipeEntry] = {
     "vit-small": RecipeEntry(
         module="vit", function="vit_small", summary="the paper's ViT-S/16 from scratch on ImageNet; several GPUs"
     ),
+    "image-tokens-demo": RecipeEntry(
+        module="image_tokens", function="image_tokens_demo", summary="digits as image tokens; 2 CPU cores, a minute"
+    ),
+    "image-tokens-cifar10": RecipeEntry(
+        module="image_tokens", function="image_tokens_cifar10", summary="CIFAR-10 as image tokens; CPU or any GPU"
+    ),
+    "image-tokens-base": RecipeEntry(
+        module="image_tokens", function="image_tokens_base", summary="the paper's image tokens on ImageNet; large GPUs"
+    ),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")

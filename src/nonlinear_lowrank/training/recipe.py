@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..tasks.glue import GlueTask
 from ..tasks.image_classification import ImageTask
 from ..tasks.image_pretraining import ImagePretrainingTask
+from ..tasks.image_tokens import ImageTokenTask
 from ..tasks.instructions import InstructionTask
 from ..tasks.language_model import LanguageModelTask
 from ..tasks.masked_language_model import MaskedLanguageModelTask
@@ -166,6 +167,7 @@ else:
         | ImageTask
         | MaskedLanguageModelTask
         | ImagePretrainingTask
+        | ImageTokenTask
     ]
 
 
