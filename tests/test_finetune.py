@@ -121,8 +121,8 @@ def test_bad_arms(text, message, root):
 def test_who_is_there_to_be_compared_with():
     controls = {name for name, method in ARM_METHODS.items() if method.control}
     tuned = {"full", "head", "lora", "dora", "peanut"}
-    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query", "wide-mlp"}
-    assert controls == {"baseline"} | tuned | built
+    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query"}
+    assert controls == {"baseline", "wide-mlp", "qk-norm"} | tuned | built
 
 
 # Per arm: parameters beside the head's 34 (2 x 16 weights and 2 biases), on query and value of two layers.

@@ -220,7 +220,7 @@ def test_compiles_whole():
 
 
 def test_method_swaps_and_names_roles():
-    module = METHOD.build(nn.GELU().eval(), RationalConfig(groups=2))
+    module = METHOD.build("act", nn.GELU().eval(), RationalConfig(groups=2))
     assert isinstance(module, RationalActivation)
     assert not module.training
     assert set(METHOD.roles(module)) == {name for name, _ in module.named_parameters()}

@@ -96,9 +96,11 @@ def augment(
 
     report = AugmentReport(method=method.name, config=config)
     names = _choose(model, method, config, include, exclude, report)
+    if method.settle is not None:
+        config = report.config = method.settle(model, config, names)
     for name in names:
         _check(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), method, config)
-    if method.plain is not None and _was_loaded(model):
+    if method.plain is not None and not method.wraps and _was_loaded(model):
         warnings.warn(
             f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
             stacklevel=2,
@@ -209,8 +211,12 @@ def _choose(
     heads = output_head_names(model)
     used: set[re.Pattern[str]] = set()
     chosen, shared = [], _used_without_forward(model)
+    wrapped = {name: found.name for name, module in model.named_modules() if (found := _wrapping(module)) is not None}
     for name, module in model.named_modules():
         if not name or not (_is_linear(module) or _linear_method(module)):
+            continue
+        if name.rpartition(".")[0] in wrapped:
+            report.left[name] = f"is inside a layer of {wrapped[name.rpartition('.')[0]]}, which comes last"
             continue
         if included is not None:
             hits = [pattern for pattern in included if pattern.fullmatch(name)]
@@ -250,17 +256,18 @@ def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:
     """Why a module that the user did not name is not swapped."""
     before = method_of_layer(module)
     if before is not None:
-        return f"is {before.name} already" if before is not method else None
+        return f"is {before.name} already" if before is not method and not method.wraps else None
     return method.leave(module, config) if method.leave and method.is_target(module) else None
 
 
 def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, config: Any) -> None:
     before = method_of_layer(module)
-    if before is not None:
+    if before is not None and (before is method or not method.wraps):
         raise UserError(
             f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
         )
-    weight = module.weight
+    # A layer of another method, which this one goes around, was looked at when it was put there.
+    weight = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or _is_wrapped(weight):
         if type(getattr(weight, "data", None)).__name__ == "DTensor":
             raise UserError(f"{name} is split over devices; augment the model first, and split it then")
@@ -281,7 +288,8 @@ def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, conf
 
 def _swap(model: nn.Module, method: Method, config: Any, names: Sequence[str]) -> list[nn.Module]:
     """Builds every layer, then puts them in place, wherever a module is reachable by several names."""
-    built = {id(module): method.build(module, config) for module in map(model.get_submodule, names)}
+    modules = {name: model.get_submodule(name) for name in names}
+    built = {id(module): method.build(name, module, config) for name, module in modules.items()}
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):  # named_children skips repeats
             if id(child) in built:
@@ -313,6 +321,12 @@ def _linear_method(module: nn.Module) -> Method | None:
     """The method that put this layer in a linear's place."""
     method = method_of_layer(module)
     return method if method and method.name in METHODS else None
+
+
+def _wrapping(module: nn.Module) -> Method | None:
+    """The method of a layer that goes around another one."""
+    method = method_of_layer(module)
+    return method if method is not None and method.wraps else None
 
 
 def _is_wrapped(weight: torch.Tensor) -> bool:

@@ -1,13 +1,16 @@
 """Modules, one method a file. A new method is one file here and one row of `METHODS`."""
 
-from . import noble, query, rational, sine
+from . import noble, qk_norm, query, rational, sine
 from .method import Method, PlainCost, Role, config_from_dict, config_to_dict
 from .noble import NobleConfig, NobleConv1D, NobleLinear
+from .qk_norm import QKNormConfig, QKNormProjection
 from .query import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig
 from .rational import RationalActivation, RationalConfig
 from .sine import SineLowRankConfig, SineLowRankLinear
 
-METHODS: dict[str, Method] = {method.name: method for method in (noble.METHOD, sine.METHOD, query.METHOD)}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (noble.METHOD, sine.METHOD, query.METHOD, qk_norm.METHOD)
+}
 """Every method that `augment` puts into a model, by its name."""
 
 SAVED_METHODS: dict[str, Method] = {**METHODS, rational.METHOD.name: rational.METHOD}
@@ -35,6 +38,8 @@ __all__ = [
     "NonlinearQuery",
     "NonlinearQueryConfig",
     "PlainCost",
+    "QKNormConfig",
+    "QKNormProjection",
     "RationalActivation",
     "RationalConfig",
     "Role",

@@ -44,8 +44,8 @@ class Method:
     """Whether the method can take this (plain) module's place."""
     check: Callable[[str, nn.Module, Any], None]
     """(module name, module, config): raises UserError before anything is changed."""
-    build: Callable[[nn.Module, Any], nn.Module]
-    """(plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
+    build: Callable[[str, nn.Module, Any], nn.Module]
+    """(module name, plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
     roles: Callable[[nn.Module], Mapping[str, Role]]
     """Roles of the parameters a layer of the method adds, by their name in the layer."""
     flops: Callable[[nn.Module], int]
@@ -58,6 +58,10 @@ class Method:
     """(plain module, config): why a module that the user did not name is left alone, or None."""
     check_parent: Callable[[str, nn.Module, nn.Module], None] | None = None
     """(module name, module, the module around it): as `check`, but only asked when a model is augmented."""
+    settle: Callable[[nn.Module, Any, list[str]], Any] | None = None
+    """(model, config, chosen names) -> the config with what is left open in it taken from the model."""
+    wraps: bool = False
+    """Whether its layers go around others, also of other methods, which are then in them as `projection`."""
     tensor_parallel: bool = True
     """Whether a model with its layers may be split over devices by transformers' plans."""
     float32: tuple[str, ...] = ()

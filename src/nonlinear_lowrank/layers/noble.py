@@ -368,7 +368,7 @@ METHOD = Method(
     layer_types=(NobleLinear, NobleConv1D),
     is_target=lambda module: type(module) in (nn.Linear, Conv1D),
     check=lambda name, module, config: _check_rank(name, *_shape(module), config),
-    build=_build,
+    build=lambda name, module, config: _build(module, config),
     roles=_roles,
     flops=_flops,
 )

@@ -37,8 +37,10 @@ from .method import Method, PlainCost, Role
 Kind = Literal["nonlinear", "linear", "identity"]
 
 _RMS_EPS, _LAYER_EPS = 1e-6, 1e-5
-_SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
-_FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
+SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
+"""Names of query projections."""
+FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
+"""Names of projections whose rows are q, k and v, one after another."""
 # Rows by head or by device.
 _BY_HEAD = "query_key_value"
 _BY_DEVICE = ("CodeGenAttention",)
@@ -261,11 +263,11 @@ def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str 
     own = name.rpartition(".")[2]
     if own == _BY_HEAD or type(parent).__name__ in _BY_DEVICE:
         return "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
-    if d_out == d_in and own not in _FUSED:
+    if d_out == d_in and own not in FUSED:
         return None
     if getattr(parent, "is_cross_attention", False):
         return "holds keys and values only, and the query is beside it; leave it out with exclude="
-    width = d_out if own in _SEPARATE else None if parent is None else _query_width(parent)
+    width = d_out if own in SEPARATE else None if parent is None else _query_width(parent)
     if width is None and parent is not None and d_out != 3 * d_in:
         return (
             f"is {d_in} -> {d_out}, and {type(parent).__name__} does not say how many of it are queries; a fused "
@@ -281,8 +283,8 @@ def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str 
     )
 
 
-def _query_width(parent: nn.Module) -> int | None:
-    """Heads x head width; None where neither the attention nor its config says."""
+def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
+    """How many heads an attention has for queries, and how wide they are; None where neither it nor its config says."""
     sources = [parent, getattr(parent, "config", None)]
 
     def first(*names: str) -> int | None:
@@ -291,11 +293,15 @@ def _query_width(parent: nn.Module) -> int | None:
 
     heads = first("num_heads", "num_attention_heads", "n_heads", "n_head")
     head = first("head_dim", "attention_head_size", "head_size")
-    if heads is None:
-        return None
-    if head is not None:
-        return heads * head
-    return first("embed_dim", "hidden_size", "d_model")
+    width = first("embed_dim", "hidden_size", "d_model")
+    if head is None and heads is not None and width is not None:
+        head = width // heads
+    return heads, head
+
+
+def _query_width(parent: nn.Module) -> int | None:
+    heads, head = attention_heads(parent)
+    return None if heads is None or head is None else heads * head
 
 
 def _is_cross_attention(module: nn.Module) -> bool:
@@ -356,11 +362,11 @@ METHOD = Method(
     is_target=lambda module: type(module) in (nn.Linear, Conv1D),
     check=_check,
     check_parent=_check_parent,
-    build=_build,
+    build=lambda name, module, config: _build(module, config),
     roles=_roles,
     flops=_flops,
     plain=_plain,
-    include=rf"(.*\.)?({'|'.join((*_SEPARATE, *_FUSED, _BY_HEAD))})",
+    include=rf"(.*\.)?({'|'.join((*SEPARATE, *FUSED, _BY_HEAD))})",
     leave=lambda module, config: "holds keys and values only" if _is_cross_attention(module) else None,
     tensor_parallel=False,
 )

@@ -229,7 +229,7 @@ METHOD = Method(
     layer_types=(RationalActivation,),
     is_target=lambda module: formula_of(module) is not None or isinstance(module, RationalActivation),
     check=_check,
-    build=_build,
+    build=lambda name, module, config: _build(module, config),
     roles=_roles,
     # Elementwise work does not count, neither here nor in the plain activation.
     flops=lambda module: 0,

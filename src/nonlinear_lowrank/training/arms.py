@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 
+from ..augmentation import augment
 from ..errors import UserError
+from ..layers import QKNormConfig
 from ..tasks.language_model import DenseInit, check_dense_init
 from ..tasks.task import AdapterSetup
 from .methods import ARM_METHODS, Function, find_method
@@ -31,12 +33,16 @@ class Arm:
     """Overrides the backbone's dense init (methods that draw the dense weights anew override it in turn)."""
     lr: float | None = None
     """Overrides the recipe's learning rate."""
+    qk_norm: bool = False
+    """Norm queries and keys head by head on top of the method (`layers.qk_norm`)."""
     grid: tuple[float, ...] = ()
     """Learning rates of which a comparison takes the arm's best; empty: the comparison's."""
 
     def __post_init__(self) -> None:
         if self.dense_init is not None:
             check_dense_init(self.dense_init)
+        if not isinstance(self.qk_norm, bool):
+            raise UserError(f"qk_norm must be true or false, not {self.qk_norm!r}")
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON turns tuples into lists
@@ -58,8 +64,8 @@ class Arm:
         """Reads an arm from its short form.
 
         `baseline`, `baseline:init=noble`, `noble:rank=64,activation=gelu,depth=1`, `sine-lora:r=4,omega=200`,
-        `pkg.mod:function`; each may add `,lr=3e-3`, `,grid=1e-4/3e-4/1e-3`, `,name=...` and `,init=` (for
-        `noble`, init is NobleConfig's; there the dense init before the swap is `dense_init=`). Tuples are
+        `pkg.mod:function`; each may add `,lr=3e-3`, `,grid=1e-4/3e-4/1e-3`, `,qk_norm=true`, `,name=...` and
+        `,init=` (for `noble`, init is NobleConfig's; there the dense init before the swap is `dense_init=`). Tuples are
         written with slashes: `frequency_range=0.8/1.2`, `target_modules=query/value`.
 
         Raises:
@@ -88,6 +94,8 @@ class Arm:
                 fields["grid"] = tuple(read_number("grid", part, text) for part in value.split("/"))
             elif key in ("name", "dense_init"):
                 fields[key] = value
+            elif key == "qk_norm":
+                fields[key] = read_value(value)
             else:
                 settings[key] = read_value(value)
         arm = cls(method=method, settings=settings, **fields)
@@ -100,6 +108,8 @@ class Arm:
         options = [f"{key}={as_text(value)}" for key, value in self.settings.items()]
         if self.dense_init is not None:
             options.append(f"{'dense_init' if find_method(self.method).own_init else 'init'}={self.dense_init}")
+        if self.qk_norm:
+            options.append("qk_norm=true")
         if self.lr is not None:
             options.append(f"lr={self.lr!r}")
         if self.grid:
@@ -134,12 +144,19 @@ class Arm:
         Raises:
             UserError: the method does not fit the model, or the function gives back no module.
         """
-        return find_method(self.method).apply(model, self.settings, setup, verbose)
+        if self.qk_norm and setup is not None:
+            raise UserError("qk_norm is for models that are trained from scratch; leave it out of the arm")
+        changed = find_method(self.method).apply(model, self.settings, setup, verbose)
+        if self.qk_norm:
+            augment(changed, QKNormConfig(), verbose=verbose)
+        return changed
 
     def _default_name(self) -> str:
         parts = find_method(self.method).label(self.settings)
         if self.dense_init is not None:
             parts.append(f"init-{self.dense_init}")
+        if self.qk_norm:
+            parts.append("qk-norm")
         return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts))
 
 

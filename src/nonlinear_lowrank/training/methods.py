@@ -15,6 +15,7 @@ from torch import nn
 from ..augmentation import augment
 from ..errors import UserError
 from ..layers import METHODS, Method
+from ..layers import qk_norm as qk_norm_layers
 from ..layers import query as query_layers
 from ..layers import sine as sine_layers
 from ..tasks.task import AdapterSetup
@@ -183,11 +184,13 @@ _CONTROLS = (
     Augmented(sine_layers.METHOD, "low-rank", {"activation": "identity"}),
     Augmented(sine_layers.METHOD, "sigmoid-low-rank", {"activation": "sigmoid"}),
     Augmented(sine_layers.METHOD, "relu-low-rank", {"activation": "relu"}),
+    Augmented(qk_norm_layers.METHOD, "qk-norm"),
     Augmented(query_layers.METHOD, "identity-query", {"kind": "identity"}),
     Augmented(query_layers.METHOD, "residual-linear-query", {"kind": "linear"}),
 )
 
-_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, METHODS.values()), *_CONTROLS, WideMlp(), *TUNINGS)
+_OWN = [method for method in METHODS.values() if not method.wraps]
+_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, _OWN), *_CONTROLS, WideMlp(), *TUNINGS)
 ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
 """Every kind of arm by its name; functions of the user's own come on top."""
 
