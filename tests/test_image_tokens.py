@@ -3,11 +3,13 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from nonlinear_lowrank.cli import main
 from nonlinear_lowrank.errors import UserError
@@ -20,6 +22,7 @@ from nonlinear_lowrank.tasks.image_token_data import ImageTokenData, as_square, 
 from nonlinear_lowrank.tasks.image_tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
 from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
 from nonlinear_lowrank.tasks.language_model import GlmBackbone
+from nonlinear_lowrank.training import Recipe, run_training
 
 RNG = np.random.default_rng()
 
@@ -326,7 +329,7 @@ def trained(tmp_path_factory):
     save_images(folder / "a.npz", train=64, test=16)
     options = {"source": folder / "a.npz", "patch": 4, "codes": 8, "classes": 2, "cache_dir": folder / "cache"}
     options |= {"layers": 1, "width": 16, "heads": 2, "hidden": 24, "steps": 60, "batch_size": 16, "lr": 0.02}
-    options |= {"warmup_steps": 5, "eval_every": 30, "save_every": 60, "tracker": "none", "threads": 1}
+    options |= {"warmup_steps": 5, "eval_every": 30, "save_every": 30, "tracker": "none", "threads": 1}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "image-tokens-demo", "--arm", "noble:rank=2", "--out", str(folder / "run"), *words]) == 0
     return folder / "run"
@@ -389,6 +392,25 @@ def test_evaluate_repeats_the_loss_of_training(trained, capsys):
     assert f"loss {loss:.4f} nats a token over {16 * 4} tokens" in out
     assert "held-out images of image-tokens-demo" in out
     assert "bits per byte" not in out
+
+
+def test_a_killed_run_resumes_bit_by_bit_with_any_cache(trained, tmp_path):
+    recipe = Recipe.from_json((trained / "recipe.json").read_text())
+    moved = replace(
+        recipe, task=replace(recipe.task, tokens=replace(recipe.task.tokens, cache_dir=str(tmp_path / "c")))
+    )
+    whole = run_training(moved, trained, resume=True, quiet=True)  # finished: its result is given back
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    for folder in ("model", "checkpoints/step-000060"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    again = run_training(moved, tmp_path / "run", resume=True, quiet=True)
+    assert (again.final_loss, again.curve) == (whole.final_loss, whole.curve)
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (trained, tmp_path / "run")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    other = replace(moved, task=replace(moved.task, tokens=replace(moved.task.tokens, codes=9)))
+    with pytest.raises(UserError, match="codes"):
+        run_training(other, tmp_path / "run", resume=True, quiet=True)
 
 
 def test_a_picture_shows_the_pixels():

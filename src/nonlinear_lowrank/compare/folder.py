@@ -25,7 +25,7 @@ _OURS = ("timing.json", "results.json", "report.md", "curves.png", "rates.png", 
 _FREE = {
     *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.log_every", "train.tracker"),
     *("train.threads", "train.gradient_accumulation", "train.eval_batch_size", "train.dataloader_workers"),
-    "task.text.cache_dir",
+    *("task.text.cache_dir", "task.tokens.cache_dir"),
 }
 
 

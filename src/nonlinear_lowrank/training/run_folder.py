@@ -27,7 +27,7 @@ BASE = "base"  # in the model's folder, of an adapter whose base is a model of o
 _FREE = {
     *("name", "description", "arm.name", "train.save_every", "train.keep_checkpoints", "train.log_every"),
     *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
-    *("train.dataloader_workers", "task.text.cache_dir", "arm.grid"),
+    *("train.dataloader_workers", "task.text.cache_dir", "task.tokens.cache_dir", "arm.grid"),
 }
 _FREE_OF_COMPARISONS = {"arms", "seeds", "tune_lr"}
 
