@@ -80,6 +80,17 @@ RECIPES: dict[str, RecipeEntry] = {
     "image-tokens-base": RecipeEntry(
         module="image_tokens", function="image_tokens_base", summary="the paper's image tokens on ImageNet; large GPUs"
     ),
+    "sine-vit-demo": RecipeEntry(
+        module="sine_vit", function="sine_vit_demo", summary="a tiny ViT with sine low-rank MLPs; 2 CPU cores, minutes"
+    ),
+    "sine-vit-cifar100": RecipeEntry(
+        module="sine_vit", function="sine_vit_cifar100", summary="ViT-S/4 with sine low-rank MLPs on CIFAR-100; one GPU"
+    ),
+    "sine-vit-base": RecipeEntry(
+        module="sine_vit",
+        function="sine_vit_base",
+        summary="ViT-B/16 with sine low-rank MLPs on ImageNet; large GPUs",
+    ),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")
