@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from .budget import config_within
 from .errors import UserError
 from .layers import (
     METHODS,
@@ -62,7 +63,14 @@ class AugmentReport:
 
 
 def augment(
-    model: nn.Module, config: Any, *, include: Patterns = None, exclude: Patterns = None, verbose: bool = True
+    model: nn.Module,
+    config: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    select: Collection[str] | None = None,
+    budget: str | None = None,
+    verbose: bool = True,
 ) -> AugmentReport:
     """Swaps a model's linears, in place, for a method's layers.
 
@@ -78,14 +86,17 @@ def augment(
         include: regular expression(s) that a module's whole name must match; default: the method's own choice,
             mostly all.
         exclude: regular expression(s) of names to leave alone.
+        select: whole names of the only linears to take, e.g. of `analysis.importance.select_layers`.
+        budget: "5%" (of the model's parameters) or "5% flops" (of its linears, per token): the ranks are then as high
+            as that allows, the same share of each layer's width (`rank_ratio`), in place of the config's.
         verbose: print the report.
 
     Returns:
         What was swapped and what was left, with parameters and FLOPs.
 
     Raises:
-        UserError: a pattern matches nothing, nothing is left to swap, the rank does not fit, a target is
-            frozen, quantized, hooked, parametrized, or augmented already.
+        UserError: a pattern or a name matches nothing, a budget cannot be met, nothing is left to swap, the rank
+            does not fit, a target is frozen, quantized, hooked, parametrized, or augmented already.
     """
     method = method_of_config(config)
     if method is None:
@@ -95,7 +106,13 @@ def augment(
         config = replace(config, init="pretrained" if _was_loaded(model) else "scratch")
 
     report = AugmentReport(method=method.name, config=config)
-    names = _choose(model, method, config, include, exclude, report)
+    names = _choose(model, method, config, include, exclude, report, select)
+    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+    report.flops_before = sum(_linear_flops(module) for module in model.modules())
+    if budget is not None:
+        modules = [model.get_submodule(name) for name in names]
+        within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
+        report.config = config = within
     if method.settle is not None:
         config = report.config = method.settle(model, config, names)
     for name in names:
@@ -106,8 +123,6 @@ def augment(
             stacklevel=2,
         )
 
-    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-    report.flops_before = sum(_linear_flops(module) for module in model.modules())
     layers = _swap(model, method, config, names)
     for layer in layers:
         layer.reset_parameters()  # type: ignore[operator]
@@ -203,10 +218,17 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
 
 
 def _choose(
-    model: nn.Module, method: Method, config: Any, include: Patterns, exclude: Patterns, report: AugmentReport
+    model: nn.Module,
+    method: Method,
+    config: Any,
+    include: Patterns,
+    exclude: Patterns,
+    report: AugmentReport,
+    select: Collection[str] | None = None,
 ) -> list[str]:
     """Names to swap. Fills `report.left`."""
-    unnamed = include is None
+    unnamed = include is None and select is None
+    _check_selected(model, select)
     included, excluded = _compile(method.include if unnamed else include, "include"), _compile(exclude, "exclude")
     heads = output_head_names(model)
     used: set[re.Pattern[str]] = set()
@@ -230,7 +252,9 @@ def _choose(
             if hits:
                 report.left[name] = "in exclude"
                 continue
-        if name in heads:
+        if select is not None and name not in select:
+            report.left[name] = "not in select"
+        elif name in heads:
             report.left[name] = heads[name]
         elif name in shared:
             report.left[name] = shared[name]
@@ -250,6 +274,16 @@ def _choose(
             why += "; name the targets with include="
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
     return chosen
+
+
+def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
+    """A name that is no linear's is an error: a choice that is made by scores must not shrink unseen."""
+    if isinstance(select, str):
+        raise UserError(f"select is a list of whole names, not {select!r}; patterns go to include=")
+    modules = dict(model.named_modules()) if select is not None else {}
+    for name in select or ():
+        if name not in modules or not (_is_linear(modules[name]) or _linear_method(modules[name])):
+            raise UserError(f"select has {name!r}, which is no linear of this model")
 
 
 def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:

@@ -50,6 +50,9 @@ class Method:
     """Roles of the parameters a layer of the method adds, by their name in the layer."""
     flops: Callable[[nn.Module], int]
     """Forward FLOPs per token that a layer adds to the plain one; negative where it saves some."""
+    added: Callable[[nn.Module, Any], tuple[int, int]] | None = None
+    """(plain module, config): parameters and forward FLOPs per token that a layer would add, for methods whose config
+    has a `rank_ratio`; None: no budget can be asked for."""
     plain: Callable[[nn.Module], PlainCost] | None = None
     """What the plain layer cost, for a method whose layers take the place of its weight; None: it is kept."""
     include: str | None = None

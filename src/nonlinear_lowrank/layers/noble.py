@@ -362,6 +362,15 @@ def _flops(module: nn.Module) -> int:
     return 2 * r * sum(module.noble_shape) + 2 * r * r * (depth - 1)
 
 
+def _added(module: nn.Module, config: NobleConfig) -> tuple[int, int]:
+    """As the layer would have it; `_flops` of the built one gives the same."""
+    d_in, d_out = _shape(module)
+    r, depth = config.rank_of(d_in, d_out), config.depth
+    products = r * (d_in + d_out) + r * r * (depth - 1)
+    vectors = 2 * depth * r if config.activation == "cosine" else 0
+    return products + vectors + config.up_bias * d_out + (config.fusion == "gated"), 2 * products
+
+
 METHOD = Method(
     name=NobleConfig.method,
     config_class=NobleConfig,
@@ -371,4 +380,5 @@ METHOD = Method(
     build=lambda name, module, config: _build(module, config),
     roles=_roles,
     flops=_flops,
+    added=_added,
 )
