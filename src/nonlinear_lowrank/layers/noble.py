@@ -140,6 +140,8 @@ class _NobleBranch(nn.Module):
 
     noble_down: nn.Parameter
     noble_up: nn.Parameter
+    noble_up_bias: nn.Parameter | None
+    noble_fusion: nn.Parameter | None
     # What both plain layers have, under the types they declare.
     weight: Any
     bias: Any
