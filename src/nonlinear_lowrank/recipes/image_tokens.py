@@ -45,8 +45,9 @@ def image_tokens_cifar10() -> Recipe:
     Command: `nlr compare image-tokens-cifar10 --tune-lr 5e-4 1e-3 2e-3`, or `nlr train image-tokens-cifar10`; a local
     copy by `--source cifar10.npz`.
     Hardware: 2 CPU cores and 2 GB of memory, or any GPU.
-    Time: encoding takes two minutes, once. Training: not measured yet.
-    Expect: not measured yet. The 64 tokens of an image keep 22.6 dB of it.
+    Time: encoding takes two minutes, once; then about 5 minutes an arm (a step takes 0.30 s of one core without
+    branches, 0.39 s at rank 24).
+    Expect: losses not measured yet. The 64 tokens of an image keep 22.6 dB of it.
     """
     return Recipe(
         name="image-tokens-cifar10",
