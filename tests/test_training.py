@@ -320,7 +320,10 @@ def test_quiet_is_silent_and_loud_is_one_line_an_evaluation(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
     run_training(make_recipe(), tmp_path / "b", prepared=TEXT)
     printed = capfd.readouterr()
-    assert printed.out == ""
+    assert printed.out.startswith("noble: 12 linears swapped"), "what the arm changed, and nothing else"
+    assert printed.out.count("linears swapped") == 1
+    run_training(make_recipe(), tmp_path / "c", prepared=TEXT, report=False)
+    assert capfd.readouterr().out == ""
     lines = printed.err.splitlines()
     assert [line.split()[2] for line in lines] == ["5/12", "10/12", "12/12"]
     assert all("train" in line and "eval" in line and "bits/byte" in line for line in lines)
