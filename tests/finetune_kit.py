@@ -214,3 +214,11 @@ def image_task(root: Path, **data: Any) -> ImageTask:
         images=ImageData(**{"source": str(root / "images.npz"), **data}),
         model=Pretrained(checkpoint=str(root / "vit"), targets=("q_proj", "v_proj")),
     )
+
+
+def root(folder: Path) -> Path:
+    """The folder, with all of the tiny checkpoints and data in it."""
+    glue_task(folder)
+    instruction_task(folder)
+    image_task(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Fine-tuning from end to end: arms, what is trained and saved, resume, loading, comparing, the command."""
+"""Fine-tuning from end to end: arms, what is trained and saved, resume, loading, comparing."""
 
 import json
 import shutil
@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import finetune_kit as kit
-from nonlinear_lowrank import cli
 from nonlinear_lowrank.compare import compare
 from nonlinear_lowrank.compare.report import render_report, render_tables
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.recipes import RECIPES, get_recipe
+from nonlinear_lowrank.recipes import get_recipe
 from nonlinear_lowrank.tasks.task import AdapterSetup, Measure
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nonlinear_lowrank.training.methods import ARM_METHODS
@@ -44,11 +43,7 @@ def trained_names(model) -> set[str]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Tiny checkpoints and data, made once."""
-    folder = tmp_path_factory.mktemp("data")
-    kit.glue_task(folder)
-    kit.instruction_task(folder)
-    kit.image_task(folder)
-    return folder
+    return kit.root(tmp_path_factory.mktemp("data"))
 
 
 # --- arms ----------------------------------------------------------------------------------------------------
@@ -526,84 +521,3 @@ def test_compare_by_the_loss_keeps_its_speeds(root, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     assert "step speedup" in report
     assert "| arm | rate | trainable | final loss | delta" in report
-
-
-# --- the command ---------------------------------------------------------------------------------------------
-
-
-def run(capsys, *arguments):
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def options(root, out, *more):
-    return [
-        *("finetune", "glue-minilm", "--checkpoint", root / "bert", "--source", root / "glue", "--steps", 4),
-        *("--pooling", "own", "--eval-every", 2, "--batch-size", 4, "--max-length", 32, "--threads", 1),
-        *("--tracker", "none", "--out", out, *more),
-    ]
-
-
-def test_finetune_from_the_command_line(root, tmp_path, capsys):
-    out = tmp_path / "out"
-    code, printed, err = run(capsys, *options(root, out, "--arm", "lora:r=2", "--lr", "1e-2"))
-    assert code == 0, err
-    assert "lora-r2: 290 of " in printed
-    assert "matthews" in printed
-    assert f'AutoPeftModelForSequenceClassification.from_pretrained("{out}/model", num_labels=2' in printed
-    assert err.count("step 2/4") == err.count("step 4/4") == 1
-    assert "matthews" in err
-    assert (out / "model" / "adapter_config.json").is_file()
-    assert (out / "model" / "tokenizer.json").is_file()
-    code, _, err = run(capsys, *options(root, out, "--arm", "lora:r=2", "--lr", "1e-2"))
-    assert code == 2
-    assert "--resume to go on or --overwrite" in err
-    assert run(capsys, *options(root, out, "--arm", "lora:r=2", "--lr", "1e-2", "--resume"))[0] == 0
-    assert run(capsys, *options(root, out, "--arm", "head", "--overwrite"))[0] == 0
-    assert not (out / "model" / "adapter_config.json").exists()
-
-
-def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    kit.image_task(root)  # its model, which is none of language
-    bad = tmp_path / "bad" / "CoLA"
-    bad.mkdir(parents=True)
-    (bad / "train.tsv").write_text("id\ttext\n1\tA\n")
-    (tmp_path / "bad.jsonl").write_text('{"instruction": "x", "output": "y"}\n{"instruction": "x"}\n')
-    before = sorted(tmp_path.rglob("*"))
-    out = tmp_path / "out"
-    small = ["--checkpoint", root / "llama", "--out", out, "--arm", "lora:r=2"]
-    cases = [
-        (["finetune"], "name a recipe first", "glue-minilm"),
-        (["finetune", "glue-minlm"], "unknown recipe", "'glue-minilm'"),
-        (["finetune", "llm-demo"], "trains a model from scratch", "nlr train llm-demo"),
-        (["train", "glue-minilm"], "tunes a pretrained model", "nlr finetune glue-minilm"),
-        (options(root, out, "--arm", "loro:r=2"), "unknown arm 'loro:r=2'", "sine-lora"),
-        (options(root, out, "--arm", "baseline"), "baseline changes nothing", "lora"),
-        (options(root, out, "--arm", "lora:r=2,grid=1e-3/1e-4"), "nlr compare"),
-        (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
-        (options(root, out, "--source", tmp_path / "bad"), "train.tsv", "sentence, label", "id, text"),
-        (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
-        (options(root, out, "--glue.task", "colla"), "unknown GLUE task"),
-        (["finetune", "instruct-small", "--source", tmp_path / "bad.jsonl", *small], "line 2", "no field 'output'"),
-        (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "no language model"),
-        (["finetune", "instruct-small", "--out", out], "runs/llm-demo", "--checkpoint"),
-    ]
-    for arguments, *words in cases:
-        code, _, err = run(capsys, *arguments)
-        assert code == 2, (arguments, err)
-        assert err.startswith("nlr: ")
-        assert err.count("\n") == 1, err
-        for word in words:
-            assert word in err, (word, err)
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_help_shows_the_recipes_settings(capsys):
-    code, out, _ = run(capsys, "finetune", "instruct-small", "--help")
-    assert code == 0
-    for option in ("--task.instructions.source", "--task.model.checkpoint", "--train.epochs", "--arm"):
-        assert option in out
-    _, out, _ = run(capsys, "--help")
-    assert all(f"  {name} " in out for name in RECIPES)
