@@ -38,6 +38,14 @@ def wrapped(row, **overrides):
     return before, get_peft_model(base, row.config(**overrides)).eval(), inputs
 
 
+@torch.no_grad()
+def gentle(model):
+    """Half of every adapter tensor: a random polynomial of degree 5 blows up what 16 bits have rounded."""
+    for value in adapter_parameters(model).values():
+        value.mul_(0.5)
+    return model
+
+
 def two_adapters(row):
     before, model, inputs = wrapped(row)
     model.add_adapter("other", row.config(second=True))
@@ -298,7 +306,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(row, reentrant):
 def test_a_bfloat16_base_with_a_float32_adapter(row):
     base = row.base()
     inputs = batch(base)
-    reference = get_peft_model(copy.deepcopy(base), row.config()).eval()
+    reference = gentle(get_peft_model(copy.deepcopy(base), row.config()).eval())
     expected = logits(reference, inputs)
     model = get_peft_model(base.to(torch.bfloat16), row.config()).eval()
     assert {value.dtype for value in adapter_parameters(model).values()} == {torch.float32}
@@ -320,7 +328,7 @@ def test_a_bfloat16_base_with_a_float32_adapter(row):
 @every_method
 def test_autocast(row):
     _, model, inputs = wrapped(row)
-    expected = logits(model, inputs)
+    expected = logits(gentle(model), inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.train()(**inputs, labels=labels(row, inputs)).loss
         low = logits(model.eval(), inputs)
