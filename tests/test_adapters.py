@@ -38,14 +38,6 @@ def wrapped(row, **overrides):
     return before, get_peft_model(base, row.config(**overrides)).eval(), inputs
 
 
-@torch.no_grad()
-def gentle(model):
-    """Half of every adapter tensor: a random polynomial of degree 5 blows up what 16 bits have rounded."""
-    for value in adapter_parameters(model).values():
-        value.mul_(0.5)
-    return model
-
-
 def two_adapters(row):
     before, model, inputs = wrapped(row)
     model.add_adapter("other", row.config(second=True))
@@ -167,7 +159,7 @@ def test_rows_of_a_batch_with_their_own_adapters(row):
         else:
             model.set_adapter(name)
             expected = logits(model, inputs)[i]
-        torch.testing.assert_close(mixed[i], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mixed[i], expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="nobody"):
         logits(model, inputs, adapter_names=["nobody"] * 4)
     with pytest.raises(UserError, match="one name a row"):
@@ -182,7 +174,7 @@ def test_merges_and_unmerges(row):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     adapted = logits(model, inputs)
     model.merge_adapter()
-    torch.testing.assert_close(logits(model, inputs), adapted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(model, inputs), adapted, atol=1e-5, rtol=1e-5)
     model.unmerge_adapter()
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name
@@ -217,7 +209,7 @@ def test_merge_and_unload_leaves_a_plain_model(row):
     if row.name.startswith("nora"):  # keeps the rational layer
         classes |= {type(module) for module in plain.modules() if type(module).__module__.startswith("nonlinear")}
     assert {type(module) for module in plain.modules()} <= classes
-    torch.testing.assert_close(logits(plain, inputs), adapted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(plain, inputs), adapted, atol=1e-5, rtol=1e-5)
 
 
 @merging_rows
@@ -305,8 +297,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(row, reentrant):
 @every_row
 def test_a_bfloat16_base_with_a_float32_adapter(row):
     base = row.base()
-    inputs = batch(base)
-    reference = gentle(get_peft_model(copy.deepcopy(base), row.config()).eval())
+    inputs = batch(base, size=16)  # a classifier's few outputs tell little of the rounding
+    reference = get_peft_model(copy.deepcopy(base), row.config()).eval()
     expected = logits(reference, inputs)
     model = get_peft_model(base.to(torch.bfloat16), row.config()).eval()
     assert {value.dtype for value in adapter_parameters(model).values()} == {torch.float32}
@@ -328,12 +320,12 @@ def test_a_bfloat16_base_with_a_float32_adapter(row):
 @every_method
 def test_autocast(row):
     _, model, inputs = wrapped(row)
-    expected = logits(gentle(model), inputs)
+    expected = logits(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.train()(**inputs, labels=labels(row, inputs)).loss
         low = logits(model.eval(), inputs)
     loss.backward()
-    assert (low.float() - expected).norm() <= 0.1 * expected.norm()
+    assert (low.float() - expected).norm() <= 0.05 * expected.norm()
     assert all(value.grad.isfinite().all() for value in adapter_parameters(model).values())
 
 
@@ -358,7 +350,7 @@ def test_compiles_whole_through_the_layer(row):
         results.append([y.detach(), *(value.clone() for value in trained)])
     assert len(results[0]) > 1
     for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(compiled, eager)
 
 
 @every_method

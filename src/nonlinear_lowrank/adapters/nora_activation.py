@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layers import Role
 from ..layers.rational import RationalActivation, RationalConfig
-from ..layers.rational_fit import fit_rational
+from ..layers.rational_fit import check_range, fit_rational
 from .activations import Site
 from .base import AdapterLayer
 from .nora_config import NoraConfig
 
 _SIDES = ("numerator", "denominator")
+_RANDOM = 0.3  # of init_weights=False, see `reset_adapter`
 
 
 class NoraActivation(AdapterLayer):
@@ -98,21 +99,31 @@ class NoraActivation(AdapterLayer):
                 self._dict(side)[name] = self.parameter(groups, terms)
 
     def reset_adapter(self, name: str) -> None:
-        """Draws the table; with init_weights=False shifts of about 0.05 everywhere."""
+        """Draws the table; with init_weights=False a shift of coefficient k of about 0.3 / L^k, L the end of the fit's
+        range: no term then moves the function by more than that inside it."""
         config: NoraConfig = self.configs[name]
         for side in _SIDES:
             if not _is_tuned(config, side):
                 continue
             if config.tuning == "low_rank":
-                nn.init.normal_(self._dict(side, "_a")[name], std=config.init_std)
-                std = 0.0 if config.init_weights else 0.05 / (config.init_std * config.r**0.5)
+                a = nn.init.normal_(self._dict(side, "_a")[name], std=config.init_std)
+                std = 0.0 if config.init_weights else _RANDOM / (config.init_std * config.r**0.5)
                 nn.init.normal_(self._dict(side, "_b")[name], std=std)
+                if not config.init_weights:
+                    a.mul_(self._falling(name, a.shape[1], 1)[:, None].to(a.device))
                 continue
             tensor = self._dict(side)[name]
-            nn.init.normal_(tensor, std=0.0 if config.init_weights else 0.05)
+            nn.init.normal_(tensor, std=0.0 if config.init_weights else _RANDOM)
+            if not config.init_weights:
+                tensor.mul_(self._falling(name, tensor.shape[1], 0).to(tensor.device))
             if config.tuning in ("rational", "gelu_init") and not tensor.is_meta:
                 start = self._start(name, _SIDES.index(side)).to(tensor.device)
                 tensor.add_(start.repeat_interleave(config.groups // start.shape[0], 0))
+
+    def _falling(self, name: str, count: int, first: int) -> Tensor:
+        """L^-k for k = first, first + 1, ...: (count)."""
+        limit = max(map(abs, check_range(self.configs[name].fit_range)))
+        return limit ** -torch.arange(first, first + count, dtype=torch.float32)
 
     def _start(self, name: str, side: int) -> Tensor:
         """What the coefficients start from where they are trained themselves."""
