@@ -5,9 +5,8 @@ token each, and the choice of the next. The cache is cut back after each step, s
 and NOBLE take turns step by step; the ratio of a round is NOBLE's time over the baseline's.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,9 +15,11 @@ from transformers import DynamicCache
 from ..errors import UserError
 from .bench_model import (
     BASELINE,
+    BenchResult,
     Mode,
     ModelBenchConfig,
     check_at_least_1,
+    cpu_threads,
     describe,
     describe_machine,
     make_model,
@@ -75,18 +76,11 @@ class DecodeRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBench:
+class DecodeBench(BenchResult):
     """Result of `bench_decode`; `print(result)` gives the table."""
 
     config: DecodeBenchConfig
     rows: list[DecodeRow]
-    times: dict[str, dict[str, list[float]]]
-    """"mode, batch size" -> arm -> seconds of its steps."""
-    machine: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Everything, as text."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         table = table_with("mode", "batch", "r", "parameters x", "token time x [95 %]", "quartiles", "baseline ms")
@@ -115,10 +109,7 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
         UserError: the clock does not fit the machine.
     """
     say = progress or (lambda line: None)
-    before = torch.get_num_threads()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    try:
+    with cpu_threads(config.threads):
         rows: list[DecodeRow] = []
         times: dict[str, dict[str, list[float]]] = {}
         ranks: dict[str, int | None] = {BASELINE: None, **{f"r={rank}": rank for rank in config.ranks}}
@@ -144,8 +135,6 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
                     for rank in config.ranks
                 ]
         machine = describe_machine()
-    finally:
-        torch.set_num_threads(before)
     return DecodeBench(config=config, rows=rows, times=times, machine=machine)
 
 

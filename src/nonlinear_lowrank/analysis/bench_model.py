@@ -1,7 +1,10 @@
 """What the benchmarks of `nlr bench` share: the model they measure, and the settings of a measurement."""
 
+import json
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -130,6 +133,33 @@ def glm_config(config: ModelBenchConfig, positions: int, cache: bool) -> GlmConf
         eos_token_id=0,  # GLM's own three lie far outside this vocabulary
         use_cache=cache,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """What every benchmark hands back; `print(result)` gives its table."""
+
+    config: Any
+    rows: list[Any]
+    times: dict[str, dict[str, list[float]]]
+    """what was measured -> arm -> seconds of its steps."""
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Everything, as text."""
+        return json.dumps(asdict(self), indent=2)
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """So many of torch's CPU threads inside it; None leaves them."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -5,9 +5,8 @@ blocks are what is measured. A step is forward, loss, backward, AdamW and zero_g
 turns step by step (timing.py); the ratio of a round is NOBLE's time over the baseline's.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch import nn
 from ..optim import param_groups
 from .bench_model import (
     BASELINE,
+    BenchResult,
     Mode,
     ModelBenchConfig,
     check_at_least_1,
+    cpu_threads,
     describe,
     describe_machine,
     make_model,
@@ -67,18 +68,11 @@ class StepRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBench:
+class StepBench(BenchResult):
     """Result of `bench_step`; `print(result)` gives the table."""
 
     config: StepBenchConfig
     rows: list[StepRow]
-    times: dict[str, dict[str, list[float]]]
-    """mode -> arm -> seconds of its steps."""
-    machine: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Everything, as text."""
-        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
         table = table_with(
@@ -112,10 +106,7 @@ def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | N
         UserError: the clock does not fit the machine.
     """
     say = progress or (lambda line: None)
-    before = torch.get_num_threads()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    try:
+    with cpu_threads(config.threads):
         rows: list[StepRow] = []
         times: dict[str, dict[str, list[float]]] = {}
         for mode in config.modes:
@@ -141,8 +132,6 @@ def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | N
                     )
                 )
         machine = describe_machine()
-    finally:
-        torch.set_num_threads(before)
     return StepBench(config=config, rows=rows, times=times, machine=machine)
 
 
