@@ -14,7 +14,7 @@ Init of every tensor; draws depend on the seed alone, never on the global genera
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -38,27 +38,31 @@ class Backbone:
     layers: int
     """Number of transformer blocks."""
     width: int
-    """d, the model width; a multiple of 2 x heads (rotary positions turn pairs)."""
+    """d, the model width; a multiple of heads, and of 2 x heads with rotary positions, which turn pairs."""
     heads: int
     """Attention heads, each width / heads wide; keys and values have as many."""
     hidden: int
-    """Width of the GeGLU, whose gate and up projections are both width -> hidden."""
+    """Width of the MLP; where it is gated, gate and up projection are both width -> hidden."""
     embedding_std: float = 0.02
     """Standard deviation of the input embedding, equal in all arms."""
     dense_init: DenseInit = "stock"
     """Init of the linears: see the table of this file. An arm may override it."""
     dropout: float = 0.0
-    """Dropout on the attention weights, the only one this backbone has."""
+    """Dropout on the attention weights, the only one these backbones have (OPT: also on what each block adds)."""
+
+    _head_multiple: ClassVar[int] = 2
+    """What a head's width must be a multiple of."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.width % (2 * self.heads):
+        step = self._head_multiple * self.heads
+        if self.width % step:
+            even = " of even size" if self._head_multiple == 2 else ""
             raise UserError(
-                f"width {self.width} does not split into {self.heads} heads of even size; "
-                f"choose a multiple of {2 * self.heads}"
+                f"width {self.width} does not split into {self.heads} heads{even}; choose a multiple of {step}"
             )
         if not 0 < self.embedding_std < math.inf:
             raise UserError(f"embedding_std must be a finite number above 0, not {self.embedding_std!r}")

@@ -7,15 +7,13 @@ input embedding. At 12 layers of width 768 that is GPT-3 small: 84,973,056 param
 Init: that of `language_model`, but for the head, which is the embedding; positions are N(0, 0.02^2).
 """
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from ..errors import UserError
-from .language_model import DenseInit, check_dense_init, draw_init
+from .language_model import Backbone, DenseInit, draw_init
 from .text import TextData, prepare_text
 
 if TYPE_CHECKING:
@@ -23,36 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptBackbone:
-    """Sizes and init of an OPT without biases. Every linear is separate: q, k, v, out, fc1, fc2."""
+class OptBackbone(Backbone):
+    """An OPT without biases. Every linear is separate: q, k, v, out, fc1, fc2; `hidden` is the width between the last
+    two."""
 
-    layers: int
-    """Number of transformer blocks."""
-    width: int
-    """d, the model width; a multiple of heads."""
-    heads: int
-    """Attention heads, each width / heads wide; keys and values have as many."""
-    hidden: int
-    """Width of the MLP between fc1 and fc2."""
-    embedding_std: float = 0.02
-    """Standard deviation of the input embedding (and of the head that is tied to it), equal in all arms."""
-    dense_init: DenseInit = "stock"
-    """Init of the linears, see `language_model`. An arm may override it."""
-    dropout: float = 0.0
-    """On attention weights and on what each block adds."""
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "hidden"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.width % self.heads:
-            raise UserError(f"width {self.width} does not split into {self.heads} heads; choose a multiple of it")
-        if not 0 < self.embedding_std < math.inf:
-            raise UserError(f"embedding_std must be a finite number above 0, not {self.embedding_std!r}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
-        check_dense_init(self.dense_init)
+    _head_multiple: ClassVar[int] = 1
 
     def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> OPTConfig:
         """The transformers config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
