@@ -63,7 +63,7 @@ def config_within(
             f"of the {kind}; raise it, or take fewer linears with include="
         )
     if added(high) <= allowed:
-        low = high
+        return replace(config, rank_ratio=high)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if added(middle) <= allowed else (low, middle)
