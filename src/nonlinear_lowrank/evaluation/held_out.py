@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 from ..errors import UserError
+from ..tasks.metrics import scores_of_examples
 from ..tasks.task import collate_of, predicts_next, score_of, scored_split
 
 
@@ -59,10 +59,4 @@ def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], prepared:
     score = score_of(prepared)
     assert score is not None
     logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
-    if labels.is_floating_point():
-        loss = F.mse_loss(logits.double().squeeze(-1), labels.double())
-    else:
-        kept = labels != -100  # an image that cannot be read
-        logits, labels = logits[kept], labels[kept]
-        loss = F.cross_entropy(logits.double(), labels)
-    return {"loss": float(loss), **score(logits.numpy().astype(np.float32), labels.numpy())}
+    return scores_of_examples(logits, labels, score)

@@ -358,18 +358,21 @@ def _roles(module: nn.Module) -> Mapping[str, Role]:
     return roles
 
 
+def _products(d_in: int, d_out: int, config: NobleConfig) -> int:
+    """Elements of the branch's matrices: a multiply-add each, for every token."""
+    r = config.rank_of(d_in, d_out)
+    return r * (d_in + d_out) + r * r * (config.depth - 1)
+
+
 def _flops(module: nn.Module) -> int:
     assert isinstance(module, _NobleBranch)
-    r, depth = module.noble_rank, module.noble_config.depth
-    return 2 * r * sum(module.noble_shape) + 2 * r * r * (depth - 1)
+    return 2 * _products(*module.noble_shape, module.noble_config)
 
 
 def _added(module: nn.Module, config: NobleConfig) -> tuple[int, int]:
-    """As the layer would have it; `_flops` of the built one gives the same."""
     d_in, d_out = _shape(module)
-    r, depth = config.rank_of(d_in, d_out), config.depth
-    products = r * (d_in + d_out) + r * r * (depth - 1)
-    vectors = 2 * depth * r if config.activation == "cosine" else 0
+    products = _products(d_in, d_out, config)
+    vectors = 2 * config.depth * config.rank_of(d_in, d_out) if config.activation == "cosine" else 0
     return products + vectors + config.up_bias * d_out + (config.fusion == "gated"), 2 * products
 
 

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from .task import Score
 
@@ -26,6 +28,30 @@ def scores(names: Sequence[str]) -> Score:
         return {name: _METRICS[name](logits, labels) for name in names}
 
     return score
+
+
+def scores_of_examples(logits: torch.Tensor, labels: torch.Tensor, score: Score) -> dict[str, float]:
+    """The mean loss, in float64, and the scores.
+
+    Args:
+        logits: (N, C).
+        labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is left out.
+        score: of `scores`.
+
+    Returns:
+        {"loss": ..., ...}; the loss alone, not a number, where a logit is not finite.
+    """
+    predicted = logits.double()
+    if not labels.is_floating_point():
+        kept = labels != -100
+        predicted, labels = predicted[kept], labels[kept]
+    if not bool(torch.isfinite(predicted).all()):
+        return {"loss": math.nan}
+    if labels.is_floating_point():
+        loss = F.mse_loss(predicted.squeeze(-1), labels.double())
+    else:
+        loss = F.cross_entropy(predicted, labels)
+    return {"loss": float(loss), **score(predicted.numpy().astype(np.float32), labels.numpy())}
 
 
 def _accuracy(logits: np.ndarray, labels: np.ndarray) -> float:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from ..tasks.metrics import scores_of_examples
 from ..tasks.task import (
     Batch,
     Score,
@@ -118,17 +118,7 @@ class RunTrainer(CheckpointedTrainer):
             found = self.accelerator.gather((output["logits"].float(), batch["labels"], kept))
             logits.append(found[0][found[2]].cpu())
             labels.append(found[1][found[2]].cpu())
-        predicted, given = torch.cat(logits).double(), torch.cat(labels)
-        if not given.is_floating_point():
-            kept = given != -100  # what cannot be read
-            predicted, given = predicted[kept], given[kept]
-        if not bool(torch.isfinite(predicted).all()):
-            return {"loss": math.nan}
-        if given.is_floating_point():
-            loss = torch.nn.functional.mse_loss(predicted.squeeze(-1), given.double())
-        else:
-            loss = torch.nn.functional.cross_entropy(predicted, given)
-        return {"loss": float(loss), **self.score(predicted.numpy().astype(np.float32), given.numpy())}
+        return scores_of_examples(torch.cat(logits), torch.cat(labels), self.score)
 
     def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[Batch, int]]:
         """This process's share as (batch, how many of its examples are real), equally many in every process.

@@ -61,6 +61,9 @@ class WideMlp:
         if hidden < 1:
             raise UserError(f"ratio {settings['ratio']!r} leaves no MLP at width {width}")
         for block, (outward, inward) in blocks:
+            for each in (*outward, inward):
+                _check_stock(config, block.get_submodule(each).weight)  # type: ignore[arg-type]
+        for block, (outward, inward) in blocks:
             for each, times in outward.items():
                 _replace(model, block, each, None, times * hidden)
             _replace(model, block, inward, hidden, None)
@@ -85,7 +88,6 @@ def _replace(model: Any, block: nn.Module, name: str, d_in: int | None, d_out: i
     sizes = d_in or old.in_features, d_out or old.out_features
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
     new = nn.Linear(*sizes, bias=old.bias is not None, **where).train(old.training)
-    _check_stock(model.config, old.weight)
     if not old.weight.is_meta:
         model._init_weights(new)
     setattr(block, name, new)
