@@ -1,4 +1,6 @@
-"""The one error that a user is meant to read."""
+"""The errors that a user is meant to read."""
+
+from typing import Any
 
 
 class UserError(ValueError):
@@ -7,3 +9,15 @@ class UserError(ValueError):
     The command line prints it without a traceback and exits with code 2. Library users can catch
     it as a `ValueError`.
     """
+
+
+class DivergedError(UserError):
+    """The loss or the weights are no longer finite numbers."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+        """The first step whose loss was not finite."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.step)  # to travel between processes

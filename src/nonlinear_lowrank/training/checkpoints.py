@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging as transformers_logging
 
-from ..errors import UserError
+from ..errors import DivergedError, UserError
 from ..processes import gather_objects, on_first_process
 from ..storage import (
     MANIFEST,
@@ -57,18 +57,6 @@ from .state_files import (
 )
 
 _TRAINABLE, _BUFFERS = "trainable.safetensors", "buffers.safetensors"
-
-
-class DivergedError(UserError):
-    """The loss or the weights are no longer finite numbers."""
-
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
-        """The first step whose loss was not finite."""
-
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.step)  # to travel between processes
 
 
 class CheckpointedTrainer(Trainer):
