@@ -1,0 +1,111 @@
+"""The folder of one fit: may it be written to, and what is in it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..environment import versions
+from ..errors import UserError
+from ..storage import FolderLock, clear_folder, remove_temporaries, write_json
+
+SETTINGS, RESULT, PICTURES, CHECKPOINTS, LOCK = "fit.json", "result.json", "pictures", "checkpoints", ".lock"
+
+# Settings that a resumed fit may have otherwise: they change no number, or only by rounding.
+_FREE = {"train.save_every", "train.keep_checkpoints", "train.threads", "train.device"}
+
+
+class FitFolder:
+    """One fit's folder.
+
+    Args:
+        path: new, empty, or an earlier fit's.
+        settings: what is to be fitted in it; nested JSON values.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.checkpoints = path / CHECKPOINTS
+
+    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Any] | None:
+        """Refuses a folder that may not be used, changing nothing.
+
+        Returns:
+            The contents of result.json when a finished fit is resumed, else None.
+
+        Raises:
+            UserError: the folder is not empty, not a fit's, or of another fit.
+        """
+        if resume and overwrite:
+            raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; name a folder")
+        if not self.path.exists() or all(child.name == LOCK for child in self.path.iterdir()):
+            return None
+        ours = (self.path / SETTINGS).is_file()
+        if not resume and not overwrite:
+            more = ", --resume to go on or --overwrite to start anew" if ours else ""
+            raise UserError(f"{self.path} is not empty; choose another folder{more}")
+        if not ours:
+            raise UserError(f"{self.path} holds no fit (it has no {SETTINGS}); choose another folder")
+        if overwrite:
+            return None
+        before = flatten(read_json(self.path / SETTINGS)["settings"])
+        for name, value in flatten(self.settings).items():
+            if name in _FREE or before.get(name) == value:
+                continue
+            if name == "problem.fingerprint":
+                raise UserError(
+                    f"the fit in {self.path} was started on other data; bring it back or choose another folder"
+                )
+            raise UserError(
+                f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
+                "go on with that, or choose another folder"
+            )
+        result = self.path / RESULT
+        return read_json(result) if result.is_file() else None
+
+    @contextlib.contextmanager
+    def opened(self, *, overwrite: bool) -> Iterator[None]:
+        """Makes the folder this fit's while it runs.
+
+        Raises:
+            UserError: another process fits in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(self.path)
+        try:
+            if overwrite:
+                clear_folder(self.path, last=SETTINGS, keep=LOCK)
+            remove_temporaries(self.path)
+            remove_temporaries(self.checkpoints)
+            if not (self.path / SETTINGS).is_file():
+                write_json(self.path / SETTINGS, {"settings": self.settings, "versions": versions()})
+            yield
+        finally:
+            lock.release()
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """The last file of a fit: while it is missing, the fit is not finished."""
+        write_json(self.path / RESULT, result)
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        UserError: it is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); choose another folder or --overwrite") from None
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, by dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,0 +1,232 @@
+"""The loop that fits fields: exact resume, finite losses, folders, schedules."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.fields.fit import FitConfig, build, fit, load_weights
+from nonlinear_lowrank.fields.image import ImageProblem
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+
+SINE = FieldMethod(kind="sine", rank=1, omega=60.0)
+SHORT = FitConfig(steps=12, lr=1e-3, eval_every=4, save_every=5, threads=1, device="cpu")
+
+
+def _problem(seed: int = 0, points: int = 20) -> ImageProblem:
+    pixels = np.random.default_rng(seed).random((9, 8, 3))
+    return ImageProblem(pixels, points=points, field=FieldConfig(in_features=2, out_features=3, width=16))
+
+
+def _fit(out, problem=None, method=SINE, config=SHORT, **options):
+    return fit(problem or _problem(), method, config, out, quiet=True, **options)
+
+
+def _bits(out):
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_fit_gets_better_and_leaves_what_it_says(tmp_path):
+    result = _fit(tmp_path / "run", _problem(points=0), config=replace(SHORT, steps=150, eval_every=50, lr=1e-2))
+    assert result.score == "psnr"
+    assert [entry["step"] for entry in result.curve] == [50, 100, 150]
+    assert result.value > result.curve[0]["psnr"] + 1
+    assert result.factored == 2
+    assert result.parameters == sum(each.numel() for each in result.model.parameters())
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["metrics"] == result.metrics
+    assert all((tmp_path / "run" / file).is_file() for file in written["files"])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    model = build(_problem(), SINE, seed=99)
+    load_weights(model, tmp_path / "run")
+    assert _problem().evaluate(model) == result.metrics
+
+
+def test_a_killed_fit_goes_on_bit_by_bit(tmp_path, monkeypatch):
+    whole = _fit(tmp_path / "whole")
+    problem = _problem()
+    loss, taken = problem.loss, []
+
+    def stops(model, batch):
+        taken.append(1)
+        if len(taken) == 8:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    monkeypatch.setattr(problem, "loss", stops)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(tmp_path / "cut", problem)
+    assert [each.name for each in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-000005"]
+    resumed = _fit(tmp_path / "cut", resume=True)
+    assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
+    assert resumed.curve == whole.curve
+
+
+def test_a_fit_that_was_killed_by_the_system_goes_on_bit_by_bit(tmp_path):
+    """SIGKILL at whatever moment, in a process of its own."""
+    config = replace(SHORT, steps=4000, save_every=50, eval_every=1000)
+    code = (
+        "import numpy as np\n"
+        "from nonlinear_lowrank.fields.fit import *\n"
+        "from nonlinear_lowrank.fields.image import ImageProblem\n"
+        "from nonlinear_lowrank.fields.model import FieldConfig\n"
+        "pixels = np.random.default_rng(0).random((9, 8, 3))\n"
+        "problem = ImageProblem(pixels, points=20, field=FieldConfig(in_features=2, out_features=3, width=16))\n"
+        f"fit(problem, {SINE!r}, {config!r}, {str(tmp_path / 'cut')!r}, quiet=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    checkpoints = tmp_path / "cut" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step-*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut" / "result.json").exists()
+    _fit(tmp_path / "cut", config=config, resume=True)
+    _fit(tmp_path / "whole", config=config)
+    assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+    problem = _problem()
+    batch = problem.batch
+
+    def stops(step, generator):
+        if step == 11:
+            raise KeyboardInterrupt
+        return batch(step, generator)
+
+    monkeypatch.setattr(problem, "batch", stops)
+    config = replace(SHORT, keep_checkpoints=2)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(tmp_path / "cut", problem, config=config)
+    (tmp_path / "cut" / "checkpoints" / "step-000010" / "optimizer.safetensors").write_bytes(b"torn")
+    _fit(tmp_path / "cut", config=config, resume=True)
+    assert "passed over" in capsys.readouterr().err
+    _fit(tmp_path / "whole", config=config)
+    assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
+
+
+def test_a_finished_fit_is_handed_back(tmp_path):
+    first = _fit(tmp_path)
+    again = _fit(tmp_path, resume=True)
+    assert again == first
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), first.model.parameters(), strict=True))
+
+
+def test_seeds_draw_other_networks_and_other_batches(tmp_path):
+    bits = {_bits_of(tmp_path / str(seed), seed) for seed in (0, 1, 1)}
+    assert len(bits) == 2
+
+
+def _bits_of(out, seed):
+    if not out.exists():
+        _fit(out, config=replace(SHORT, seed=seed))
+    return _bits(out)
+
+
+def test_a_loss_that_is_no_number_stops_the_fit(tmp_path, monkeypatch):
+    problem = _problem()
+    loss, taken = problem.loss, []
+
+    def breaks(model, batch):
+        taken.append(1)
+        return loss(model, batch) * (float("nan") if len(taken) == 8 else 1)
+
+    monkeypatch.setattr(problem, "loss", breaks)
+    with pytest.raises(
+        DivergedError, match=r"no longer a finite number at step 8; the last good checkpoint is .*5;"
+    ) as e:
+        _fit(tmp_path, problem)
+    assert e.value.step == 8
+    weights = load_file(tmp_path / "checkpoints" / "step-000005" / "model.safetensors")
+    assert all(torch.isfinite(each).all() for each in weights.values())
+
+
+def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
+    _fit(tmp_path)
+    with pytest.raises(UserError, match=r"is not empty; .*--resume"):
+        _fit(tmp_path)
+    with pytest.raises(UserError, match=r"train\.lr 0\.001, not 0\.002"):
+        _fit(tmp_path, config=replace(SHORT, lr=2e-3), resume=True)
+    with pytest.raises(UserError, match=r"method\.rank 1, not 2"):
+        _fit(tmp_path, method=replace(SINE, rank=2), resume=True)
+    with pytest.raises(UserError, match="other data"):
+        _fit(tmp_path, _problem(seed=1), resume=True)
+    with pytest.raises(UserError, match="choose one"):
+        _fit(tmp_path, resume=True, overwrite=True)
+    former = _bits(tmp_path)
+    _fit(tmp_path, config=replace(SHORT, lr=2e-3), overwrite=True)
+    assert _bits(tmp_path) != former
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("mine")
+    for option in ("resume", "overwrite"):
+        with pytest.raises(UserError, match="holds no fit"):
+            _fit(tmp_path / "other", **{option: True})
+    assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
+
+
+def test_a_rank_that_saves_nothing_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match="rank 8 saves no parameters in any linear"):
+        _fit(tmp_path / "run", method=replace(SINE, rank=8))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rates_follow_their_schedule():
+    config = FitConfig(steps=101, lr=2.0, warmup_steps=0, end=0.1, schedule="linear")
+    assert [config.rate(step) for step in (0, 50, 100)] == pytest.approx([2.0, 1.1, 0.2])
+    assert [replace(config, schedule="exponential").rate(step) for step in (0, 50, 100)] == pytest.approx(
+        [2.0, 2 * 0.1**0.5, 0.2]
+    )
+    assert [replace(config, schedule="cosine").rate(step) for step in (0, 50, 100)] == pytest.approx([2.0, 1.1, 0.2])
+    warm = replace(config, warmup_steps=4, schedule="constant")
+    assert [warm.rate(step) for step in (0, 1, 3, 4, 100)] == pytest.approx([0.5, 1.0, 2.0, 2.0, 2.0])
+
+
+def test_clipped_gradients_have_the_norm(tmp_path):
+    plain, clipped = (_fit(tmp_path / str(norm), config=replace(SHORT, max_grad_norm=norm)) for norm in (0.0, 1e-9))
+    start = build(_problem(), SINE, seed=0)
+    moved = [
+        max(
+            float((a - b).detach().abs().max())
+            for a, b in zip(each.model.parameters(), start.parameters(), strict=True)
+        )
+        for each in (plain, clipped)
+    ]
+    assert moved[1] < 0.2 * moved[0]  # Adam's eps then matters
+
+
+@pytest.mark.slow
+def test_a_compiled_fit_computes_the_same(tmp_path):
+    eager, compiled = (_fit(tmp_path / str(on), config=replace(SHORT, compile=on)) for on in (False, True))
+    for one, other in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"lr": 0.0}, "lr must be a finite number above 0"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0"),
+        ({"schedule": "step"}, "unknown schedule"),
+        ({"end": 1.5}, "end must be a share"),
+        ({"schedule": "exponential", "end": 0.0}, "end must be a share"),
+        ({"seed": 2**31}, "seed must be below"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        _fit(tmp_path / "run", config=replace(SHORT, **settings))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,135 @@
+"""Images as fields: positions, metrics, files, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.fields.image import ImageProblem, ImageSettings, positions, psnr
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+
+SMALL = FieldConfig(in_features=2, out_features=3, width=16)
+
+
+def _image(height: int = 6, width: int = 10, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def _built(problem, method=None):
+    return problem.build(method or FieldMethod(), torch.Generator().manual_seed(0))
+
+
+def test_positions_are_pixel_centres_row_by_row_with_square_pixels():
+    found = positions(2, 4)
+    assert found[:, 0].tolist() == [-0.75, -0.25, 0.25, 0.75] * 2
+    assert found[:, 1].tolist() == [-0.25] * 4 + [0.25] * 4
+
+
+def test_a_batch_holds_pixels_at_their_places():
+    pixels = _image()
+    problem = ImageProblem(pixels, points=40, field=SMALL)
+    where, values = problem.batch(3, torch.Generator().manual_seed(1))
+    column = ((where[:, 0] * 5 + 5) - 0.5).round().long()
+    row = ((where[:, 1] * 5 + 3) - 0.5).round().long()
+    assert torch.equal((values * 255).round().long(), torch.from_numpy(pixels.astype(np.int64))[row, column])
+    assert len(set(zip(column.tolist(), row.tolist(), strict=True))) > 15
+    assert len(ImageProblem(pixels, points=0, field=SMALL).batch(0, torch.Generator())[0]) == 60
+
+
+def test_psnr_is_that_of_the_definition():
+    truth, other = _image(seed=1), _image(seed=2)
+    error = sum((int(a) - int(b)) ** 2 for a, b in zip(truth.flat, other.flat, strict=True)) / truth.size
+    assert psnr(other, truth) == pytest.approx(20 * math.log10(255 / math.sqrt(error)))
+    assert psnr(truth, truth) == math.inf
+
+
+def test_metrics_count_the_bits_they_say_and_leave_the_model_as_it_was():
+    problem = ImageProblem(_image(), field=SMALL)
+    model = _built(problem, FieldMethod(kind="sine", rank=1, omega=500.0))
+    before = [each.clone() for each in model.parameters()]
+    found = problem.evaluate(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    parameters = sum(each.numel() for each in before)
+    assert found["bits_per_pixel"] == 32 * parameters / 60
+    assert found["bits_per_pixel_half"] == 16 * parameters / 60
+    assert found["psnr"] == psnr(problem.picture(model), problem.picture(None))
+    for each in model.parameters():
+        each.data = each.data.half().float()
+    assert problem.evaluate(model)["psnr"] == found["psnr_half"] != found["psnr"]
+
+
+def test_what_is_written_is_the_picture(tmp_path):
+    problem = ImageProblem(_image(), field=SMALL)
+    model = _built(problem)
+    written = problem.write(model, tmp_path)
+    assert [each.name for each in written] == ["fitted.png", "truth.png"]
+    assert np.array_equal(np.asarray(Image.open(written[0])), problem.picture(model))
+    assert np.array_equal(np.asarray(Image.open(written[1])), _image())
+
+
+def test_crop_and_size(tmp_path):
+    Image.fromarray(_image(20, 30)).save(tmp_path / "photo.png")
+    cropped = ImageSettings(source=str(tmp_path / "photo.png"), crop=10, field=SMALL).prepare()
+    assert np.array_equal(cropped.picture(None), _image(20, 30)[5:15, 10:20])
+    assert cropped.name == "photo"
+    smaller = ImageSettings(source=str(tmp_path / "photo.png"), size=15, field=SMALL).prepare()
+    assert smaller.picture(None).shape == (10, 15, 3)
+
+
+def test_the_embedded_photographs_are_there():
+    assert ImageSettings(source="flower", crop=64).prepare().picture(None).shape == (64, 64, 3)
+
+
+def test_the_fingerprint_tells_images_and_networks_apart():
+    one = ImageProblem(_image(), field=SMALL)
+    assert one.fingerprint == ImageProblem(_image(), field=SMALL).fingerprint
+    others = [
+        ImageProblem(_image(seed=1), field=SMALL),
+        ImageProblem(_image(10, 6), field=SMALL),
+        ImageProblem(_image(), field=SMALL, points=3),
+        ImageProblem(_image(), field=FieldConfig(in_features=2, out_features=3, width=17)),
+    ]
+    assert len({one.fingerprint, *(each.fingerprint for each in others)}) == 5
+
+
+def test_files_that_are_no_images_are_refused_by_name(tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "text.png").write_text("no image")
+    Image.fromarray(_image(40, 40)).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:200])
+    for name, message in (
+        ("absent.png", "no such file"),
+        ("", "a folder"),
+        ("empty.png", "empty file"),
+        ("text.png", "cannot be read as an image"),
+        ("cut.png", "cannot be read as an image"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ImageSettings(source=str(tmp_path / name), field=SMALL).prepare()
+    Image.fromarray(_image(4, 4)).save(tmp_path / "small.png")
+    with pytest.raises(UserError, match=r"crop 5 is larger than .*, 4 x 4 pixels"):
+        ImageSettings(source=str(tmp_path / "small.png"), crop=5, field=SMALL).prepare()
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.zeros((0, 8, 3), np.uint8), "has zero size: 8 x 0 pixels"),
+        (np.zeros((8, 8), np.uint8), r"an array \(height, width, 3\)"),
+        (np.full((4, 4, 3), np.nan), "floats from 0 to 1"),
+        (np.full((4, 4, 3), 2.0), "floats from 0 to 1"),
+        (np.full((4, 4, 3), 2), "floats from 0 to 1"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(pixels, message):
+    with pytest.raises(UserError, match=message):
+        ImageProblem(pixels, field=SMALL)
+
+
+def test_a_network_of_other_sizes_is_refused():
+    with pytest.raises(UserError, match="in_features 2 and out_features 3"):
+        ImageProblem(_image(), field=FieldConfig())
