@@ -144,15 +144,25 @@ def test_bodies_that_overlap_are_known_by_their_volume():
 
 def test_a_grid_that_does_not_fit_is_refused_before_memory_is_taken(monkeypatch):
     mesh = trimesh.creation.box()
-    with pytest.raises(UserError, match=r"a grid of 100000\^3 takes 1000000.1 GB and .* GB are free; \d+\^3 would fit"):
+    with pytest.raises(UserError, match=r"a grid of 100000\^3 takes 1000000.1 GB and .* GB are free; \d+ would fit"):
         occupancy_grid(mesh, 100_000)
     monkeypatch.setattr(module, "free_memory", lambda: 2**30)
     with pytest.raises(UserError, match=r"would fit") as caught:
-        occupancy_grid(mesh, 1024)
-    fits = int(str(caught.value).split("; ")[1].split("^")[0])
-    module.check_memory(fits, mesh)
+        module.check_memory(resolution=(1024, 1), mesh_resolution=(64, 8))
+    fits = int(str(caught.value).split("; ")[1].split()[0])
+    module.check_memory(resolution=(fits, 1), mesh_resolution=(64, 8))
     with pytest.raises(UserError, match="would fit"):
-        module.check_memory(fits + 2, mesh)
+        module.check_memory(resolution=(fits + 2, 1), mesh_resolution=(64, 8))
+
+
+def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_path):
+    (tmp_path / "max").write_text("5000\n")
+    (tmp_path / "now").write_text("2000\n")
+    (tmp_path / "open").write_text("max\n")
+    monkeypatch.setattr(module, "_CGROUPS", ((tmp_path / "open", tmp_path / "now"), (tmp_path / "no", tmp_path / "no")))
+    assert module.free_memory() > 1e6
+    monkeypatch.setattr(module, "_CGROUPS", ((tmp_path / "max", tmp_path / "now"),))
+    assert module.free_memory() == 3000
 
 
 @pytest.mark.parametrize("resolution", [0, 1, 2.5, True])

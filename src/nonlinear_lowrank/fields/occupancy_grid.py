@@ -12,7 +12,6 @@ of times all in all is cast again from a little further off, and counted. Bodies
 do: `hollow` of the grid says how much volume that is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,7 +101,7 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
-    check_memory(resolution, mesh)
+    check_memory(resolution=(resolution, 1))
     frame, n = Frame.of(mesh), resolution
     unit = mesh.copy(include_cache=False, include_visual=False)
     unit.vertices = frame.to_field(np.asarray(mesh.vertices, dtype=np.float64))
@@ -153,22 +152,29 @@ def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ray, where[:, 2]
 
 
-def grid_bytes(resolution: int) -> int:
-    """Memory that a grid takes: a byte a point."""
-    return resolution**3
+def check_memory(**grids: tuple[int, int]) -> None:
+    """Asks whether grids fit the memory that is free, all together.
 
+    Args:
+        grids: points along each axis and bytes a point, by the name of the setting.
 
-def check_memory(resolution: int, mesh: "Trimesh | None" = None) -> None:
-    """Raises UserError where a grid would not fit the memory that is free."""
-    if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 2:
-        raise UserError(f"resolution must be a whole number of at least 2, not {resolution!r}")
-    needed = grid_bytes(resolution) + _RESERVE + (0 if mesh is None else 1_000 * len(mesh.faces))
-    free = free_memory()
-    if needed > free:
-        fits = int(max(free - (needed - grid_bytes(resolution)), 8) ** (1 / 3))
-        raise UserError(
-            f"a grid of {resolution}^3 takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {fits}^3 would fit"
-        )
+    Raises:
+        UserError: they do not; the message names the largest, and what would fit.
+    """
+    for name, (resolution, _) in grids.items():
+        if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 2:
+            raise UserError(f"{name} must be a whole number of at least 2, not {resolution!r}")
+    taken = {name: resolution**3 * size for name, (resolution, size) in grids.items()}
+    needed, free = sum(taken.values()) + _RESERVE, free_memory()
+    if needed <= free:
+        return
+    largest = max(taken, key=taken.__getitem__)
+    resolution, size = grids[largest]
+    left = max(free - needed + taken[largest], 0)
+    raise UserError(
+        f"{largest} {resolution}: a grid of {resolution}^3 takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+        f"free; {int((left / size) ** (1 / 3))} would fit"
+    )
 
 
 def free_memory() -> int:
@@ -187,10 +193,3 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-
-
-def planes(grid: OccupancyGrid, points: int) -> Iterator[tuple[int, int]]:
-    """Ranges of planes of about so many points, in order."""
-    step = max(1, points // grid.resolution**2)
-    for start in range(0, grid.resolution, step):
-        yield start, min(start + step, grid.resolution)
