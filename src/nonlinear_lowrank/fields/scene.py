@@ -1,0 +1,107 @@
+"""Views of a scene with their cameras, some of them held out."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import UserError
+from .cameras import Cameras, circle, spiral
+
+HOLD_OUT = 8
+"""Every 8th view is held out where a scene has no test views of its own, as in both papers."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Views of a scene.
+
+    Raises:
+        UserError: views and cameras do not agree, or a held-out view is out of range.
+    """
+
+    name: str
+    images: np.ndarray
+    """(N, H, W, 3) float32 in [0, 1]."""
+    cameras: Cameras
+    held_out: tuple[int, ...]
+    """Views that are scored and not trained on."""
+    near: float
+    """Depth at which rays begin; in normalised device coordinates 0."""
+    far: float
+    """Depth at which they end; in normalised device coordinates 1."""
+    ndc: bool
+    """Whether rays are in normalised device coordinates with the near plane at 1."""
+    background: float | None
+    """Grey of what is behind everything; None: the world goes on."""
+    focus: float | None = None
+    """Distance of the point that a spiral of cameras looks at; None: cameras go around in a circle."""
+
+    def __post_init__(self) -> None:
+        views, height, width = self.images.shape[:3]
+        if views != len(self.cameras):
+            raise UserError(
+                f"{self.name} has {views} images and {len(self.cameras)} poses; give one pose for each image"
+            )
+        if not height or not width:
+            raise UserError(f"{self.name} has images of {width} x {height} pixels; give larger ones")
+        if (height, width) != (self.cameras.height, self.cameras.width):
+            raise UserError(f"{self.name} has images of another size than its cameras")
+        if not np.isfinite(self.images).all():
+            raise UserError(f"{self.name} has an image with a value that is not finite")
+        wrong = [view for view in self.held_out if not 0 <= view < views]
+        if wrong:
+            raise UserError(f"{self.name} has views 0 to {views - 1}; view {wrong[0]} cannot be held out")
+        if len(set(self.held_out)) != len(self.held_out):
+            raise UserError(f"the held-out views {', '.join(map(str, self.held_out))} name one twice")
+        if not self.held_out or len(self.held_out) == views:
+            raise UserError(
+                f"{self.name} has {views} views; hold out at least one and leave at least one to train on, "
+                f"not {len(self.held_out)}"
+            )
+        if not 0 <= self.near < self.far < np.inf:
+            raise UserError(f"{self.name} needs 0 <= near < far, not near {self.near:g} and far {self.far:g}")
+        if self.ndc and (self.cameras.poses[:, 2, 2] <= 0).any():
+            raise UserError(
+                f"{self.name} has a camera that looks backwards, which normalised device coordinates cannot show; "
+                "turn them off (ndc False)"
+            )
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The views that are not held out."""
+        return tuple(view for view in range(len(self.images)) if view not in self.held_out)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that training and scoring see."""
+        digest = hashlib.sha256()
+        for array in (self.images, self.cameras.poses, self.cameras.intrinsics):
+            digest.update(f"{array.shape}{array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
+        digest.update(repr((self.held_out, self.near, self.far, self.ndc, self.background)).encode())
+        return digest.hexdigest()
+
+    def path(self, frames: int) -> Cameras:
+        """Cameras on a closed path: a spiral for a scene taken from one side, a circle around an object."""
+        poses = self.cameras.poses
+        return self.cameras.along(circle(poses, frames) if self.focus is None else spiral(poses, self.focus, frames))
+
+    def reduced(self, factor: int) -> "Scene":
+        """The scene with blocks of factor x factor pixels averaged; what is left over at the edge is cut off.
+
+        Raises:
+            UserError: nothing would be left.
+        """
+        if factor == 1:
+            return self
+        views, height, width = self.images.shape[:3]
+        rows, columns = height // factor, width // factor
+        if not rows or not columns:
+            raise UserError(
+                f"{self.name} has images of {width} x {height} pixels, which cannot get {factor} times smaller; "
+                "give a smaller downscale"
+            )
+        whole = self.images[:, : rows * factor, : columns * factor]
+        blocks = whole.reshape(views, rows, factor, columns, factor, 3).mean((2, 4), dtype=np.float64)
+        return replace(self, images=blocks.astype(np.float32), cameras=self.cameras.reduced(factor))
