@@ -35,10 +35,6 @@ class Rays(NamedTuple):
     views: Tensor
     """(R, 3), unit viewing directions in the world, also where origins and directions are in device coordinates."""
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Rays":
-        """Elsewhere, in another type."""
-        return Rays(*(each.to(device, dtype) for each in self))
-
 
 class Rendered(NamedTuple):
     """What R rays see."""
