@@ -249,6 +249,33 @@ def test_an_arm_with_its_own_rate_is_not_tuned(go):
     assert comparison.results["arms"][1]["lr_source"] == "set by the arm"
 
 
+# --- what a study keeps ---------------------------------------------------------------------------------------
+
+
+def test_what_a_reader_needs_is_copied_under_another_name(go, tmp_path, pictures):
+    comparison = go(bowl({"baseline": 2e-3, "noble-r4": 2e-3}), arms=(BASE, NOBLE), tune_lr=(1e-3, 2e-3, 4e-3))
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "README.md").write_text("mine")
+    (study / "table.json").write_text("an older one")
+    comparison.copy_to(study, "table")
+    kept = {"table.md", "table.json", "table-curves.png", "table-rates.png"}
+    assert {path.name for path in study.iterdir()} == {"README.md", *kept}
+    assert (study / "README.md").read_text() == "mine"
+    for name in ("curves", "rates"):
+        assert (study / f"table-{name}.png").read_bytes() == (tmp_path / "out" / f"{name}.png").read_bytes()
+    assert json.loads((study / "table.json").read_text()) == comparison.results
+    text = (study / "table.md").read_text()
+    linked = re.findall(r"\]\(([^)]+)\)", text)
+    assert sorted(linked) == ["table-curves.png", "table-rates.png"]
+    assert text.replace("table-", "") == (tmp_path / "out" / "report.md").read_text()
+    # Once rates are no longer tuned, the old picture of them must not stay beside the new report.
+    untuned = go(arms=(BASE, NOBLE), out=tmp_path / "other")
+    untuned.copy_to(str(study), "table")
+    assert not (study / "table-rates.png").exists()
+    assert "table-rates.png" not in (study / "table.md").read_text()
+
+
 # --- divergence, interruption, time --------------------------------------------------------------------------
 
 

@@ -1,12 +1,12 @@
 """`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
-from .options import is_main_process, parse, take_recipe
+from .options import is_main_process, parse_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -46,26 +46,16 @@ class CompareOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Compares and prints the table."""
-    name, rest = take_recipe(arguments, "compare")
-
-    from ..recipes import get_recipe, recipe_function
-
-    recipe = get_recipe(name)
-    default: CompareOptions[Any, Any] = CompareOptions(
-        out=f"runs/compare-{name}",
-        arms=recipe.arms,
-        seeds=recipe.seeds,
-        tune_lr=recipe.tune_lr,
-        task=recipe.task,
-        train=recipe.train,
-    )
-    kind: Any = CompareOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
-    options = parse(
-        kind,
-        rest,
-        command=f"compare {name}",
-        description=recipe_function(name).__doc__,
-        default=default,
+    recipe, options = parse_recipe(
+        CompareOptions,
+        arguments,
+        command="compare",
+        defaults=lambda recipe: {
+            "out": f"runs/compare-{recipe.name}",
+            "arms": recipe.arms,
+            "seeds": recipe.seeds,
+            "tune_lr": recipe.tune_lr,
+        },
     )
     if options.max_minutes is not None and options.max_minutes <= 0:
         raise UserError(f"--max-minutes must be above 0, not {options.max_minutes:g}")
@@ -75,7 +65,6 @@ def run(arguments: list[str]) -> None:
     from ..compare.run import compare
     from ..training.recipe import Arm
 
-    recipe = replace(recipe, task=options.task, train=options.train, seeds=options.seeds, tune_lr=options.tune_lr)
     comparison = compare(
         recipe,
         Path(options.out),

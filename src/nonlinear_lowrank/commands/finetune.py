@@ -1,12 +1,12 @@
 """`nlr finetune RECIPE`: a pretrained model tuned by one arm of a recipe, to an adapter folder of peft's."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
-from .options import is_main_process, parse, take_recipe
+from .options import is_main_process, parse_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -34,21 +34,11 @@ class FinetuneOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Tunes, and prints the score, where the adapter is and how it is loaded."""
-    name, rest = take_recipe(arguments, "finetune")
-
-    from ..recipes import get_recipe, recipe_function
-
-    recipe = get_recipe(name)
-    default: FinetuneOptions[Any, Any] = FinetuneOptions(
-        out=f"runs/{name}", arm=str(recipe.arm), task=recipe.task, train=recipe.train
-    )
-    kind: Any = FinetuneOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
-    options = parse(
-        kind,
-        rest,
-        command=f"finetune {name}",
-        description=recipe_function(name).__doc__,
-        default=default,
+    recipe, options = parse_recipe(
+        FinetuneOptions,
+        arguments,
+        command="finetune",
+        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
     )
 
     from pathlib import Path
@@ -64,7 +54,7 @@ def run(arguments: list[str]) -> None:
     if arm.method == "baseline":
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
-    recipe = replace(recipe, arm=arm, task=options.task, train=options.train)
+    recipe = replace(recipe, arm=arm)
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
     if not is_main_process():
         return

@@ -5,14 +5,17 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
 from ..errors import UserError
-from ..recipes import check_name, recipes_of
+from ..recipes import check_name, get_recipe, recipe_function, recipes_of
+
+if TYPE_CHECKING:
+    from ..training.recipe import Recipe
 
 Options = TypeVar("Options")
 
@@ -74,6 +77,35 @@ def parse(
     with contextlib.redirect_stderr(complaint), contextlib.suppress(SystemExit), _columns(10_000):
         read()
     raise UserError(f"{_one_line(complaint.getvalue())} (see nlr {command} --help)")
+
+
+def parse_recipe(
+    options: Any, arguments: Sequence[str], *, command: str, defaults: "Callable[[Recipe], dict[str, Any]]"
+) -> "tuple[Recipe, Any]":
+    """Reads `RECIPE --option ...`: what `nlr train`, `nlr finetune` and `nlr compare` share.
+
+    Args:
+        options: the command's dataclass, generic in the kinds of its fields `task` and `train`.
+        arguments: what follows the command's name.
+        command: the command's name.
+        defaults: the other fields' values where the command line does not name them.
+
+    Returns:
+        The recipe with the task and the training that were asked for, and the options.
+
+    Raises:
+        UserError: no such recipe, or `parse` refuses the rest.
+    """
+    name, rest = take_recipe(arguments, command)
+    recipe = get_recipe(name)
+    parsed: Any = parse(
+        options[type(recipe.task), type(recipe.train)],
+        rest,
+        command=f"{command} {name}",
+        description=recipe_function(name).__doc__,
+        default=options(**defaults(recipe), task=recipe.task, train=recipe.train),
+    )
+    return replace(recipe, task=parsed.task, train=parsed.train), parsed
 
 
 def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:

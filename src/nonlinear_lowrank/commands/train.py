@@ -1,11 +1,11 @@
 """`nlr train RECIPE`: one arm of a recipe, to a model folder."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
-from .options import is_main_process, parse, take_recipe
+from .options import is_main_process, parse_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -32,21 +32,11 @@ class TrainOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Trains and prints where the model is and what to do with it."""
-    name, rest = take_recipe(arguments, "train")
-
-    from ..recipes import get_recipe, recipe_function
-
-    recipe = get_recipe(name)
-    default: TrainOptions[Any, Any] = TrainOptions(
-        out=f"runs/{name}", arm=str(recipe.arm), task=recipe.task, train=recipe.train
-    )
-    kind: Any = TrainOptions[type(recipe.task), type(recipe.train)]  # type: ignore[misc]
-    options = parse(
-        kind,
-        rest,
-        command=f"train {name}",
-        description=recipe_function(name).__doc__,
-        default=default,
+    recipe, options = parse_recipe(
+        TrainOptions,
+        arguments,
+        command="train",
+        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
     )
 
     from pathlib import Path
@@ -57,7 +47,7 @@ def run(arguments: list[str]) -> None:
     from ..training.recipe import Arm
     from ..training.run import run_training
 
-    recipe = replace(recipe, arm=Arm.parse(options.arm), task=options.task, train=options.train)
+    recipe = replace(recipe, arm=Arm.parse(options.arm))
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
     if not is_main_process():
         return
