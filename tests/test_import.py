@@ -28,6 +28,7 @@ from nonlinear_lowrank.cli import main
 def heavy():
     return [name for name in {HEAVY} if name in sys.modules]
 
+assert nonlinear_lowrank.analysis.__name__ == "nonlinear_lowrank.analysis"
 assert not heavy(), heavy()
 refused = [["trian"], ["evaluate"], ["evaluate", "/no/such"], ["evaluate", ".", "--tsk"], ["generate", "/no/such"],
            ["convert", "/no/such", "out"], ["train", "lm-demo"], ["compare"]]
@@ -100,5 +101,10 @@ def test_every_public_name_is_there():
         value = getattr(nlr, name)
         assert getattr(value, "__name__", "").rpartition(".")[2] == name
         assert name in dir(nlr)
+    for name in nlr.analysis.__all__:
+        assert getattr(nlr.analysis, name).__name__ == name
+        assert name in dir(nlr.analysis)
+    with pytest.raises(AttributeError, match="no attribute 'layer_imporance'"):
+        _ = nlr.analysis.layer_imporance
     with pytest.raises(AttributeError, match="no attribute 'agument'"):
         _ = nlr.agument

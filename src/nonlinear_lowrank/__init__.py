@@ -16,7 +16,7 @@ from . import registration
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from . import hub
+    from . import analysis, hub
     from .adapters.noble import NobleAdapterConfig
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
@@ -54,6 +54,7 @@ __all__ = [
     "SineLowRankConfig",
     "SineLowRankLinear",
     "UserError",
+    "analysis",
     "augment",
     "branches_disabled",
     "hub",
