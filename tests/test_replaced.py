@@ -16,7 +16,7 @@ from nonlinear_lowrank.hub.classes import augmented_layers
 from zoo import FAMILIES, batch
 
 AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
-MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit")
+MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit", "image_tokens")
 ROWS = {
     "sine": (MODELS, nlr.SineLowRankConfig(rank=2, omega=30), {}),
     "low-rank": (("glm",), nlr.SineLowRankConfig(rank=2, activation="identity"), {"include": r".*mlp\..*"}),
