@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> None:
     from pathlib import Path
 
     from ..tasks.image_tokens import ImageTokenTask
-    from ..tasks.language_model import LanguageModelTask
+    from ..tasks.language_model import NextTokenTask
     from ..tasks.task import measure_of
     from ..training.recipe import Arm
     from ..training.run import run_training
@@ -55,6 +55,6 @@ def run(arguments: list[str]) -> None:
     loss = f"evaluation loss {result.final_loss:.4f}{' ' + measure.unit if measure.is_loss else ''}"
     score = "" if measure.is_loss else f"{measure.name} {result.score:.4f}, "
     print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
-    generate = f"   nlr generate {options.out}" if isinstance(recipe.task, LanguageModelTask | ImageTokenTask) else ""
-    generate += " --prompt 'def '" if isinstance(recipe.task, LanguageModelTask) else ""
+    generate = f"   nlr generate {options.out}" if isinstance(recipe.task, NextTokenTask | ImageTokenTask) else ""
+    generate += " --prompt 'def '" if isinstance(recipe.task, NextTokenTask) else ""
     print(f"next: nlr evaluate {options.out}{generate}")

@@ -103,21 +103,22 @@ class GlmBackbone(Backbone):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelTask:
-    """Next-token prediction on packed text."""
+class NextTokenTask:
+    """Next-token prediction on packed text, by a backbone of any class: a subclass names both classes."""
 
     text: TextData
     """Where the text comes from, its tokenizer, and the sequence length."""
-    backbone: GlmBackbone
-    """The model without branches."""
+    backbone: Any
+    """The model that is not changed."""
+
+    _model_class: ClassVar[Any]
+    """The transformers class of the backbone's config."""
 
     def prepare(self, progress: bool = True) -> "PackedText":
         """Tokenized, packed, cached text."""
         return prepare_text(self.text, progress=progress)
 
-    def build_model(
-        self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0
-    ) -> GlmForCausalLM:
+    def build_model(self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
         """The plain float32 model on the CPU.
 
         Args:
@@ -125,18 +126,30 @@ class LanguageModelTask:
             dense_init: overrides the backbone's.
             seed: of every draw. Embedding and head are the same for every dense_init.
         """
-        eos = prepared.tokenizer.eos_token_id
-        config = self.backbone.config(prepared.vocab_size, self.text.sequence_length, eos)
+        config = self._config(prepared.vocab_size, prepared.tokenizer.eos_token_id)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = GlmForCausalLM(config)
+            model = self._model_class(config)
         draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
         return model
 
-    def build_on_meta(self, vocab_size: int | None = None) -> GlmForCausalLM:
+    def build_on_meta(self, vocab_size: int | None = None) -> Any:
         """The plain model on the meta device: shapes and counts, no memory."""
         with torch.device("meta"):
-            return GlmForCausalLM(self.backbone.config(vocab_size or self.text.vocab_size, self.text.sequence_length))
+            return self._model_class(self._config(vocab_size or self.text.vocab_size, None))
+
+    def _config(self, vocab_size: int, eos_token_id: int | None) -> Any:
+        return self.backbone.config(vocab_size, self.text.sequence_length, eos_token_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelTask(NextTokenTask):
+    """Next-token prediction on packed text, by a GLM."""
+
+    backbone: GlmBackbone
+    """The model without branches."""
+
+    _model_class = GlmForCausalLM
 
 
 @torch.no_grad()

@@ -8,16 +8,11 @@ Init: that of `language_model`, but for the head, which is the embedding; positi
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
-import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from .language_model import Backbone, DenseInit, draw_init
-from .text import TextData, prepare_text
-
-if TYPE_CHECKING:
-    from .text import PackedText
+from .language_model import Backbone, NextTokenTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,43 +44,17 @@ class OptBackbone(Backbone):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptLanguageModelTask:
+class OptLanguageModelTask(NextTokenTask):
     """Next-token prediction on packed text, by an OPT."""
 
-    text: TextData
-    """Where the text comes from, its tokenizer, and the sequence length."""
     backbone: OptBackbone
     """The model that is not changed."""
     tie_embeddings: bool = True
     """Whether the output head is the input embedding."""
 
-    def prepare(self, progress: bool = True) -> "PackedText":
-        """Tokenized, packed, cached text."""
-        return prepare_text(self.text, progress=progress)
-
-    def build_model(
-        self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0
-    ) -> OPTForCausalLM:
-        """The plain float32 model on the CPU.
-
-        Args:
-            prepared: gives the vocabulary and the end-of-text token.
-            dense_init: overrides the backbone's.
-            seed: of every draw. Embeddings are the same for every dense_init.
-        """
-        config = self._config(prepared.vocab_size, prepared.tokenizer.eos_token_id)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = OPTForCausalLM(config)
-        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
-        return model
-
-    def build_on_meta(self, vocab_size: int | None = None) -> OPTForCausalLM:
-        """The plain model on the meta device: shapes and counts, no memory."""
-        with torch.device("meta"):
-            return OPTForCausalLM(self._config(vocab_size or self.text.vocab_size, None))
+    _model_class = OPTForCausalLM
 
     def _config(self, vocab_size: int, eos_token_id: int | None) -> OPTConfig:
-        config = self.backbone.config(vocab_size, self.text.sequence_length, eos_token_id)
+        config = super()._config(vocab_size, eos_token_id)
         config.tie_word_embeddings = self.tie_embeddings
         return config
