@@ -16,8 +16,8 @@ from nonlinear_lowrank.compare.plots import ArmCurves, Bar, mean_curve, plot_abl
 def drawn(monkeypatch):
     """The axes of each picture at the moment it is saved."""
     kept = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
+    save = plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
     return kept
 
 

@@ -1,12 +1,6 @@
-"""Pictures of a comparison: curves, learning-rate sweeps, ablation bars.
+"""Pictures of a comparison: curves, learning-rate sweeps, ablation bars."""
 
-Figures are plain `Figure` objects on the Agg canvas, so nothing here touches pyplot or the user's backend.
-Files are written whole and then renamed into place.
-"""
-
-import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ..storage import TEMPORARY
+from .canvas import COLOURS, GREYS, save
 
-# Okabe and Ito's palette: told apart by colour-blind readers. Greys are kept for the baselines.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
-_GREYS = ("#222222", "#777777", "#A0A0A0", "#BBBBBB")
 _MARKERS = "osD^vP"
 
 
@@ -121,9 +112,9 @@ def plot_curves(
     drawn = False
     for arm in arms:
         if arm.dashed:
-            colour, greys = _GREYS[greys % len(_GREYS)], greys + 1
+            colour, greys = GREYS[greys % len(GREYS)], greys + 1
         else:
-            colour, colours = _COLOURS[colours % len(_COLOURS)], colours + 1
+            colour, colours = COLOURS[colours % len(COLOURS)], colours + 1
         steps, mean, low, high = mean_curve(arm.curves)
         shown = steps >= skip * last
         if not shown.any():
@@ -143,7 +134,7 @@ def plot_curves(
     axes.set_title(title)
     if drawn:
         axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_rate_sweep(
@@ -170,9 +161,9 @@ def plot_rate_sweep(
     rates: set[float] = set()
     for index, (name, sweep) in enumerate(sweeps.items()):
         if name in dashed:
-            colour, greys = _GREYS[greys % len(_GREYS)], greys + 1
+            colour, greys = GREYS[greys % len(GREYS)], greys + 1
         else:
-            colour, colours = _COLOURS[colours % len(_COLOURS)], colours + 1
+            colour, colours = COLOURS[colours % len(COLOURS)], colours + 1
         points = sorted(sweep)
         rates.update(rate for rate, _ in points)
         finite = [(rate, loss) for rate, loss in points if loss is not None]
@@ -208,7 +199,7 @@ def plot_rate_sweep(
     axes.set_title(title)
     if sweeps:
         axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_ablation(
@@ -234,7 +225,7 @@ def plot_ablation(
         if bar.value is None:
             axes.text(0, row, " no number", va="center", fontsize=8, color="#666666")
             continue
-        colour = _COLOURS[groups.index(bar.group) % len(_COLOURS)]
+        colour = COLOURS[groups.index(bar.group) % len(COLOURS)]
         label = bar.group if bar.group and bar.group not in named else None
         named.add(bar.group)
         axes.barh(row, bar.value, height=0.65, color=colour, alpha=0.75, label=label)
@@ -248,7 +239,7 @@ def plot_ablation(
     axes.set_title(title)
     if named - {""}:
         axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -259,13 +250,3 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    buffer = io.BytesIO()
-    # No "Software" entry: the same numbers give the same bytes whatever matplotlib drew them.
-    figure.savefig(buffer, format="png", dpi=140, metadata={"Software": None})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f"{TEMPORARY}{path.name}")
-    staged.write_bytes(buffer.getvalue())
-    os.replace(staged, path)
