@@ -175,6 +175,11 @@ def random_stable_rank(shape: tuple[int, int]) -> float:
     return m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
 
 
+def log_places(count: int, points: int = 64) -> list[int]:
+    """At most `points` of 1, ..., count, both ends among them, spread over their logarithm."""
+    return sorted({round(count ** (step / (points - 1))) for step in range(points)})
+
+
 def _blocks(tall: Tensor) -> tuple[Tensor, ...]:
     return tall.split(max(1, _BLOCK // tall.shape[1]))
 

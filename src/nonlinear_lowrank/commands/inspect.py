@@ -1,5 +1,6 @@
-"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it."""
+"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --rank: what rank its weights have."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,14 @@ from tyro.conf import FlagCreatePairsOff, Positional
 
 from ..errors import UserError
 from ..recipes import RECIPES, check_name
+from .inspect_rank import run_figures, run_rank
 from .options import parse
+
+_DESCRIPTION = """Parameters, FLOPs and bytes kept for backward by layer, without building the model.
+
+Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --rank CHECKPOINT.
+
+Figures 2 and 3 of the sine low-rank paper: nlr inspect --rank-figures OUT. Both have a --help of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +43,21 @@ class InspectOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Prints the table."""
+    """Prints a table: of costs, or with --rank of ranks."""
+    if (rest := _take(arguments, "--rank-figures")) is not None:
+        run_figures(rest)
+    elif (rest := _take_checkpoint(arguments)) is not None:
+        run_rank(rest)
+    else:
+        _print_cost(arguments)
+
+
+def _print_cost(arguments: list[str]) -> None:
     options = parse(
         InspectOptions,
         arguments,
         command="inspect",
-        description="Parameters, FLOPs and bytes kept for backward by layer, without building the model.",
+        description=_DESCRIPTION,
     )
     if options.rank is not None and options.arm is not None:
         raise UserError("--rank is short for --arm noble:rank=...; give one of them")
@@ -78,6 +95,28 @@ def run(arguments: list[str]) -> None:
     else:
         width = max(100, shutil.get_terminal_size((120, 40)).columns)
         print(format_cost(cost, every_layer=options.every_layer, width=width))
+
+
+def _take(arguments: list[str], option: str) -> list[str] | None:
+    """The arguments without an option, and its value first; None where it is not there."""
+    for index, argument in enumerate(arguments):
+        if argument == option:
+            return [*arguments[:index], *arguments[index + 1 :]]
+        if argument.startswith(f"{option}="):
+            return [argument.removeprefix(f"{option}="), *arguments[:index], *arguments[index + 1 :]]
+    return None
+
+
+def _take_checkpoint(arguments: list[str]) -> list[str] | None:
+    """What follows `nlr inspect` of `--rank CHECKPOINT`; None for `--rank 64`, NOBLE branches of that rank."""
+    index = next((i for i, each in enumerate(arguments) if re.match(r"--rank(=|$)", each)), None)
+    if index is None:
+        return None
+    name, equals, value = arguments[index].partition("=")
+    given = value if equals else next(iter(arguments[index + 1 :]), "")
+    # A folder may have a number for a name: it is meant where no model is named beside it.
+    alone = not equals and len(arguments) == 2 and Path(given).exists()
+    return None if re.fullmatch(r"-?\d+", given) and not alone else _take(arguments, name)
 
 
 def _from_config(path: Path) -> Any:

@@ -83,6 +83,22 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The whole safetensors files of a folder, as its index says where there is one.
+
+    Raises:
+        UserError: there are none, or one is missing or not whole.
+    """
+    if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
+        _check_weights(folder)
+        if (folder / WEIGHTS).is_file():
+            return [folder / WEIGHTS]
+        return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        _check_weights(folder)  # says what is missing
+    return files
+
+
 def _check_weights(folder: Path) -> None:
     if (folder / WEIGHTS).is_file():
         tensor_names(folder / WEIGHTS)
