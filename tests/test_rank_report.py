@@ -91,7 +91,7 @@ def test_sine_layers_are_measured_as_the_weight_they_make(tmp_path):
     measured, expected = sorted(layer.stable_rank for layer in found), sorted(plain_ranks(each)[0] for each in weights)
     assert measured == pytest.approx(expected, rel=1e-4)
     patches = next(layer for layer in layers if layer.name.endswith("projection"))
-    assert patches.shape == (32, 3 * 4 * 4), "a kernel as out x the rest"
+    assert (patches.kind, patches.shape) == ("kernel", (32, 3 * 4 * 4)), "out x the rest"
 
 
 def test_a_conv1d_is_measured_the_way_round_it_multiplies(tmp_path):
@@ -168,6 +168,8 @@ def test_no_omega_where_none_is_needed_and_a_limit_where_none_suffices():
     assert limit.saturated
     up, down = kaiming_factors(shape, 8, torch.Generator().manual_seed(3))
     assert spectrum(torch.sin(limit.omega * up @ down)).stable_rank > 0.75 * random_stable_rank(shape)
+    one = guess_omega((96, 96), 1, 0.94 * random_stable_rank((96, 96)))
+    assert one.saturated or one.omega > 100 * limit.omega, "rank one saturates late, if ever"
 
 
 def test_the_quick_stable_rank_is_the_slow_one():

@@ -47,7 +47,8 @@ class Weight:
     name: str
     """Of the layer as the file has it, or of the tensor."""
     kind: str
-    """"dense", "table" (embeddings, output heads), "branch" (a tensor of a method), "sine", "low-rank", "LoRA", ..."""
+    """"dense", "table" (embeddings, output heads), "kernel" (a convolution's), "branch" (a tensor of a method), "sine",
+    "low-rank", "LoRA", ..."""
     shape: tuple[int, int]
     """(m, n)."""
     rank: int | None = None
@@ -160,7 +161,7 @@ def _built(path: Path, tensors: _Tensors, pairs: list[tuple[str, str]]) -> list[
 def _plain(tensors: _Tensors, transposed: bool = False) -> list[Weight]:
     weights = []
     for name, shape in tensors.shapes.items():
-        if len(shape) < 2 or 0 in shape or sum(size > 1 for size in shape) < 2:
+        if len(shape) < 2 or min(shape[0], torch.Size(shape[1:]).numel()) < 2:
             continue
         layer = name.removesuffix(".weight")
         flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
@@ -171,6 +172,7 @@ def _plain(tensors: _Tensors, transposed: bool = False) -> list[Weight]:
             return matrix.T if flip else matrix
 
         kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
+        kind = "kernel" if len(shape) > 2 else kind
         weights.append(Weight(name=layer, kind=kind, shape=(n, m) if flip else (m, n), load=load))
     return weights
 

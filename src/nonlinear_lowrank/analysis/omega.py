@@ -33,7 +33,7 @@ class OmegaGuess:
     omega: float | None
     """None where plain low rank has the target's stable rank already."""
     saturated: bool
-    """Whether the target was cut to `SATURATED` of what independent entries have."""
+    """Whether the target was out of reach: cut to `SATURATED` of what independent entries have, or omega to 1e6."""
     target: float
     """The stable rank that was asked for."""
     low_rank: float
@@ -67,7 +67,9 @@ def guess_omega(
         middle = (low + high) / 2
         reached = _mean([stable_rank(torch.sin(math.exp(middle) * product)) for product in products])
         low, high = (low, middle) if reached >= wanted else (middle, high)
-    return OmegaGuess(omega=math.exp(high), saturated=target > most, target=target, low_rank=plain)
+    # Rank one needs an omega beyond any use to saturate: then it is the end of the range.
+    beyond = high == math.log(_RANGE[1])
+    return OmegaGuess(omega=math.exp(high), saturated=target > most or beyond, target=target, low_rank=plain)
 
 
 def stable_rank(matrix: Tensor) -> float:

@@ -175,9 +175,11 @@ def random_stable_rank(shape: tuple[int, int]) -> float:
     return m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
 
 
-def log_places(count: int, points: int = 64) -> list[int]:
-    """At most `points` of 1, ..., count, both ends among them, spread over their logarithm."""
-    return sorted({round(count ** (step / (points - 1))) for step in range(points)})
+def curve_places(count: int, points: int = 64) -> list[int]:
+    """At most `points` of 1, ..., count to draw a spectrum by, both ends among them: half of them even, half by log."""
+    half = points // 2 - 1
+    even = {round(1 + (count - 1) * step / half) for step in range(half + 1)}
+    return sorted(even | {round(count ** (step / half)) for step in range(half + 1)})
 
 
 def _blocks(tall: Tensor) -> tuple[Tensor, ...]:

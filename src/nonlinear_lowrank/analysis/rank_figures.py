@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rank import ACTIVATIONS, kaiming_factors, kaiming_uniform, log_places, random_stable_rank, spectrum
+from .rank import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 
 HEAT_SIZE, HEAT_RANK, HEAT_OMEGAS = 128, 1, (100.0, 2000.0)
 SIZE, RANK = 256, 5
@@ -115,7 +115,7 @@ def _figure(
         }
         if with_spectrum:
             mean = torch.stack([each.normalised for each in spectra]).mean(0)
-            entry["spectrum"] = [[place, float(f"{mean[place - 1]:.4g}")] for place in log_places(len(mean))]
+            entry["spectrum"] = [[place, float(f"{mean[place - 1]:.4g}")] for place in curve_places(len(mean))]
         measured[name] = entry
     return {"size": size, "rank": rank, "independent": random_stable_rank((size, size)), "matrices": measured}
 

@@ -15,7 +15,7 @@ from ..errors import UserError
 from .checkpoint_weights import Weight, checkpoint_weights
 from .inspect import render_table
 from .omega import OmegaGuess, guess_omega
-from .rank import EXACT, Spectrum, check_tolerance, log_places
+from .rank import EXACT, Spectrum, check_tolerance, curve_places
 
 TOLERANCES = (0.1, 0.01)
 _LARGEST_GUESS = 2**26  # entries: beyond, a bisection would take minutes a shape
@@ -41,7 +41,7 @@ class LayerRank:
     exact: bool
     """False: a sketch of the leading singular values."""
     spectrum: list[tuple[int, float]]
-    """(i, s_i / s_1) at up to 64 places i from 1, spread over the logarithm of i."""
+    """(i, s_i / s_1) at up to 64 places i from 1."""
     omega_guess: dict[str, Any] | None = None
     """Of `omega.guess_omega` for the layer's group: layers that differ by number alone, and in shape not at all."""
 
@@ -170,7 +170,7 @@ def format_ranks(report: RankReport, *, every_layer: bool = False, width: int = 
 
 def _measured(weight: Weight, spectrum: Spectrum, tolerances: Sequence[float]) -> LayerRank:
     zero = spectrum.norm == 0
-    places = log_places(len(spectrum.values))
+    places = curve_places(len(spectrum.values))
     normalised = [] if zero else spectrum.normalised[torch.tensor(places) - 1].tolist()
     return LayerRank(
         name=weight.name,
