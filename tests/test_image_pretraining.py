@@ -22,24 +22,29 @@ from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.storage import step_folders
 from nonlinear_lowrank.tasks import image_augmentation
 from nonlinear_lowrank.tasks.image_augmentation import Augmentation, mix_pairs
+from nonlinear_lowrank.tasks.image_backbones import ConvNextBackbone, VitBackbone
 from nonlinear_lowrank.tasks.image_data import ImageSource, Pixels
 from nonlinear_lowrank.tasks.image_files import read_images
-from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask, VitBackbone, classification_loss
+from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask, classification_loss
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.training.result import TrainResult
 
 RNG = np.random.default_rng()
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
 SIZES = {"layers": 2, "width": 16, "heads": 2, "hidden": 32, "patch": 4, "channels": 1}
+STAGES = {"depths": (1, 2), "widths": (8, 16), "patch": 2, "channels": 1}
+LAST_STAGE = r"sine-lowrank:rank=2,omega=30,include=.*stages\.1\..*pwconv[12]"
 
 
-def task(root, augmentation=None, backbone=None, **fields):
+def task(root, augmentation=None, backbone=None, convnext=None, **fields):
     if not (root / "images.npz").exists():
         kit.image_file(root / "images.npz")
     data = {"source": str(root / "images.npz"), "size": 8, **fields.pop("images", {})}
     return ImagePretrainingTask(
         images=ImageSource(**data),
-        backbone=VitBackbone(**{**SIZES, **(backbone or {})}),
+        backbone=VitBackbone(**{**SIZES, **(backbone or {})})
+        if convnext is None
+        else ConvNextBackbone(**{**STAGES, **convnext}),
         augmentation=Augmentation(**(augmentation or {})),
         **{"plain_rows": 10, **fields},
     )
@@ -257,6 +262,10 @@ def test_published_counts():
     assert parameters(model) == 21_376_996
     assert all(parameter.is_meta for parameter in model.parameters())
     assert (small.sequence_length, cifar.sequence_length) == (197, 65)
+    tiny = ConvNextBackbone(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768))
+    convnext = ImagePretrainingTask(images=ImageSource(size=32), backbone=tiny, meta_classes=100)
+    assert parameters(convnext.build_on_meta()) == 27_897_028
+    assert convnext.sequence_length == 64
 
 
 @pytest.mark.parametrize("dense_init", ["stock", "noble", "kaiming"])
@@ -278,6 +287,22 @@ def test_init_table(tmp_path, dense_init):
     other = own.build_model(prepared, dense_init, seed=5)
     name = next(name for name, _ in model.named_parameters() if name.endswith("fc1.weight"))
     assert not torch.equal(other.get_parameter(name), model.get_parameter(name))
+
+
+@pytest.mark.parametrize("dense_init", ["stock", "noble", "kaiming"])
+def test_init_of_a_convnext(tmp_path, dense_init):
+    own = task(tmp_path, convnext={"widths": (64, 128)})
+    prepared = own.prepare()
+    model, plain = own.build_model(prepared, dense_init, seed=4), own.build_model(prepared, seed=4)
+    for name, module in model.convnext.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            d_in = module.in_features
+            std = {"stock": 0.02, "noble": 0.5 / math.sqrt(d_in), "kaiming": 1 / math.sqrt(3 * d_in)}[dense_init]
+            assert module.weight.std().item() == pytest.approx(std, rel=0.03), name
+        else:
+            for local, parameter in module.named_parameters(recurse=False):
+                assert torch.equal(parameter, plain.convnext.get_submodule(name).get_parameter(local)), name
+    assert torch.equal(model.classifier.weight, plain.classifier.weight)
 
 
 def test_draws_follow_seed_image_and_pass_alone(tmp_path):
@@ -331,6 +356,10 @@ def test_the_middle_is_cut_out_as_the_saved_processor_does(tmp_path):
         ({"backbone": {"dropout": 1.0}}, "dropout"),
         ({"backbone": {"dense_init": "xavier"}}, "unknown init"),
         ({"shorter": 7}, "shorter"),
+        ({"convnext": {"depths": (1, 1, 1)}}, "a number for each stage"),
+        ({"convnext": {"widths": (8, 0)}}, "widths"),
+        ({"convnext": {"drop_path": 1.0}}, "drop_path"),
+        ({"convnext": {"patch": 3}}, "8 pixels do not split into patches of 3, halved 1 times; choose 6 or 12"),
         ({"plain_rows": -1}, "plain_rows"),
     ],
 )
@@ -481,9 +510,14 @@ def test_losses_with_and_without_augmentation(tmp_path):
     assert result.score > 0.5
 
 
-def test_resuming_is_exact(tmp_path):
-    own = task(tmp_path, {"crop": "resized", "flip": True}, backbone={"dropout": 0.1})
-    settings = {"batch_size": 12, "steps": 12, "save_every": 6, "eval_every": 6}
+@pytest.mark.parametrize(
+    ("model", "arm"),
+    [({"backbone": {"dropout": 0.1}}, "noble:rank=4"), ({"convnext": {"drop_path": 0.2}}, LAST_STAGE)],
+    ids=["vit", "convnext"],
+)
+def test_resuming_is_exact(tmp_path, model, arm):
+    own = task(tmp_path, {"crop": "resized", "flip": True}, **model)
+    settings = {"arm": arm, "batch_size": 12, "steps": 12, "save_every": 6, "eval_every": 6}
     run_training(recipe(own, **settings), tmp_path / "whole", quiet=True)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "result.json").unlink()
@@ -496,8 +530,13 @@ def test_resuming_is_exact(tmp_path):
     assert records[0] | {"seconds": 0} == records[1] | {"seconds": 0}
 
 
-def test_a_saved_model_is_the_same_in_a_fresh_process(tmp_path):
-    run_training(recipe(task(tmp_path)), tmp_path / "run", quiet=True)
+@pytest.mark.parametrize(
+    ("model", "arm", "name"),
+    [({}, "noble:rank=4", "ViT"), ({"convnext": {}}, LAST_STAGE, "ConvNext")],
+    ids=["vit", "convnext"],
+)
+def test_a_saved_model_is_the_same_in_a_fresh_process(tmp_path, model, arm, name):
+    run_training(recipe(task(tmp_path, **model), arm), tmp_path / "run", quiet=True)
     pixels = torch.randn(2, 1, 8, 8)
     with torch.no_grad():
         expected = load_model(tmp_path / "run" / "model")(pixel_values=pixels).logits
@@ -513,7 +552,7 @@ def test_a_saved_model_is_the_same_in_a_fresh_process(tmp_path):
         "print(type(model).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.stdout.strip() == "NonlinearLowrankViTForImageClassification", done.stderr
+    assert done.stdout.strip() == f"NonlinearLowrank{name}ForImageClassification", done.stderr
 
 
 def test_a_comparison_reports_both_training_losses(tmp_path):

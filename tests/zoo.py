@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
     EuroBertConfig,
     EuroBertForMaskedLM,
     GlmConfig,
@@ -59,6 +61,19 @@ def vit() -> PreTrainedModel:
     return ViTForImageClassification(config)
 
 
+def convnext() -> PreTrainedModel:
+    config = ConvNextConfig(
+        num_stages=2,
+        hidden_sizes=[16, 32],
+        depths=[1, 2],
+        patch_size=2,
+        image_size=16,
+        num_labels=5,
+        drop_path_rate=0.2,
+    )
+    return ConvNextForImageClassification(config)
+
+
 def image_tokens() -> PreTrainedModel:
     config = ImageTokensConfig(
         **SIZES,
@@ -84,10 +99,13 @@ FAMILIES = {
     "vit": vit,
     "image_tokens": image_tokens,
 }
+"""Transformers: every method fits every one of them."""
+ALL = {**FAMILIES, "convnext": convnext}
+"""And a model without attention, whose linears work on the last of four dimensions."""
 
 
 def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
     """A random input that fits the model."""
-    if isinstance(model, ViTForImageClassification) or hasattr(model.config, "image_size"):
+    if hasattr(model.config, "image_size"):
         return {"pixel_values": torch.randn(size, 3, model.config.image_size, model.config.image_size)}
     return {"input_ids": torch.randint(2, model.config.vocab_size, (size, length))}

@@ -59,11 +59,16 @@ def inspect_model(
         )
     if isinstance(model, PreTrainedConfig):
         model = build_on_meta(model)
+    notes: list[str] = []
     if inputs is None:
         inputs = _inputs(model, sequence_length, batch_size)
         if "pixel_values" in inputs:
-            sequence_length = _patches(model)
+            patches = _patches(model)
+            sequence_length = patches or 1
+            if patches is None:
+                notes.append("FLOPs are those of one place in each layer; layers may have different resolutions")
     cost = model_cost(model, sequence_length)
+    cost.notes.extend(notes)
     if not inputs:
         note = f"kept bytes unknown: give inputs= for the forward pass of a {type(model).__name__}"
         return replace(cost, notes=[*cost.notes, note])
@@ -162,12 +167,12 @@ def _inputs(model: nn.Module, sequence_length: int, batch_size: int) -> dict[str
     return {"input_ids": tokens} if head is None else {"input_ids": tokens, "labels": tokens}
 
 
-def _patches(model: nn.Module) -> int:
-    """Sequence length of an image model: its position embeddings."""
+def _patches(model: nn.Module) -> int | None:
+    """Sequence length of an image model: its position embeddings; None where it has none, as a convolutional one."""
     for name, parameter in model.named_parameters():
         if name.endswith("position_embeddings") and parameter.ndim == 3:
             return parameter.shape[1]
-    return 1
+    return None
 
 
 def _kept_by_module(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool) -> dict[str, int]:

@@ -91,6 +91,16 @@ RECIPES: dict[str, RecipeEntry] = {
         function="sine_vit_base",
         summary="ViT-B/16 with sine low-rank MLPs on ImageNet; large GPUs",
     ),
+    "sine-convnext-demo": RecipeEntry(
+        module="sine_convnext",
+        function="sine_convnext_demo",
+        summary="a tiny ConvNeXt with sine low-rank weights; 2 CPU cores, minutes",
+    ),
+    "sine-convnext-cifar100": RecipeEntry(
+        module="sine_convnext",
+        function="sine_convnext_cifar100",
+        summary="ConvNeXt-Tiny with sine low-rank weights on CIFAR-100; one GPU",
+    ),
     "glue-minilm": _tuning("glue", "glue_minilm", "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm"),
     **{
         f"glue-{task}": _tuning("glue", f"glue_{task}", f"DeBERTa-v3-base on {name}, as published; one GPU")

@@ -1,17 +1,19 @@
 """Vision transformers with sine low-rank MLPs (sine_lowrank.txt, section 4.2 and appendix A.2.2).
 
-Both linears of every MLP are factored. Beside the sine, at the paper's frequency for the rank, stand the dense model
-and plain low rank at both Kaiming inits: the init moves results as much as the sine does, and the paper names none.
+Both linears of every MLP are factored. Beside the sine, at the paper's frequency for the rank, stand the dense model,
+the sigmoid and the ReLU of the low-rank product, and plain low rank; sine and plain low rank at both Kaiming inits: the
+init moves results as much as the sine does, and the paper names none.
 The optimizer's other settings and the augmentation are not printed either; they are those of our ViT recipes.
 """
 
 from ..tasks.image_augmentation import Augmentation
+from ..tasks.image_backbones import VitBackbone
 from ..tasks.image_data import ImageSource
-from ..tasks.image_pretraining import ImagePretrainingTask, VitBackbone
+from ..tasks.image_pretraining import ImagePretrainingTask
 from ..training.recipe import Arm, Recipe, TrainConfig
 from . import RECIPES
 
-_MLPS = r"include=.*mlp\.fc[12]"
+_MLPS = r".*mlp\.fc[12]"
 
 
 def sine_vit_demo() -> Recipe:
@@ -30,7 +32,7 @@ def sine_vit_demo() -> Recipe:
             backbone=VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1),
             augmentation=Augmentation(crop="shift", randaugment=0, mixup=0.0, cutmix=0.0),
         ),
-        arm=_arm("sine-lowrank", 2, "omega=300"),
+        arm=weight_arm("sine-lowrank", 2, _MLPS, "omega=300"),
         train=TrainConfig(
             epochs=20,
             batch_size=64,
@@ -42,7 +44,7 @@ def sine_vit_demo() -> Recipe:
             save_every=200,
             log_every=10,
         ),
-        arms=_arms(2, 300),
+        arms=weight_arms(2, 300, _MLPS),
         seeds=3,
     )
 
@@ -66,9 +68,9 @@ def sine_vit_cifar100() -> Recipe:
             augmentation=Augmentation(crop="shift", flip=True, randaugment=0, mixup=0.0, cutmix=0.0),
             meta_classes=100,
         ),
-        arm=_arm("sine-lowrank", 1, "omega=500"),
-        train=_training(epochs=200, batch_size=512, lr=1e-3),
-        arms=_arms(1, 500),
+        arm=weight_arm("sine-lowrank", 1, _MLPS, "omega=500"),
+        train=training(epochs=200, batch_size=512, lr=1e-3),
+        arms=weight_arms(1, 500, _MLPS),
         seeds=3,
     )
 
@@ -98,30 +100,34 @@ def sine_vit_base() -> Recipe:
             shorter=256,
             meta_classes=1000,
         ),
-        arm=_arm("sine-lowrank", 150, "omega=150"),
-        train=_training(epochs=300, batch_size=1024, lr=3e-4),
-        arms=_arms(150, 150),
+        arm=weight_arm("sine-lowrank", 150, _MLPS, "omega=150"),
+        train=training(epochs=300, batch_size=1024, lr=3e-4),
+        arms=weight_arms(150, 150, _MLPS),
         seeds=1,
     )
 
 
-def _arm(method: str, rank: int, *more: str) -> Arm:
-    settings = ",".join((f"rank={rank}", *more, _MLPS))
-    return Arm.parse(f"{method}:{settings},name={'-'.join((method, f'r{rank}', *_words(more)))}")
+def weight_arm(method: str, rank: int, where: str, *more: str) -> Arm:
+    """One arm on the linears that match `where`, named by its settings."""
+    words = [each.partition("=")[2] for each in more]
+    settings = ",".join((f"rank={rank}", *more, f"include={where}"))
+    return Arm.parse(f"{method}:{settings},name={'-'.join((method, f'r{rank}', *words))}")
 
 
-def _words(settings: tuple[str, ...]) -> list[str]:
-    return [each.partition("=")[2] for each in settings]
+def weight_arms(rank: int, omega: int, where: str) -> tuple[str, ...]:
+    """The dense model; plain low rank and the sine at both inits; sigmoid and ReLU of the low-rank product."""
+    other = "init=kaiming_zero"
+    low = [weight_arm("low-rank", rank, where, init) for init in ("init=kaiming_sqrt5", other)]
+    controls = [
+        weight_arm("sigmoid-low-rank", rank, where, f"omega={omega}"),
+        weight_arm("relu-low-rank", rank, where),
+    ]
+    sine = [weight_arm("sine-lowrank", rank, where, f"omega={omega}", *more) for more in ((), (other,))]
+    return ("baseline", *map(str, (*low, *controls, *sine)))
 
 
-def _arms(rank: int, omega: int) -> tuple[str, ...]:
-    inits = ("init=kaiming_sqrt5", "init=kaiming_zero")
-    low = [_arm("low-rank", rank, each) for each in inits]
-    sine = [_arm("sine-lowrank", rank, f"omega={omega}", *more) for more in ((), inits[1:])]
-    return ("baseline", *map(str, low), *map(str, sine))
-
-
-def _training(*, epochs: float, batch_size: int, lr: float) -> TrainConfig:
+def training(*, epochs: float, batch_size: int, lr: float) -> TrainConfig:
+    """What the paper's sizes share here."""
     return TrainConfig(
         epochs=epochs,
         batch_size=batch_size,

@@ -6,8 +6,9 @@ of training is that of blended labels, which no model can bring to zero.
 """
 
 from ..tasks.image_augmentation import Augmentation
+from ..tasks.image_backbones import VitBackbone
 from ..tasks.image_data import ImageSource
-from ..tasks.image_pretraining import ImagePretrainingTask, VitBackbone
+from ..tasks.image_pretraining import ImagePretrainingTask
 from ..training.recipe import Arm, Recipe, TrainConfig
 from . import RECIPES
 

@@ -1,13 +1,5 @@
-"""Image classification from scratch: a vision transformer on labelled images (noble.txt, section 4.2.1).
-
-Init of every tensor; draws depend on the seed alone:
-
-| tensor                                | dense_init | distribution                                  |
-|---------------------------------------|------------|-----------------------------------------------|
-| patches, class token, positions, head | any        | transformers' own, the same in all arms       |
-| linears of the blocks (q, k, v, o,    | stock      | N(0, 0.02^2) cut at 2 std, transformers' own  |
-| fc1, fc2); biases 0                   | noble      | N(0, (0.5 / sqrt(d_in))^2)                    |
-|                                       | kaiming    | U(+-1 / sqrt(d_in)), nn.Linear's own          |
+"""Image classification from scratch: a vision transformer (noble.txt, section 4.2.1) or a ConvNeXt (sine_lowrank.txt,
+appendix A.2.3) on labelled images. The models, and the init of every tensor, are in `image_backbones`.
 
 Every draw of the augmentation follows from the run's seed, the image and the pass over the data: all arms see the
 same pictures, whatever the micro-batches and processes, and so does a run that is resumed.
@@ -24,74 +16,14 @@ from torch import nn
 
 from ..errors import UserError
 from .image_augmentation import Augmentation, check_pairs, mix_pairs
+from .image_backbones import ImageBackbone
 from .image_data import ImageExamples, ImageSource, Pixels, unreadable
 from .image_files import Images
-from .language_model import DenseInit, check_dense_init, draw_linears
+from .language_model import DenseInit, draw_linears
 from .metrics import scores
 from .task import Batch, Measure, Score, fingerprint
 
 _SIZE = 224  # pixels of a side where none is given
-
-
-@dataclass(frozen=True, kw_only=True)
-class VitBackbone:
-    """Sizes and init of a vision transformer with a class token and learned positions."""
-
-    layers: int
-    """Number of transformer blocks."""
-    width: int
-    """d, the model width; a multiple of heads."""
-    heads: int
-    """Attention heads, each width / heads wide."""
-    hidden: int
-    """Width of the feed-forward block between its two linears."""
-    patch: int
-    """Pixels of a side of a patch."""
-    channels: int = 3
-    """1 for grey images, 3 for colour."""
-    dense_init: DenseInit = "stock"
-    """Init of the linears: see the table of this file. An arm may override it."""
-    dropout: float = 0.0
-    """Dropout on hidden states and attention weights."""
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "hidden", "patch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.width % self.heads:
-            raise UserError(f"width {self.width} does not split into {self.heads} heads; choose a multiple of it")
-        if self.channels not in (1, 3):
-            raise UserError(f"channels must be 1 or 3, not {self.channels!r}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
-        check_dense_init(self.dense_init)
-
-    def check_size(self, size: int) -> None:
-        """Raises UserError where images of that size do not split into patches."""
-        if size % self.patch:
-            low, high = size // self.patch * self.patch, -(-size // self.patch) * self.patch
-            near = f"{low} or {high}" if low else str(high)
-            raise UserError(f"images of {size} pixels do not split into patches of {self.patch}; choose {near}")
-
-    def config(self, size: int, classes: int) -> Any:
-        """The transformers config of these sizes."""
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(
-            "vit",
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.hidden,
-            hidden_act="gelu",
-            hidden_dropout_prob=self.dropout,
-            attention_probs_dropout_prob=self.dropout,
-            image_size=size,
-            patch_size=self.patch,
-            num_channels=self.channels,
-            num_labels=classes,
-        )
 
 
 class VariedExamples(ImageExamples):
@@ -166,11 +98,11 @@ class PreparedPretraining:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePretrainingTask:
-    """Labelled images and the vision transformer that is trained on them from scratch."""
+    """Labelled images and the model that is trained on them from scratch."""
 
     images: ImageSource
     """The data. Without a size, images have 224 pixels a side; without mean and std, 0.5."""
-    backbone: VitBackbone
+    backbone: ImageBackbone
     """The model without branches."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     """How training images are varied."""
@@ -203,8 +135,8 @@ class ImagePretrainingTask:
 
     @property
     def sequence_length(self) -> int:
-        """Patches of an image, the class token included."""
-        return (self.size // self.backbone.patch) ** 2 + 1
+        """Patches of an image, a class token included."""
+        return self.backbone.tokens(self.size)
 
     def prepare(self, progress: bool = True) -> PreparedPretraining:
         """Finds and splits the images; they are decoded when they are used.
@@ -247,14 +179,12 @@ class ImagePretrainingTask:
             dense_init: overrides the backbone's.
             seed: of every draw. What is no linear of a block is the same for every dense_init.
         """
-        from transformers import ViTForImageClassification
-
         config = self.backbone.config(self.size, len(prepared.classes))
         config.id2label = dict(enumerate(prepared.classes))
         config.label2id = {name: index for index, name in enumerate(prepared.classes)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: Any = ViTForImageClassification(config)
+            model: Any = self.backbone.model_class(config)
         # transformers would take mixed labels for those of many classes at once.
         model.loss_function = classification_loss
         draw_linears(model.base_model, dense_init or self.backbone.dense_init, seed)
@@ -262,11 +192,9 @@ class ImagePretrainingTask:
 
     def build_on_meta(self) -> nn.Module:
         """The plain model on the meta device: shapes and counts, no memory."""
-        from transformers import ViTForImageClassification
-
         classes = len(self.images.classes) or self.meta_classes
         with torch.device("meta"):
-            return ViTForImageClassification(self.backbone.config(self.size, classes))
+            return self.backbone.model_class(self.backbone.config(self.size, classes))
 
 
 def classification_loss(labels: torch.Tensor, pooled_logits: torch.Tensor, config: Any, **_: Any) -> torch.Tensor:
