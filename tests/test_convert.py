@@ -68,6 +68,19 @@ def test_zero_init_is_bit_equal(name, tmp_path):
     assert loaded.config.nonlinear_lowrank[0]["config"]["init"] == "pretrained"
 
 
+@pytest.mark.parametrize("name", ["llama", "vit", "image_tokens"])
+def test_shared_down_projections_are_written_once(name, tmp_path):
+    model = trained(FAMILIES[name])
+    model.save_pretrained(tmp_path / "plain")
+    report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3, share_down="qkv"))
+    assert report.bit_equal
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    loaded = load_model(tmp_path / "out")
+    downs = [key for key in written if key.endswith("noble_down")]
+    assert len(downs) == len(report.augmented.swapped) - 2 * 2
+    assert sum(each.numel() for each in written.values()) == sum(each.numel() for each in loaded.parameters())
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_paper_init_reports_the_shift(name, tmp_path):
     model = trained(FAMILIES[name])

@@ -118,6 +118,8 @@ def test_custom_ops_pass_opcheck():
     with torch.no_grad():
         arguments = dict(case.items()) | {"activation": "cosine"}
         torch.library.opcheck(torch.ops.nonlinear_lowrank.noble_forward.default, tuple(arguments.values()))
+        given = {**arguments, "down": None, "h": torch.randn(3, 5, 4)}
+        torch.library.opcheck(torch.ops.nonlinear_lowrank.noble_forward.default, tuple(given.values()))
 
 
 def test_noncontiguous_input_and_frozen_dense_weight():
@@ -187,3 +189,24 @@ def test_branch_alone_is_the_linear_without_its_weight(activation, depth, compil
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
     with torch.no_grad():
         torch.testing.assert_close(function(**alone, activation=activation), y.detach())
+
+
+@pytest.mark.parametrize(
+    ("activation", "depth", "compiled"),
+    [*((*bottleneck, False) for bottleneck in BOTTLENECKS), ("cosine", 2, True), ("silu", 2, True)],
+)
+def test_a_product_that_is_given_is_differentiated_in_place_of_the_projection(activation, depth, compiled):
+    torch.compiler.reset()
+    case = make_inputs(activation, depth)
+    case |= {"down": None, "h": torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)}
+    dy = torch.randn(3, 5, 10, dtype=torch.float64)
+    lean = torch.compile(noble_linear, fullgraph=True, backend="aot_eager") if compiled else noble_linear
+    ours = outputs_and_gradients(lean, case, activation, dy)
+    plain = outputs_and_gradients(noble_linear_reference, case, activation, dy)
+    for left, right in zip(ours, plain, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
+    alone = {name: value for name, value in case.items() if name not in ("weight", "bias")}
+    dense = case["x"] @ case["weight"].T + case["bias"]
+    torch.testing.assert_close(noble_branch(**alone, activation=activation), plain[0] - dense)
+    dh = torch.autograd.grad(noble_branch(**alone, activation=activation), case["h"], dy)[0]
+    torch.testing.assert_close(dh, plain[-1])

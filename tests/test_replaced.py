@@ -1,4 +1,5 @@
-"""Layers that take a linear's place, in every family: files, fresh processes, drawing, types, training, resuming."""
+"""Layers that take a linear's place or share tensors, in every family: files, fresh processes, drawing, types,
+training, resuming."""
 
 import copy
 import json
@@ -13,17 +14,19 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClass
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank.hub.classes import augmented_layers
-from zoo import FAMILIES, batch
+from zoo import ALL, batch
 
-AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
+IMAGES = ("vit", "convnext")
+AUTO = {"eurobert": AutoModelForMaskedLM, **dict.fromkeys(IMAGES, AutoModelForImageClassification)}
 MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit", "image_tokens")
 ROWS = {
-    "sine": (MODELS, nlr.SineLowRankConfig(rank=2, omega=30), {}),
+    "sine": ((*MODELS, "convnext"), nlr.SineLowRankConfig(rank=2, omega=30), {}),
     "low-rank": (("glm",), nlr.SineLowRankConfig(rank=2, activation="identity"), {"include": r".*mlp\..*"}),
     "sigmoid": (("gpt2",), nlr.SineLowRankConfig(rank=2, activation="sigmoid", gain=9), {"exclude": r".*c_attn"}),
     "query": (MODELS, nlr.NonlinearQueryConfig(), {}),
     "identity-query": (("gpt2",), nlr.NonlinearQueryConfig(kind="identity"), {}),
     "qk-norm": (MODELS, nlr.QKNormConfig(), {}),
+    "shared-noble": ([each for each in MODELS if each != "gpt2"], nlr.NobleConfig(rank=3, share_down="qkv"), {}),
     "linear-query": (("opt",), nlr.NonlinearQueryConfig(kind="linear", rank=5), {}),
 }
 CASES = [(row, family) for row, (families, *_) in ROWS.items() for family in families]
@@ -32,7 +35,7 @@ CASES = [(row, family) for row, (families, *_) in ROWS.items() for family in fam
 def replaced(row, family):
     """A model of the family, every tensor random, so that none is at a default."""
     _, config, choice = ROWS[row]
-    model = FAMILIES[family]().eval()
+    model = ALL[family]().eval()
     nlr.augment(model, config, **choice, verbose=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +84,8 @@ import nonlinear_lowrank
 import transformers
 from safetensors.torch import load_file
 transformers.logging.set_verbosity_error()
-autos = {"eurobert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
+autos = {"eurobert": "AutoModelForMaskedLM"}
+autos |= dict.fromkeys(("vit", "convnext"), "AutoModelForImageClassification")
 results = {}
 for folder in Path(sys.argv[1]).iterdir():
     if folder.is_dir():
@@ -164,8 +168,9 @@ def test_from_config_draws_every_tensor_by_the_layers_own_init(row, family):
                 assert drawn.std().item() == pytest.approx(expected.std().item(), rel=0.4), name
             elif expected.std() == 0:
                 assert torch.equal(drawn, expected), name
-    for left, right in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
-        assert left.ndim < 2 or not torch.equal(left, right)
+    one, two = (dict(layer.named_parameters()) for layer in layers[:2])
+    for local in one.keys() & two.keys():
+        assert one[local].ndim < 2 or not torch.equal(one[local], two[local])
 
 
 @pytest.mark.parametrize(("row", "family"), CASES)
@@ -209,7 +214,7 @@ def direct(model):
 def test_every_new_tensor_learns_and_a_resumed_run_is_bit_equal(tmp_path, row, family):
     model = replaced(row, family).train()
     inputs = batch(model)
-    labels = torch.zeros(2, dtype=torch.long) if family == "vit" else inputs["input_ids"]
+    labels = torch.zeros(2, dtype=torch.long) if family in IMAGES else inputs["input_ids"]
 
     def optimizer_of(model):
         groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
@@ -240,8 +245,8 @@ def test_every_new_tensor_learns_and_a_resumed_run_is_bit_equal(tmp_path, row, f
         assert torch.equal(left, right), name
 
 
-# What QK-norm goes around is the model's own linear, and stays one.
-@pytest.mark.parametrize(("row", "family"), [case for case in CASES if case[0] != "qk-norm"])
+# What QK-norm goes around is the model's own linear, and stays one; a linear with a branch is one too.
+@pytest.mark.parametrize(("row", "family"), [case for case in CASES if case[0] not in ("qk-norm", "shared-noble")])
 def test_pefts_all_linear_adapts_nothing_inside(row, family):
     from peft import LoraConfig, get_peft_model
 

@@ -50,7 +50,7 @@ class AugmentReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left{self._init()}",
+            f"{self.method}: {len(self.swapped)} linears swapped, {len(self.left)} left{self._settings()}",
             f"  parameters {_change(self.parameters_before, self.parameters_added)}",
             f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}",
         ]
@@ -58,8 +58,11 @@ class AugmentReport:
         lines += [f"  left    {name}{times}: {why}" for name, times, why in _grouped_left(self.left)]
         return "\n".join(lines)
 
-    def _init(self) -> str:
-        return f" (init: {self.config.init})" if hasattr(self.config, "init") else ""
+    def _settings(self) -> str:
+        found = [f"init: {self.config.init}"] if hasattr(self.config, "init") else []
+        if getattr(self.config, "share_down", "none") != "none":
+            found.append(f"one down projection for each {self.config.share_down}")
+        return f" ({', '.join(found)})" if found else ""
 
 
 def augment(
@@ -110,7 +113,7 @@ def augment(
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     report.flops_before = sum(_linear_flops(module) for module in model.modules())
     if budget is not None:
-        modules = [model.get_submodule(name) for name in names]
+        modules = {name: model.get_submodule(name) for name in names}
         within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
         report.config = config = within
     if method.settle is not None:
@@ -322,8 +325,14 @@ def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, conf
 
 def _swap(model: nn.Module, method: Method, config: Any, names: Sequence[str]) -> list[nn.Module]:
     """Builds every layer, then puts them in place, wherever a module is reachable by several names."""
+    if not names:
+        return []
     modules = {name: model.get_submodule(name) for name in names}
-    built = {id(module): method.build(name, module, config) for name, module in modules.items()}
+    if method.build_all is not None:
+        layers = method.build_all(modules, config)
+    else:
+        layers = {name: method.build(name, module, config) for name, module in modules.items()}
+    built = {id(module): layers[name] for name, module in modules.items()}
     for parent in list(model.modules()):
         for child_name, child in list(parent._modules.items()):  # named_children skips repeats
             if id(child) in built:

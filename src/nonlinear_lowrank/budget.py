@@ -5,7 +5,7 @@ rank constant across sizes as well (noble.txt, Table 1).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ def parse_budget(budget: str) -> tuple[float, str]:
 
 
 def config_within(
-    budget: str, method: Method, config: Any, modules: Sequence[nn.Module], parameters: int, flops: int
+    budget: str, method: Method, config: Any, modules: Mapping[str, nn.Module], parameters: int, flops: int
 ) -> Any:
     """The config with the largest `rank_ratio` whose branches stay within a budget.
 
@@ -38,7 +38,7 @@ def config_within(
         budget: see `parse_budget`.
         method: whose layers are to go in.
         config: its settings; `rank` is not used.
-        modules: the plain modules that are to be swapped.
+        modules: the plain modules that are to be swapped, by name.
         parameters: of the plain model.
         flops: forward, per token, of its linears.
 
@@ -52,8 +52,7 @@ def config_within(
 
     def added(ratio: float) -> int:
         chosen = replace(config, rank_ratio=ratio)
-        costs = [method.added(module, chosen) for module in modules]  # type: ignore[misc]
-        return sum(cost[kind == "flops"] for cost in costs)
+        return method.added(modules, chosen)[kind == "flops"]  # type: ignore[misc]
 
     low, high = 1e-9, 1.0 - 1e-9  # rank 1 everywhere, and one below full
     least, total = added(low), parameters if kind == "parameters" else flops

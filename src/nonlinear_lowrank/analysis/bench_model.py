@@ -49,6 +49,8 @@ class ModelBenchConfig:
     """Activations in the bottleneck."""
     fusion: Literal["add", "gated"] = "add"
     """How the branch joins the linear."""
+    share_down: Literal["none", "qkv"] = "none"
+    """Whether query, key and value share one down projection."""
     modes: tuple[Mode, ...] = ("compiled", "eager")
     """With torch.compile (its default backend), or without."""
     rounds: int = 30
@@ -87,7 +89,13 @@ class ModelBenchConfig:
 
     def noble(self, rank: int) -> NobleConfig:
         """The branches of an arm."""
-        return NobleConfig(rank=rank, activation=self.activation, depth=self.depth, fusion=self.fusion)  # type: ignore[arg-type]
+        return NobleConfig(
+            rank=rank,
+            activation=self.activation,  # type: ignore[arg-type]
+            depth=self.depth,
+            fusion=self.fusion,
+            share_down=self.share_down,
+        )
 
 
 def check_at_least_1(name: str, value: Any) -> None:

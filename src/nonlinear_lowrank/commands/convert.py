@@ -29,6 +29,8 @@ class ConvertOptions:
     """Number of activations: 1, 2, or 3 (cosine only)."""
     fusion: Literal["add", "gated"] = "add"
     """gated: a learned mixture of linear and branch, in place of their sum."""
+    share_down: Literal["none", "qkv"] = "none"
+    """qkv: query, key and value of an attention share one down projection."""
     up_bias: FlagCreatePairsOff[bool] = False
     """A bias after the up projection."""
     up_init: Literal["zero", "paper"] = "zero"
@@ -62,6 +64,7 @@ def run(arguments: list[str]) -> None:
         activation=options.activation,
         depth=options.depth,
         fusion=options.fusion,
+        share_down=options.share_down,
         up_bias=options.up_bias,
     )
     report = convert(

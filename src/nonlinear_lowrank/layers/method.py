@@ -46,13 +46,16 @@ class Method:
     """(module name, module, config): raises UserError before anything is changed."""
     build: Callable[[str, nn.Module, Any], nn.Module]
     """(module name, plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
+    build_all: Callable[[Mapping[str, nn.Module], Any], Mapping[str, nn.Module]] | None = None
+    """(plain modules by name, config): as `build` of each, for layers that may share tensors; raises UserError. None:
+    they never do."""
     roles: Callable[[nn.Module], Mapping[str, Role]]
     """Roles of the parameters a layer of the method adds, by their name in the layer."""
     flops: Callable[[nn.Module], int]
     """Forward FLOPs per token that a layer adds to the plain one; negative where it saves some."""
-    added: Callable[[nn.Module, Any], tuple[int, int]] | None = None
-    """(plain module, config): parameters and forward FLOPs per token that a layer would add, for methods whose config
-    has a `rank_ratio`; None: no budget can be asked for."""
+    added: Callable[[Mapping[str, nn.Module], Any], tuple[int, int]] | None = None
+    """(plain modules by name, config): parameters and forward FLOPs per token that their layers would add, for methods
+    whose config has a `rank_ratio`; None: no budget can be asked for."""
     plain: Callable[[nn.Module], PlainCost] | None = None
     """What the plain layer cost, for a method whose layers take the place of its weight; None: it is kept."""
     include: str | None = None

@@ -26,7 +26,7 @@ It keeps both terms, d_out wide, for backward, where the sum keeps neither.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +38,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UserError
 from ..ops.cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear
 from .method import Method, Role
+from .noble_sharing import SharedDown, checked_groups, share
 
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
 
@@ -88,6 +89,9 @@ class NobleConfig:
     dropout: float = 0.0
     """Share of the bottleneck's outputs that are zeroed in training. Above 0 the branch keeps some r-wide tensors
     more for backward."""
+    share_down: Literal["none", "qkv"] = "none"
+    """"qkv": query, key and value of an attention, which read the same input, share one noble_down (`noble_sharing`).
+    With rank_ratio a group has the smallest of its ranks. (Not of the paper.)"""
     output_scale: float | None = None
     """Multiplies the layer's output. None: 1; and 2 with fusion="gated" on a pretrained model, which undoes the gate's
     one half exactly, so that the outputs do not change."""
@@ -112,6 +116,8 @@ class NobleConfig:
             raise UserError(f"rank_ratio must be above 0 and below 1, not {self.rank_ratio!r}")
         if self.fusion not in ("add", "gated"):
             raise UserError(f"fusion must be 'add' or 'gated', not {self.fusion!r}")
+        if self.share_down not in ("none", "qkv"):
+            raise UserError(f"share_down must be 'none' or 'qkv', not {self.share_down!r}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         if self.output_scale is not None and not 0 < self.output_scale < float("inf"):
@@ -138,7 +144,7 @@ class NobleConfig:
 class _NobleBranch(nn.Module):
     """The branch's parameters, flat in the layer so that plain checkpoints keep their names."""
 
-    noble_down: nn.Parameter
+    noble_down: nn.Parameter | None
     noble_up: nn.Parameter
     noble_up_bias: nn.Parameter | None
     noble_fusion: nn.Parameter | None
@@ -150,6 +156,8 @@ class _NobleBranch(nn.Module):
         self.noble_config = config
         self.noble_shape = (d_in, d_out)
         self.branch_enabled = True
+        self.noble_shared: SharedDown | None = None
+        self.noble_place = 0
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -187,7 +195,8 @@ class _NobleBranch(nn.Module):
     def reset_branch_parameters(self) -> None:
         """Draws the branch's tensors only."""
         config = self.noble_config
-        init.normal_(self.noble_down, std=self.noble_shape[0] ** -0.5)
+        if self.noble_down is not None:
+            init.normal_(self.noble_down, std=self.noble_shape[0] ** -0.5)
         if config.init == "pretrained":
             init.zeros_(self.noble_up)
         else:
@@ -202,19 +211,31 @@ class _NobleBranch(nn.Module):
             if zero is not None:
                 init.zeros_(zero)
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Called by nn.DataParallel, whose copies could not find their own owner."""
+        if self.noble_shared is not None:
+            raise UserError("share_down does not work with nn.DataParallel; start the processes with torchrun")
+        return super()._replicate_for_data_parallel()  # type: ignore[misc]
+
     def _noble(self, x: Tensor, weight: Tensor) -> Tensor:
         config, lists = self.noble_config, self._branch_lists()
+        down: Tensor | None = self.noble_down
+        h: Tensor | None = None
+        if self.noble_shared is not None:
+            down = None
+            x, h = self.noble_shared.product(x, self.noble_place)
         dropped = config.dropout > 0 and self.training
         if config.fusion == "add" and not dropped:
             biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
             bias = sum(biases[1:], biases[0]) if biases else None
-            y = noble_linear(x, weight, bias, self.noble_down, self.noble_up, *lists, config.activation)
+            y = noble_linear(x, weight, bias, down, self.noble_up, *lists, config.activation, h)
             return y if config.scale == 1 else y * config.scale
         if dropped:
-            u = bottleneck(F.linear(x, self.noble_down), *lists, config.activation)
+            assert down is not None or h is not None
+            u = bottleneck(F.linear(x, down) if down is not None else h, *lists, config.activation)  # type: ignore[arg-type]
             branch = F.linear(F.dropout(u, config.dropout), self.noble_up)
         else:
-            branch = noble_branch(x, self.noble_down, self.noble_up, *lists, config.activation)
+            branch = noble_branch(x, down, self.noble_up, *lists, config.activation, h)
         if self.noble_up_bias is not None:
             branch = branch + self.noble_up_bias.to(branch.dtype)
         y = F.linear(x, weight, self.bias)
@@ -233,6 +254,7 @@ class _NobleBranch(nn.Module):
             f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}, "
             f"rank={self.noble_rank}, activation={config.activation}, depth={config.depth}"
             + (", fusion=gated" if config.fusion == "gated" else "")
+            + (", down projection shared" if self.noble_shared is not None else "")
         )
 
 
@@ -341,10 +363,33 @@ def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
     return layer.train(module.training)
 
 
+def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dict[str, NobleConfig], list[Any]]:
+    """The config of each layer, with the rank of its group, and the groups that share."""
+    configs = dict.fromkeys(modules, config)
+    if config.share_down == "none":
+        return configs, []
+    shapes = {name: _shape(module) for name, module in modules.items()}
+    groups = checked_groups(shapes)
+    for group in groups:
+        rank = min(config.rank_of(*shapes[name]) for name in group)
+        configs |= dict.fromkeys(group, replace(config, rank=rank, rank_ratio=None))
+    return configs, groups
+
+
+def _build_all(modules: Mapping[str, nn.Module], config: NobleConfig) -> dict[str, nn.Module]:
+    configs, groups = _settled(modules, config)
+    layers = {name: _build(module, configs[name]) for name, module in modules.items()}
+    for group in groups:
+        share([layers[name] for name in group])
+    return layers
+
+
 def _roles(module: nn.Module) -> Mapping[str, Role]:
     assert isinstance(module, _NobleBranch)
     config, ratio = module.noble_config, min(module.noble_shape) / module.noble_rank
-    roles = {"noble_down": Role("noble.down"), "noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
+    roles = {"noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
+    if module.noble_down is not None:
+        roles["noble_down"] = Role("noble.down")
     for k in range(1, config.depth):
         roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
     if config.activation == "cosine":
@@ -358,22 +403,28 @@ def _roles(module: nn.Module) -> Mapping[str, Role]:
     return roles
 
 
-def _products(d_in: int, d_out: int, config: NobleConfig) -> int:
+def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:
     """Elements of the branch's matrices: a multiply-add each, for every token."""
     r = config.rank_of(d_in, d_out)
-    return r * (d_in + d_out) + r * r * (config.depth - 1)
+    return r * (has_down * d_in + d_out) + r * r * (config.depth - 1)
 
 
 def _flops(module: nn.Module) -> int:
     assert isinstance(module, _NobleBranch)
-    return 2 * _products(*module.noble_shape, module.noble_config)
+    return 2 * _products(*module.noble_shape, module.noble_config, module.noble_down is not None)
 
 
-def _added(module: nn.Module, config: NobleConfig) -> tuple[int, int]:
-    d_in, d_out = _shape(module)
-    products = _products(d_in, d_out, config)
-    vectors = 2 * config.depth * config.rank_of(d_in, d_out) if config.activation == "cosine" else 0
-    return products + vectors + config.up_bias * d_out + (config.fusion == "gated"), 2 * products
+def _added(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[int, int]:
+    configs, groups = _settled(modules, config)
+    without = {name for group in groups for name in group[1:]}
+    parameters = flops = 0
+    for name, module in modules.items():
+        (d_in, d_out), own = _shape(module), configs[name]
+        products = _products(d_in, d_out, own, name not in without)
+        vectors = 2 * own.depth * own.rank_of(d_in, d_out) if own.activation == "cosine" else 0
+        parameters += products + vectors + own.up_bias * d_out + (own.fusion == "gated")
+        flops += 2 * products
+    return parameters, flops
 
 
 METHOD = Method(
@@ -383,6 +434,7 @@ METHOD = Method(
     is_target=lambda module: type(module) in (nn.Linear, Conv1D),
     check=lambda name, module, config: _check_rank(name, *_shape(module), config),
     build=lambda name, module, config: _build(module, config),
+    build_all=_build_all,
     roles=_roles,
     flops=_flops,
     added=_added,

@@ -5,7 +5,8 @@
     y = x weight^T + bias + u up^T                (T, d_out)
 
 Shapes, here and below: x (..., d_in), weight (d_out, d_in), bias (d_out) or None, down (r, d_in),
-up (d_out, r), each mix (r, r), each frequency and phase (r). A bottleneck of depth n has n activations
+up (d_out, r), each mix (r, r), each frequency and phase (r). Where several branches share one down
+projection, `h` (..., r) is given and `down` is None. A bottleneck of depth n has n activations
 and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty lists otherwise.
 
 `noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
@@ -80,15 +81,16 @@ def noble_linear_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: Sequence[Tensor],
     frequencies: Sequence[Tensor],
     phases: Sequence[Tensor],
     activation: str = "cosine",
+    h: Tensor | None = None,
 ) -> Tensor:
     """The plain formula, term by term; shapes in the module's docstring. Returns (..., d_out)."""
-    u = bottleneck(F.linear(x, down), mixes, frequencies, phases, activation)
+    u = bottleneck(_product(x, down, h), mixes, frequencies, phases, activation)
     return F.linear(x, weight, bias) + F.linear(u, up)
 
 
@@ -96,12 +98,13 @@ def noble_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: Sequence[Tensor],
     frequencies: Sequence[Tensor],
     phases: Sequence[Tensor],
     activation: str = "cosine",
+    h: Tensor | None = None,
 ) -> Tensor:
     """`noble_linear_reference` that keeps only x and `h` (tokens x r) for backward.
 
@@ -111,66 +114,75 @@ def noble_linear(
     Returns:
         (..., d_out).
     """
-    return _run(x, weight, bias, down, up, mixes, frequencies, phases, activation)
+    return _run(x, weight, bias, down, up, mixes, frequencies, phases, activation, h)
 
 
 def noble_branch(
     x: Tensor,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: Sequence[Tensor],
     frequencies: Sequence[Tensor],
     phases: Sequence[Tensor],
     activation: str = "cosine",
+    h: Tensor | None = None,
 ) -> Tensor:
     """`bottleneck(x down^T) up^T`, kept for backward and cast as in `noble_linear`. Returns (..., d_out)."""
-    return _run(x, None, None, down, up, mixes, frequencies, phases, activation)
+    return _run(x, None, None, down, up, mixes, frequencies, phases, activation, h)
+
+
+def _product(x: Tensor, down: Tensor | None, h: Tensor | None) -> Tensor:
+    if down is None:
+        assert h is not None
+        return h
+    return F.linear(x, down)
 
 
 def _run(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: Sequence[Tensor],
     frequencies: Sequence[Tensor],
     phases: Sequence[Tensor],
     activation: str,
+    h: Tensor | None,
 ) -> Tensor:
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
         # each keep a copy of their own.
         dtype = torch.get_autocast_dtype(device)
-        x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
-        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+        x, up = x.to(dtype), up.to(dtype)
+        weight, bias, down, h = (None if each is None else each.to(dtype) for each in (weight, bias, down, h))
         mixes = [mix.to(dtype) for mix in mixes]
     if torch.is_grad_enabled():
-        y, _ = _NobleLinear.apply(x, weight, bias, down, up, activation, len(mixes), *mixes, *frequencies, *phases)
+        y, _ = _NobleLinear.apply(x, weight, bias, down, up, h, activation, len(mixes), *mixes, *frequencies, *phases)
         return y
     if torch.compiler.is_compiling():
         if weight is None:
-            return F.linear(bottleneck(F.linear(x, down), mixes, frequencies, phases, activation), up)
-        return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation)
-    return _forward(x, weight, bias, down, up, list(mixes), list(frequencies), list(phases), activation)[0]
+            return F.linear(bottleneck(_product(x, down, h), mixes, frequencies, phases, activation), up)
+        return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation, h)
+    return _forward(x, weight, bias, down, up, list(mixes), list(frequencies), list(phases), activation, h)[0]
 
 
 class _NobleLinear(torch.autograd.Function):
-    """Saves x, h and the parameters. Inputs: 5 tensors, activation, mixes, then the variable rest."""
+    """Saves x, h and the parameters. Inputs: 6 tensors, activation, mixes, then the variable rest."""
 
     @staticmethod
-    def forward(x, weight, bias, down, up, activation, n_mixes, *rest):
+    def forward(x, weight, bias, down, up, given, activation, n_mixes, *rest):
         mixes, frequencies, phases = _split(rest, n_mixes)
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation)
+        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation, given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _bias, down, up, activation, n_mixes, *rest = inputs
+        x, weight, _bias, down, up, given, activation, n_mixes, *rest = inputs
         _, h = output
         ctx.mark_non_differentiable(h)
-        ctx.save_for_backward(x, h, weight, down, up, *rest)
+        ctx.save_for_backward(x, h if given is None else given, weight, down, up, *rest)
         ctx.activation, ctx.n_mixes = activation, n_mixes
 
     @staticmethod
@@ -183,17 +195,19 @@ class _NobleLinear(torch.autograd.Function):
         mixes, frequencies, phases = _split(rest, ctx.n_mixes)
         needs = ctx.needs_input_grad
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        wanted = [bool(needs[0]), bool(needs[1]), bool(needs[2])]
+        # Without a weight and a down projection the output does not depend on x.
+        wanted = [bool(needs[0]) and not (weight is None and down is None), bool(needs[1]), bool(needs[2])]
         dx, dweight, dbias, *others = run(
             dy, x, h, weight, down, up, mixes, frequencies, phases, ctx.activation, wanted
         )
-        ddown, dup, *drest = others
+        dbranch, dup, *drest = others
         return (
             dx if wanted[0] else None,
             dweight if wanted[1] else None,
             dbias if wanted[2] else None,
-            ddown,
+            dbranch if down is not None else None,
             dup,
+            dbranch if down is None else None,
             None,
             None,
             *drest,
@@ -211,21 +225,22 @@ def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: list[Tensor],
     frequencies: list[Tensor],
     phases: list[Tensor],
     activation: str,
+    h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (..., d_out) and h (tokens, r); the up projection is accumulated into y in place.
+    """y (..., d_out) and h (tokens, r), empty where it was given; the up projection is accumulated into y in place.
 
     Between the products, steps are in place where they can be: on r-wide tensors the number of memory
     passes, not of FLOPs, is the cost (the same in `_backward`).
     """
     x_TI = x.reshape(-1, x.shape[-1])
     y_TO = None if weight is None else F.linear(x_TI, weight, bias)
-    h_TR = F.linear(x_TI, down)
+    h_TR = _product(x_TI, down, h).reshape(-1, up.shape[1])
     u_TR = h_TR
     for layer in range(len(mixes) + 1):
         if layer > 0:
@@ -233,7 +248,7 @@ def _forward(
         argument = _argument(u_TR, frequencies, phases, layer, activation)
         u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
     y_TO = F.linear(u_TR, up) if y_TO is None else y_TO.addmm_(u_TR, up.t())
-    return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR
+    return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
 
 
 def _backward(
@@ -241,7 +256,7 @@ def _backward(
     x: Tensor,
     h: Tensor,
     weight: Tensor | None,
-    down: Tensor,
+    down: Tensor | None,
     up: Tensor,
     mixes: list[Tensor],
     frequencies: list[Tensor],
@@ -249,13 +264,14 @@ def _backward(
     activation: str,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x, weight, bias, down, up, mixes, frequencies, phases; the bottleneck is recomputed.
+    """Gradients of x, weight, bias, down (or of h where there is none), up, mixes, frequencies, phases; the bottleneck
+    is recomputed.
 
     The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
     """
     dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
-    u = h
+    u = h.reshape(-1, up.shape[1])
     for layer in range(len(mixes) + 1):
         if layer > 0:
             u = F.linear(u, mixes[layer - 1])
@@ -288,11 +304,18 @@ def _backward(
     nothing = dy.new_empty(0)
     dx = nothing
     if wanted[0]:
-        dx_TI = du @ down if weight is None else torch.mm(dy_TO, weight).addmm_(du, down)
+        if weight is None:
+            assert down is not None
+            dx_TI = du @ down
+        else:
+            dx_TI = torch.mm(dy_TO, weight)
+            if down is not None:
+                dx_TI.addmm_(du, down)
         dx = dx_TI.view(x.shape)
     dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
     dbias = dy_TO.sum(0) if wanted[2] else nothing
-    return [dx, dweight, dbias, du.t() @ x_TI, dup, *dmixes, *dfrequencies, *dphases]
+    dbranch = du.reshape(h.shape) if down is None else du.t() @ x_TI
+    return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
 
 
 def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> Tensor:
@@ -308,8 +331,8 @@ def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> T
 # Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
 # layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_BRANCH = "Tensor down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
-_LIBRARY.define(f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}) -> (Tensor, Tensor)")
+_BRANCH = "Tensor? down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
+_LIBRARY.define(f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}, Tensor? h=None) -> (Tensor, Tensor)")
 _LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
 _LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
@@ -318,9 +341,9 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x, weight, bias, down, up, mixes, frequencies, phases, activation):
-    tokens = x.numel() // x.shape[-1]
-    return x.new_empty(*x.shape[:-1], up.shape[0]), x.new_empty(tokens, down.shape[0])
+def _(x, weight, bias, down, up, mixes, frequencies, phases, activation, h=None):
+    kept = x.new_empty(x.numel() // x.shape[-1], up.shape[1]) if h is None else x.new_empty(0)
+    return x.new_empty(*x.shape[:-1], up.shape[0]), kept
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
@@ -330,5 +353,5 @@ def _(dy, x, h, weight, down, up, mixes, frequencies, phases, activation, wanted
         x.new_empty(x.shape) if wanted[0] else nothing,
         dy.new_empty(weight.shape) if wanted[1] else dy.new_empty(0),
         dy.new_empty(weight.shape[0]) if wanted[2] else dy.new_empty(0),
-        *(tensor.new_empty(tensor.shape) for tensor in (down, up, *mixes, *frequencies, *phases)),
+        *(each.new_empty(each.shape) for each in (h if down is None else down, up, *mixes, *frequencies, *phases)),
     ]
