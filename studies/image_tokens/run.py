@@ -1,0 +1,94 @@
+"""NOBLE on autoregressive image tokens: Table 4 of noble.txt (section 4.2.2) in small.
+
+    python studies/image_tokens/run.py CIFAR [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
+
+CIFAR is CIFAR-10 as a .npz file (also .npz.xz), as `nlr train --source` takes it; its images are encoded once as 8 x 8
+grids of 512 mean patches. Arms: the baseline with three dense inits, a wider baseline with the parameters of the middle
+rank, and NOBLE at three ranks; width / rank is 16, 8 and 4. Each arm's learning rate is the best of three on seed 0 (at
+the edge of its grid the grid grows, at most twice), then three other seeds. Finished runs are kept in FOLDER and used
+again; record, report and pictures are copied beside this file. `--smoke` takes a few steps of everything and copies
+nothing.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.tasks.image_token_data import ImageTokenData
+from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
+from nonlinear_lowrank.tasks.language_model import GlmBackbone
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+
+HERE = Path(__file__).parent
+RANKS = {"cpu": (8, 16, 32), "gpu": (32, 64, 128)}
+RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (5e-4, 1e-3, 2e-3)}
+# The middle rank's branches have the parameters of so much more GeGLU: (its width) / (the model's).
+WIDER = {"cpu": 3.547, "gpu": 3.473}
+
+
+def recipe(source: Path, size: str, threads: int | None) -> Recipe:
+    """The setting of all arms."""
+    small = size == "cpu"
+    tokens = ImageTokenData(source=str(source), size=32, patch=4, codes=512, classes=10, eval_images=256)
+    if small:
+        backbone = GlmBackbone(layers=4, width=128, heads=4, hidden=352, embedding_std=1.0)
+        train = TrainConfig(steps=360, batch_size=16, lr=4e-3, warmup_steps=36, eval_every=20, save_every=180)
+    else:
+        backbone = GlmBackbone(layers=8, width=512, heads=8, hidden=1376, embedding_std=1.0)
+        train = TrainConfig(steps=6000, batch_size=128, lr=1e-3, warmup_steps=600, eval_every=300, save_every=1500)
+        train = replace(train, bf16=True, compile=True)
+    return Recipe(
+        name=f"image_tokens-{size}",
+        description=f"a GLM of width {backbone.width} and {backbone.layers} layers on 64 codes a CIFAR-10 image",
+        task=ImageTokenTask(tokens=tokens, backbone=backbone),
+        train=replace(train, tracker="none", threads=threads, eval_batch_size=64),
+    )
+
+
+def arms(size: str) -> list[Arm]:
+    """Baselines first."""
+    return [
+        Arm.parse(text)
+        for text in (
+            *("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={WIDER[size]}"),
+            *(f"noble:rank={rank}" for rank in RANKS[size]),
+        )
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cifar", type=Path)
+    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/image_tokens"))
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    base = recipe(given.cifar, given.size, given.threads if given.size == "cpu" else None)
+    if given.smoke:
+        base = replace(base, train=replace(base.train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
+    out = given.work / (f"{given.size}-smoke" if given.smoke else given.size)
+    try:
+        found = compare(
+            base,
+            out,
+            arms=arms(given.size),
+            seeds=1 if given.smoke else given.seeds,
+            tune_lr=RATES[given.size][: 2 if given.smoke else None],
+            resume=out.exists(),
+            timing_rounds=0 if given.smoke else 30,
+            max_extensions=0 if given.smoke else 2,
+            command=f"python studies/image_tokens/run.py CIFAR --size {given.size} --seeds {given.seeds}",
+        )
+    except UserError as error:
+        raise SystemExit(f"{error}") from None
+    if not given.smoke:
+        found.copy_to(HERE, given.size)
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""NOBLE on a masked language model: Table 2 of noble.txt (section 4.1.2) in small.
+
+    python studies/mlm_small/run.py DATA [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
+
+DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, novels joined by lines of '<|endoftext|>', held
+out by novel. Arms: the baseline with three dense inits, a wider baseline with the parameters of the middle rank, and
+NOBLE at three ranks; width / rank is 16, 8 and 4. Each arm's learning rate is the best of three on seed 0 (at the edge
+of the grid it grows, at most twice), then three other seeds. Finished runs are kept in FOLDER and used again; record,
+report and pictures are copied beside this file. `--smoke` takes a few steps of everything and copies nothing.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.tasks.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
+from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+
+HERE = Path(__file__).parent
+RANKS = {"cpu": (8, 16, 32), "gpu": (48, 96, 192)}
+RATES = {"cpu": (2e-3, 4e-3, 8e-3), "gpu": (5e-4, 1e-3, 2e-3)}
+# The middle rank's branches have the parameters of so much more GeGLU: (its width) / (the model's).
+WIDER = {"cpu": 3.594, "gpu": 3.496}
+
+
+def recipe(data: Path, size: str, threads: int | None) -> Recipe:
+    """The setting of all arms."""
+    small = size == "cpu"
+    text = TextData(
+        source=str(data / "train.txt.xz"),
+        valid_source=str(data / "valid.txt.xz"),
+        tokenizer="wordpiece",
+        vocab_size=1024 if small else 8192,
+        sequence_length=128 if small else 512,
+        eval_sequences=128 if small else 1024,
+    )
+    if small:
+        backbone = EncoderBackbone(layers=4, width=128, heads=4, hidden=352, embedding_std=1.0)
+        train = TrainConfig(steps=500, batch_size=8, lr=4e-3, warmup_steps=50, eval_every=25, save_every=250)
+    else:
+        backbone = EncoderBackbone(layers=12, width=768, heads=12, hidden=2048, embedding_std=1.0)
+        train = TrainConfig(steps=10_000, batch_size=64, lr=1e-3, warmup_steps=1000, eval_every=500, save_every=1000)
+        train = replace(train, bf16=True, compile=True)
+    return Recipe(
+        name=f"mlm_small-{size}",
+        description=f"EuroBERT of width {backbone.width} and {backbone.layers} layers on 19th-century English novels",
+        task=MaskedLanguageModelTask(text=text, backbone=backbone),
+        train=replace(train, tracker="none", threads=threads, eval_batch_size=32),
+    )
+
+
+def arms(size: str) -> list[Arm]:
+    """Baselines first."""
+    return [
+        Arm.parse(text)
+        for text in (
+            *("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={WIDER[size]}"),
+            *(f"noble:rank={rank}" for rank in RANKS[size]),
+        )
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/mlm_small"))
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    base = recipe(given.data, given.size, given.threads if given.size == "cpu" else None)
+    if given.smoke:
+        base = replace(base, train=replace(base.train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
+    out = given.work / (f"{given.size}-smoke" if given.smoke else given.size)
+    try:
+        found = compare(
+            base,
+            out,
+            arms=arms(given.size),
+            seeds=1 if given.smoke else given.seeds,
+            tune_lr=RATES[given.size][: 2 if given.smoke else None],
+            resume=out.exists(),
+            timing_rounds=0 if given.smoke else 30,
+            max_extensions=0 if given.smoke else 2,
+            command=f"python studies/mlm_small/run.py DATA --size {given.size} --seeds {given.seeds}",
+        )
+    except UserError as error:
+        raise SystemExit(f"{error}") from None
+    if not given.smoke:
+        found.copy_to(HERE, given.size)
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
