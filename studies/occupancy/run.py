@@ -244,6 +244,7 @@ def main() -> None:
     if arguments.full not in meshes:
         parser.error(f"there is no {arguments.full}.npz in {arguments.meshes}, or --only leaves it out")
     meshes.sort(key=lambda name: name != arguments.full)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     study = Study(arguments)
     for name in STAGES if arguments.stage == "all" else [arguments.stage]:
         stage = STAGES[name]

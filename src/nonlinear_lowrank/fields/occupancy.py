@@ -122,7 +122,7 @@ class OccupancyProblem:
         )
         digest = hashlib.sha256(f"{settings.points} {settings.field}".encode())
         for grid in (self.grid, self.held_out):
-            digest.update(memoryview(np.packbits(grid.inside)))
+            digest.update(np.packbits(grid.inside).tobytes())
         self.fingerprint = digest.hexdigest()
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
