@@ -82,3 +82,34 @@ def test_omega_comes_from_a_published_table_where_it_is_left_open():
 def test_bad_methods_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         FieldMethod(**settings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dense", "dense:init=kaiming_zero", "low-rank:rank=5", "sine:rank=1,omega=200,gain=12.5,init=kaiming_zero",
+     "sine:rank=3,omega=nerf", "sine:rank=3"],
+)  # fmt: skip
+def test_the_short_form_is_read_and_written(text):
+    assert str(FieldMethod.parse(text)) == text
+    assert FieldMethod.parse(str(FieldMethod.parse(text))) == FieldMethod.parse(text)
+
+
+def test_the_short_form_says_what_the_fields_say():
+    found = FieldMethod.parse("sine: rank=5, omega=50, init=kaiming_zero")
+    assert found == FieldMethod(kind="sine", rank=5, omega=50.0, init="kaiming_zero")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sinus:rank=1", "unknown kind 'sinus'"),
+        ("sine:rank", "settings are key=value"),
+        ("sine:rnk=1", "no setting 'rnk'"),
+        ("sine:rank=1.5,omega=3", "rank must be a whole number"),
+        ("sine:rank=1,gain=big", "gain must be a number"),
+        ("low-rank", "need a rank"),
+    ],
+)
+def test_short_forms_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        FieldMethod.parse(text)

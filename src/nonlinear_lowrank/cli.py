@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .commands import COMMANDS
 from .errors import UserError
-from .recipes import RECIPES
+from .recipes import KINDS, RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _help() -> str:
     lines = ["usage: nlr COMMAND ...", "", "commands (nlr COMMAND --help for its options):"]
     lines += [f"  {command.usage:<32} {command.summary}" for command in COMMANDS.values()]
-    for kind in ("train", "finetune"):
+    for kind in KINDS:
         lines += ["", f"recipes (nlr {kind} RECIPE --help for its settings; every one can be given as an option):"]
         lines += [f"  {name:<32} {entry.summary}" for name, entry in RECIPES.items() if entry.command == kind]
     lines += ["", "NLR_DEBUG=1 shows the traceback of any error."]
@@ -100,7 +100,7 @@ def _describe(error: OSError) -> str:
 
 def _how_to_go_on(arguments: Sequence[str]) -> str:
     """What to type after Ctrl-C: the same command, with --resume where there is such a thing."""
-    if not arguments or arguments[0] not in ("train", "finetune", "compare"):
+    if not arguments or arguments[0] not in (*KINDS, "compare"):
         return "nothing was kept"
     again = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
     return f"go on from the last checkpoint with: nlr {shlex.join(again)} --resume"

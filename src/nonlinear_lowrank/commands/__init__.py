@@ -14,6 +14,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command(usage="train RECIPE", summary="train one model: baseline, or with a method"),
     "finetune": Command(usage="finetune RECIPE", summary="tune a pretrained model: an adapter, its head, or all of it"),
+    "fit": Command(usage="fit RECIPE", summary="fit a coordinate network: an image, a shape, a scene"),
     "compare": Command(
         usage="compare RECIPE", summary="train baselines and methods on the same batches; table, picture, report"
     ),

@@ -9,7 +9,7 @@ from typing import Any
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from ..errors import UserError
-from ..recipes import RECIPES, check_name
+from ..recipes import RECIPES, check_name, recipes_of
 from .inspect_rank import run_figures, run_rank
 from .options import parse
 
@@ -66,6 +66,8 @@ def _print_cost(arguments: list[str]) -> None:
         if "/" in options.model or path.suffix:
             raise UserError(f"no such file or folder: {options.model}")
         check_name(options.model)
+    if options.model in recipes_of("fit"):
+        raise UserError(f"{options.model} fits a field, whose size nlr fit and nlr compare print; inspect takes models")
 
     from ..analysis.inspect import format_cost, inspect_model
     from ..tasks.task import AdapterSetup, adapter_setup, tokens_per_example

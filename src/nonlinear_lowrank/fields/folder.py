@@ -8,7 +8,7 @@ from typing import Any
 
 from ..environment import versions
 from ..errors import UserError
-from ..storage import FolderLock, clear_folder, remove_temporaries, write_json
+from ..storage import TEMPORARY, FolderLock, clear_folder, remove_temporaries, write_json
 
 SETTINGS, RESULT, PICTURES, CHECKPOINTS, LOCK = "fit.json", "result.json", "pictures", "checkpoints", ".lock"
 
@@ -41,7 +41,10 @@ class FitFolder:
             raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; name a folder")
-        if not self.path.exists() or all(child.name == LOCK for child in self.path.iterdir()):
+        # what a killed process left of its first write does not count, nor does a lock
+        if not self.path.exists() or all(
+            child.name == LOCK or child.name.startswith(TEMPORARY) for child in self.path.iterdir()
+        ):
             return None
         ours = (self.path / SETTINGS).is_file()
         if not resume and not overwrite:

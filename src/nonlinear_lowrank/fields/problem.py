@@ -48,6 +48,8 @@ class FieldMethod:
         for name, known in (("kind", get_args(Kind)), ("init", get_args(Init))):
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        if isinstance(self.gain, str):
+            raise UserError(f"gain must be a number, not {self.gain!r}")
         meant = {"dense": (), "low-rank": ("rank",), "sine": ("rank", "omega", "gain")}[self.kind]
         for name in ("rank", "omega", "gain"):
             if name not in meant and getattr(self, name) is not None:
@@ -56,6 +58,33 @@ class FieldMethod:
             if self.rank is None:
                 raise UserError(f"{self.kind} linears need a rank, as in {self.kind}:rank=5")
             self._config()
+
+    @classmethod
+    def parse(cls, text: str) -> "FieldMethod":
+        """Reads the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`.
+
+        Raises:
+            UserError: an unknown kind or setting, or a bad value.
+        """
+        kind, _, rest = text.strip().partition(":")
+        settings: dict[str, Any] = {}
+        for option in filter(None, rest.split(",")):
+            key, separator, value = (part.strip() for part in option.partition("="))
+            if not separator or not value:
+                raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
+            if key not in ("rank", "omega", "gain", "init"):
+                raise UserError(f"{kind} linears have no setting {key!r}; there are rank, omega, gain and init")
+            settings[key] = _read(key, value)
+        return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
+
+    def __str__(self) -> str:
+        """The short form; `parse` reads it back."""
+        options = [f"{name}={value:g}" for name in ("rank", "gain") if (value := getattr(self, name)) is not None]
+        if self.omega is not None:
+            options.insert(1, f"omega={self.omega if isinstance(self.omega, str) else format(self.omega, 'g')}")
+        if self.init != "kaiming_sqrt5":
+            options.append(f"init={self.init}")
+        return ":".join(filter(None, (self.kind, ",".join(options))))
 
     def settled(self, table: str) -> "FieldMethod":
         """The method with omega as a number, where it was left open taken from a published table."""
@@ -99,6 +128,14 @@ def dense_linear(
     if bias:
         _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
     return layer
+
+
+def _read(key: str, value: str) -> Any:
+    """A setting's value: a number where it is one, a whole one for the rank."""
+    try:
+        return int(value) if key == "rank" else float(value)
+    except ValueError:
+        return value
 
 
 @torch.no_grad()

@@ -8,12 +8,9 @@ an unknown one, must not wait for torch to be imported.
 import difflib
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..errors import UserError
-
-if TYPE_CHECKING:
-    from ..training.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +24,15 @@ class RecipeEntry:
     summary: str
     """One line for the listing: what is trained, and on what hardware."""
     command: str = "train"
-    """"train" from scratch, or "finetune" a pretrained model; `nlr compare` takes both."""
+    """"train" from scratch, "finetune" a pretrained model, or "fit" a field; `nlr compare` takes all."""
 
 
 def _tuning(module: str, function: str, summary: str) -> RecipeEntry:
     return RecipeEntry(module=module, function=function, summary=summary, command="finetune")
+
+
+def _field(module: str, function: str, summary: str) -> RecipeEntry:
+    return RecipeEntry(module=module, function=function, summary=summary, command="fit")
 
 
 RECIPES: dict[str, RecipeEntry] = {
@@ -119,12 +120,18 @@ RECIPES: dict[str, RecipeEntry] = {
         "instruct", "llama3_commonsense", "Llama-3-8B on commonsense-170k, as published; one large GPU"
     ),
     "llama3-alpaca": _tuning("instruct", "llama3_alpaca", "Llama-3-8B on Alpaca, as published; one large GPU"),
+    "image-demo": _field("fields", "image_demo", "a piece of an embedded photograph; one CPU core, a minute"),
+    "image": _field("fields", "image", "any photograph, whole; one GPU, or CPU cores and patience"),
 }
 
 
+KINDS = {"train": "trains a model from scratch", "finetune": "tunes a pretrained model", "fit": "fits a field"}
+"""Commands with recipes of their own, and what such a recipe does."""
+
+
 def recipes_of(command: str) -> list[str]:
-    """Names of the recipes that a command takes: `train`'s, `finetune`'s, or all of them."""
-    return [name for name, entry in RECIPES.items() if command not in ("train", "finetune") or entry.command == command]
+    """Names of the recipes that a command takes: those of its own, or all of them."""
+    return [name for name, entry in RECIPES.items() if command not in KINDS or entry.command == command]
 
 
 def check_name(name: str, command: str = "") -> None:
@@ -136,12 +143,11 @@ def check_name(name: str, command: str = "") -> None:
         raise UserError(f"unknown recipe {name!r}; {hint}")
     if name not in recipes_of(command):
         own = RECIPES[name].command
-        does = "trains a model from scratch" if own == "train" else "tunes a pretrained model"
-        raise UserError(f"{name} {does}: nlr {own} {name}")
+        raise UserError(f"{name} {KINDS[own]}: nlr {own} {name}")
 
 
-def get_recipe(name: str) -> "Recipe":
-    """Builds a recipe by name.
+def get_recipe(name: str) -> Any:
+    """Builds a recipe by name: a `training.recipe.Recipe`, or of a field a `fields.recipe.FieldRecipe`.
 
     Raises:
         UserError: there is no recipe of that name; the message names the nearest.

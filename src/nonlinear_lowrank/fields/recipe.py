@@ -1,0 +1,25 @@
+"""A field to fit and what it is compared with, by name (`recipes`)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .problem import FieldMethod
+from .step import FitConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldRecipe:
+    """What `nlr fit` fits, and what `nlr compare` compares."""
+
+    name: str
+    description: str = ""
+    problem: Any
+    """Settings with `prepare()` (`problem.ProblemSettings`)."""
+    method: FieldMethod
+    """What `nlr fit` fits unless it is told otherwise."""
+    train: FitConfig
+    arms: tuple[str, ...] = ()
+    """Short forms of the methods that are compared (`compare.field_plan.FieldArm`)."""
+    seeds: int = 3
+    tune_lr: tuple[float, ...] = ()
+    """Rates that every arm is tuned over; empty: the recipe's."""

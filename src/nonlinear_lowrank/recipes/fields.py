@@ -1,0 +1,55 @@
+"""Fields: images as coordinate networks (sine_lowrank.txt, sections 4.3 and 4.4, gives the method, not this task).
+
+Each is compared dense, low-rank and sine low-rank at the same ranks, so that a rate-distortion curve of each kind and
+the distance between them come out. Both Kaiming inits are tried for every arm.
+"""
+
+from ..fields.image import ImageSettings
+from ..fields.problem import FieldMethod
+from ..fields.recipe import FieldRecipe
+from ..fields.step import FitConfig
+from . import RECIPES
+
+
+def image_demo() -> FieldRecipe:
+    """A piece of an embedded photograph, 96 pixels by side, in a network of four layers.
+
+    Command: `nlr fit image-demo`, or `nlr compare image-demo`; another image by `--source photo.png --crop 0`.
+    Hardware: one CPU core, 1 GB of memory, no network.
+    Time: see docs/fields.md; the comparison stops before five minutes (--max-minutes 4).
+    Expect: a few dB more from rank 1 to rank 20. It shows the tool at work, and is no evidence.
+    """
+    return FieldRecipe(
+        name="image-demo",
+        description=RECIPES["image-demo"].summary,
+        problem=ImageSettings(source="china", crop=192, size=96, points=2048),
+        method=FieldMethod(kind="sine", rank=5, omega=50.0),
+        train=FitConfig(steps=300, lr=3e-3, save_every=100),
+        arms=_arms((1, 2, 5, 20)),
+        seeds=1,
+    )
+
+
+def image() -> FieldRecipe:
+    """A whole photograph, in the network that the paper fits shapes with.
+
+    Command: `nlr fit image --source photo.png`, or `nlr compare image --source photo.png`.
+    Hardware: one GPU, or CPU cores and hours.
+    Time: not measured by us.
+    Expect: not measured by us; studies/images has what Kodak's photographs gave.
+    """
+    return FieldRecipe(
+        name="image",
+        description=RECIPES["image"].summary,
+        problem=ImageSettings(points=16384),
+        method=FieldMethod(kind="sine", rank=20, omega=20.0),
+        train=FitConfig(steps=10_000, lr=3e-3, save_every=1000),
+        arms=_arms((1, 2, 5, 20)),
+        seeds=3,
+        tune_lr=(1e-3, 3e-3, 1e-2),
+    )
+
+
+def _arms(ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Dense, then low-rank and sine side by side; omega by the published table for shapes."""
+    return ("dense", *(f"{kind}:rank={rank}" for rank in ranks for kind in ("low-rank", "sine")))
