@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
-from .options import is_main_process, parse_recipe
+from ..recipes import RECIPES
+from .options import is_main_process, parse_recipe, take_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -46,6 +47,11 @@ class CompareOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Compares and prints the table."""
+    if RECIPES[take_recipe(arguments, "compare")[0]].command == "fit":
+        from .compare_fields import run_fields
+
+        run_fields(arguments)
+        return
     recipe, options = parse_recipe(
         CompareOptions,
         arguments,

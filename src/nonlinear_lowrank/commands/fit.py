@@ -1,12 +1,12 @@
 """`nlr fit RECIPE`: a coordinate network for an image, a shape or a scene."""
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
-from .options import parse, take_recipe
+from .options import parse_recipe
 
 Problem = TypeVar("Problem")
 Train = TypeVar("Train")
@@ -33,16 +33,13 @@ class FitOptions(Generic[Problem, Train]):
 
 def run(arguments: list[str]) -> None:
     """Fits and prints the scores and where the files are."""
-    name, rest = take_recipe(arguments, "fit")
-
-    from ..recipes import get_recipe, recipe_function
-
-    recipe = get_recipe(name)
-    default: FitOptions[Any, Any] = FitOptions(
-        out=f"runs/{name}", method=str(recipe.method), problem=recipe.problem, train=recipe.train
+    recipe, options = parse_recipe(
+        FitOptions,
+        arguments,
+        command="fit",
+        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "method": str(recipe.method)},
+        nested=("problem", "train"),
     )
-    kind: Any = FitOptions[type(recipe.problem), type(recipe.train)]  # type: ignore[misc]
-    options = parse(kind, rest, command=f"fit {name}", description=recipe_function(name).__doc__ or "", default=default)
 
     from dataclasses import asdict
 
@@ -53,13 +50,13 @@ def run(arguments: list[str]) -> None:
     if options.resume and options.overwrite:
         raise UserError("--resume keeps what is in --out and --overwrite deletes it; choose one")
     result = fit(
-        options.problem.prepare(),
+        recipe.problem.prepare(),
         method,
-        options.train,
+        recipe.train,
         options.out,
         resume=options.resume,
         overwrite=options.overwrite,
-        about=asdict(options.problem),
+        about=asdict(recipe.problem),
     )
     numbers = ", ".join(f"{each.replace('_', ' ')} {value:.4g}" for each, value in result.metrics.items())
     print(f"{numbers} after {result.steps} steps; {result.parameters:,} parameters, {method}")

@@ -7,15 +7,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
 from ..errors import UserError
 from ..recipes import check_name, get_recipe, recipe_function, recipes_of
-
-if TYPE_CHECKING:
-    from ..training.recipe import Recipe
 
 Options = TypeVar("Options")
 
@@ -80,32 +77,39 @@ def parse(
 
 
 def parse_recipe(
-    options: Any, arguments: Sequence[str], *, command: str, defaults: "Callable[[Recipe], dict[str, Any]]"
-) -> "tuple[Recipe, Any]":
-    """Reads `RECIPE --option ...`: what `nlr train`, `nlr finetune` and `nlr compare` share.
+    options: Any,
+    arguments: Sequence[str],
+    *,
+    command: str,
+    defaults: Callable[[Any], dict[str, Any]],
+    nested: tuple[str, ...] = ("task", "train"),
+) -> tuple[Any, Any]:
+    """Reads `RECIPE --option ...`: what the commands that take a recipe share.
 
     Args:
-        options: the command's dataclass, generic in the kinds of its fields `task` and `train`.
+        options: the command's dataclass, generic in the kinds of its nested fields.
         arguments: what follows the command's name.
         command: the command's name.
         defaults: the other fields' values where the command line does not name them.
+        nested: the recipe's own settings that are options.
 
     Returns:
-        The recipe with the task and the training that were asked for, and the options.
+        The recipe with the settings that were asked for, and the options.
 
     Raises:
         UserError: no such recipe, or `parse` refuses the rest.
     """
     name, rest = take_recipe(arguments, command)
     recipe = get_recipe(name)
+    own = {each: getattr(recipe, each) for each in nested}
     parsed: Any = parse(
-        options[type(recipe.task), type(recipe.train)],
+        options[tuple(type(value) for value in own.values())],
         rest,
         command=f"{command} {name}",
         description=recipe_function(name).__doc__,
-        default=options(**defaults(recipe), task=recipe.task, train=recipe.train),
+        default=options(**defaults(recipe), **own),
     )
-    return replace(recipe, task=parsed.task, train=parsed.train), parsed
+    return replace(recipe, **{each: getattr(parsed, each) for each in nested}), parsed
 
 
 def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:

@@ -7,6 +7,8 @@ import io
 import os
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..storage import TEMPORARY
@@ -14,6 +16,17 @@ from ..storage import TEMPORARY
 # Okabe and Ito's palette: told apart by colour-blind readers. Greys are kept for the baselines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
 GREYS = ("#222222", "#777777", "#A0A0A0", "#BBBBBB")
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """One plot of so many inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from .canvas import COLOURS, GREYS, save
+from .canvas import COLOURS, GREYS, new_figure, save
 
 _MARKERS = "osD^vP"
 
@@ -106,7 +103,7 @@ def plot_curves(
         title: heading of the picture.
         y_label: with the unit of the loss.
     """
-    figure, axes = _figure(8.0, 5.0)
+    figure, axes = new_figure(8.0, 5.0)
     last = max((point[0] for arm in arms for curve in arm.curves for point in curve), default=0.0)
     greys = colours = 0
     drawn = False
@@ -156,7 +153,7 @@ def plot_rate_sweep(
         title: heading of the picture.
         y_label: with the unit of the loss.
     """
-    figure, axes = _figure(7.0, 4.5)
+    figure, axes = new_figure(7.0, 4.5)
     greys = colours = 0
     rates: set[float] = set()
     for index, (name, sweep) in enumerate(sweeps.items()):
@@ -218,7 +215,7 @@ def plot_ablation(
         title: heading of the picture.
         x_label: with the unit of the delta.
     """
-    figure, axes = _figure(7.5, 1.2 + 0.38 * len(bars))
+    figure, axes = new_figure(7.5, 1.2 + 0.38 * len(bars))
     groups = list(dict.fromkeys(bar.group for bar in bars))
     named: set[str] = set()
     for row, bar in enumerate(bars):
@@ -240,13 +237,3 @@ def plot_ablation(
     if named - {""}:
         axes.legend(frameon=False, fontsize=9)
     save(figure, path)
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.5)
-    axes.set_axisbelow(True)
-    return figure, axes

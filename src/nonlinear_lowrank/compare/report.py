@@ -224,7 +224,9 @@ def score_name(results: Record) -> str:
     return "final loss" if _by_loss(results) else _metric(results)["name"]
 
 
-def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table as Markdown has it; the cells' bars are escaped."""
+
     def line(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -375,26 +377,26 @@ def render_report(results: Record) -> str:
     n, reference = results["n"], results["reference"]
     parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
     parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
-    parts += [*_score_section(results), _markdown_table(*_score_table(results))]
+    parts += [*_score_section(results), markdown_table(*_score_table(results))]
     if training_rows(results):
-        parts += ["## Training loss", _TRAINING_TEXT, _markdown_table(_TRAINING_HEAD, training_rows(results))]
-    parts += ["## Speed", _markdown_table(*_speed_table(results))]
+        parts += ["## Training loss", _TRAINING_TEXT, markdown_table(_TRAINING_HEAD, training_rows(results))]
+    parts += ["## Speed", markdown_table(*_speed_table(results))]
     if _some_not_reached(results):
         parts += ["At the lowest loss that both reach (below 1x is slower):"]
-        parts += [_markdown_table(_MATCHED_HEAD, matched_rows(results))]
+        parts += [markdown_table(_MATCHED_HEAD, matched_rows(results))]
     parts += ["![evaluation curves](curves.png)", _curve_caption(results)]
     others = [name for name in results["against"] if name != reference]
     if others:
         parts += ["## Against each control"]
         speeds = ("step speedup [95 %]", "matched speedup [95 %]") if _by_loss(results) else ()
-        parts += [_markdown_table(("arm", "against", *_DELTA_HEAD, *speeds), list(_control_rows(results, others)))]
+        parts += [markdown_table(("arm", "against", *_DELTA_HEAD, *speeds), list(_control_rows(results, others)))]
     if any(arm["tuning"] for arm in results["arms"]):
         parts += [
             "## Learning rates",
             _tuning_text(results),
             f"![{_metric(results)['name']} against learning rate](rates.png)",
         ]
-    parts += ["## Every run", _markdown_table(*_run_table(results))]
+    parts += ["## Every run", markdown_table(*_run_table(results))]
     parts += ["## Settings", _settings_text(results)]
     parts += ["## How to repeat", f"```\n{results['command']}\n```"]
     parts += ["The same command with `--resume` goes on where it stopped and reuses every finished run."]
@@ -449,7 +451,7 @@ def _tuning_text(results: Record) -> str:
         rows.append((arm["name"], *cells, f"{_rate(arm)} ({arm['lr_source']})"))
     what = "Final loss" if _by_loss(results) else f"{_metric(results)['name'].capitalize()} on held-out examples"
     intro = f"{what} on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
-    return intro + "\n\n" + _markdown_table(head, rows)
+    return intro + "\n\n" + markdown_table(head, rows)
 
 
 def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

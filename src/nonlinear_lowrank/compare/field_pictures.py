@@ -1,0 +1,99 @@
+"""Pictures of a comparison of fields: score against size, and the fitted things side by side."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .canvas import COLOURS, GREYS, new_figure, save
+
+_NAMES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
+_STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}
+
+
+def score_label(results: Mapping[str, Any]) -> str:
+    """The score's name and unit, as it stands at axes and over columns."""
+    name = results["score"].replace("_", " ").upper() if len(results["score"]) < 5 else results["score"]
+    return f"{name} ({results['unit']})" if results["unit"] else name
+
+
+def plot_rates(path: Path, results: Mapping[str, Any]) -> None:
+    """Score against size, a curve for each kind of linears (as in Figure 5b of sine_lowrank.txt).
+
+    Args:
+        path: the PNG to write.
+        results: what `results.json` holds. Error bars are standard deviations over seeds; arms that are not on their
+            kind's curve (other omegas) are drawn pale.
+    """
+    figure, axes = new_figure(7.0, 4.5)
+    for kind, (colour, marker) in _STYLES.items():
+        arms = [arm for arm in results["arms"] if arm["method"]["kind"] == kind and arm["mean"] is not None]
+        names = results["rate_distortion"].get(kind, [arm["name"] for arm in arms])
+        for on_curve in (True, False):
+            chosen = [arm for arm in arms if (arm["name"] in names) == on_curve]
+            if not chosen:
+                continue
+            chosen.sort(key=lambda arm: arm["rate"])
+            rates, means = [arm["rate"] for arm in chosen], [arm["mean"] for arm in chosen]
+            axes.errorbar(
+                rates,
+                means,
+                yerr=[arm["sd"] or 0.0 for arm in chosen],
+                color=colour,
+                marker=marker,
+                linestyle="-" if on_curve and kind != "dense" else "none",
+                alpha=1.0 if on_curve else 0.35,
+                capsize=3,
+                label=kind if on_curve else None,
+            )
+            if on_curve:
+                for arm in chosen:
+                    text = "" if arm["method"]["rank"] is None else f"k={arm['method']['rank']}"
+                    place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, -11), "fontsize": 8}
+                    axes.annotate(text, (arm["rate"], arm["mean"]), color=colour, **place)
+    axes.set_xscale("log")
+    axes.set_xlabel(_NAMES[results["rate"]])
+    axes.set_ylabel(score_label(results))
+    axes.set_title(f"{results['problem']}, n = {results['n']}")
+    if any(arm["mean"] is not None for arm in results["arms"]):
+        axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def plot_strip(
+    path: Path,
+    results: Mapping[str, Any],
+    truth: np.ndarray,
+    shown: Sequence[tuple[Mapping[str, Any], float, np.ndarray]],
+) -> None:
+    """Ground truth and every arm, low-rank above sine at the same rank (Figures 6 and 8 of sine_lowrank.txt).
+
+    Args:
+        path: the PNG to write.
+        results: what `results.json` holds.
+        truth: (height, width, 3) uint8.
+        shown: for each arm its record, the score of the fit that is shown, and its picture, of truth's size.
+    """
+    rows: list[list[tuple[str, np.ndarray]]] = [[("ground truth", truth)], []]
+    unit = results["unit"] and f" {results['unit']}"
+    for record, value, picture in shown:
+        kind = record["method"]["kind"]
+        label = f"{record['name']}\n{value:.4g}{unit}, {record['percent']:.3g} %"
+        rows[1 if kind == "sine" or (kind == "dense" and not rows[1]) else 0].append((label, picture))
+    rows = [row for row in rows if row]
+    columns = max(map(len, rows))
+    height, width = truth.shape[:2]
+    cell = 2.2
+    figure = Figure(figsize=(cell * columns, len(rows) * (cell * height / width + 0.45)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for row, cells in enumerate(rows):
+        for column, (label, picture) in enumerate(cells):
+            grid[row, column].imshow(picture, interpolation="nearest")
+            grid[row, column].set_title(label, fontsize=8)
+    save(figure, path)

@@ -1,0 +1,179 @@
+"""What is compared of fields, and in which folder: arms, the checked plan, and the rules for using a folder."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from ..environment import versions
+from ..errors import UserError
+from ..fields.folder import flatten, read_json
+from ..fields.problem import FieldMethod, Init
+from ..fields.recipe import FieldRecipe
+from ..storage import TEMPORARY, FolderLock, clear_folder, describe_disk_error, write_json
+from .folder import tidy
+
+MARKER = "fields.json"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What may differ between the runs of one folder: rate and seed are in each run's path, the others change no number,
+# or only by rounding.
+_FREE = {
+    *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldArm:
+    """One method of a comparison, with what is tuned of it.
+
+    Raises:
+        UserError: see `FieldMethod`; or a rate or name that is none.
+    """
+
+    method: FieldMethod
+    """With its first init."""
+    inits: tuple[Init, ...] = get_args(Init)
+    """Of which the arm takes its best."""
+    lr: float | None = None
+    """The arm's rate; None: tuned, or the recipe's."""
+    name: str = ""
+    """In tables, pictures and folders; empty: made from the method."""
+
+    def __post_init__(self) -> None:
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise UserError(f"lr must be a finite number above 0, not {self.lr!r}")
+        if not self.name:
+            words = str(replace(self.method, init="kaiming_sqrt5")).replace("rank=", "k").replace("omega=", "w")
+            chosen = "" if len(self.inits) > 1 else f"-{self.inits[0]}"
+            object.__setattr__(self, "name", re.sub(r"[^A-Za-z0-9._-]+", "-", words) + chosen)
+        if not _NAME.fullmatch(self.name):
+            raise UserError(f"the arm's name {self.name!r} must be made of letters, digits, '.', '_' and '-'")
+
+    @classmethod
+    def parse(cls, text: str) -> "FieldArm":
+        """Reads `FieldMethod`'s short form with `lr=` and `name=` beside it; without `init=` both inits are tried."""
+        kind, _, rest = text.strip().partition(":")
+        own: dict[str, str] = {}
+        left = []
+        for option in filter(None, rest.split(",")):
+            key, _, value = option.partition("=")
+            if key.strip() in ("lr", "name"):
+                own[key.strip()] = value.strip()
+            else:
+                left.append(option)
+        method = FieldMethod.parse(":".join(filter(None, (kind, ",".join(left)))))
+        inits = (method.init,) if any(each.partition("=")[0].strip() == "init" for each in left) else get_args(Init)
+        try:
+            rate = float(own["lr"]) if "lr" in own else None
+        except ValueError:
+            raise UserError(f"lr must be a number, not {own['lr']!r}, in the arm {text!r}") from None
+        return cls(method=replace(method, init=inits[0]), inits=inits, lr=rate, name=own.get("name", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldPlan:
+    """The checked arguments of `compare_fields`."""
+
+    arms: tuple[FieldArm, ...]
+    seeds: tuple[int, ...]
+    tuning_seed: int
+    grid: tuple[float, ...]
+    settings: dict[str, Any]
+
+    @classmethod
+    def make(
+        cls, recipe: FieldRecipe, arms: Sequence[FieldArm] | None, seeds: int | None, tune_lr: Sequence[float] | None
+    ) -> "FieldPlan":
+        """Raises UserError for arms, rates or seeds that make no comparison."""
+        chosen = tuple(arms) if arms is not None else tuple(FieldArm.parse(text) for text in recipe.arms)
+        count = recipe.seeds if seeds is None else seeds
+        grid = tuple(sorted(tidy(rate) for rate in (recipe.tune_lr if tune_lr is None else tune_lr)))
+        names = [arm.name for arm in chosen]
+        if len(chosen) < 2:
+            raise UserError("a comparison needs at least two arms, such as: low-rank:rank=5 sine:rank=5,omega=50")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UserError(f"seeds must be a whole number of at least 1, not {count!r}")
+        if any(not 0 < rate < float("inf") for rate in grid):
+            raise UserError("every rate of tune_lr must be a finite number above 0")
+        if len(grid) == 1 or len(set(grid)) < len(grid):
+            raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
+        first = recipe.train.seed + 1
+        flat = flatten({"problem": asdict(recipe.problem), "train": asdict(recipe.train)})
+        return cls(
+            arms=chosen,
+            seeds=tuple(range(first, first + count)),
+            tuning_seed=recipe.train.seed,
+            grid=grid,
+            settings={name: value for name, value in flat.items() if name not in _FREE},
+        )
+
+    def choices(self, arm: FieldArm, default: float) -> list[tuple[Init, float]]:
+        """What an arm is tuned over: its inits, and the rates unless it has its own."""
+        rates = (tidy(arm.lr),) if arm.lr is not None else self.grid or (tidy(default),)
+        return [(init, rate) for init in arm.inits for rate in rates]
+
+
+def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, overwrite: bool) -> None:
+    """Refuses a folder that is not ours to go on with or to replace; changes nothing."""
+    if resume and overwrite:
+        raise UserError("--resume keeps what is there and --overwrite deletes it; choose one")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder")
+    if not out.exists() or all(file.name == ".lock" or file.name.startswith(TEMPORARY) for file in out.iterdir()):
+        return
+    if not resume and not overwrite:
+        raise UserError(f"{out} is not empty; choose another folder, --resume to go on or --overwrite to replace")
+    if not (out / MARKER).is_file():
+        raise UserError(f"{out} holds no comparison of fields (it has no {MARKER}); choose another folder")
+    if overwrite:
+        return
+    former = read_json(out / MARKER)
+    mend = "use the former value, another folder, or --overwrite"
+    for name in sorted(set(former["settings"]) | set(plan.settings)):
+        old, new = former["settings"].get(name, "(absent)"), _plain(plan.settings.get(name, "(absent)"))
+        if old != new:
+            raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
+    if former["fingerprint"] != fingerprint:
+        raise UserError(f"the runs in {out} were fitted to other data; bring it back or use another folder")
+    for name, now in arm_settings(plan.arms).items():
+        then = former["arms"].get(name, now)
+        if then != now:
+            raise UserError(f"arm {name!r} was {then!r} in {out} and is {now!r} now; {mend}")
+
+
+def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool) -> FolderLock:
+    """Makes the folder and its marker; with `overwrite` first deletes what is in it.
+
+    Raises:
+        UserError: it cannot be written, or another process compares in it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(out)
+        if overwrite:
+            clear_folder(out, last=MARKER, keep=".lock")
+        arms = arm_settings(plan.arms)
+        if (out / MARKER).is_file():
+            arms = read_json(out / MARKER)["arms"] | arms
+        settings = {name: _plain(value) for name, value in plan.settings.items()}
+        write_json(
+            out / MARKER, {"settings": settings, "fingerprint": fingerprint, "arms": arms, "versions": versions()}
+        )
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error
+    return lock
+
+
+def arm_settings(arms: Iterable[FieldArm]) -> dict[str, str]:
+    """What an arm is, without init and rate, which are in each run's path."""
+    return {arm.name: str(replace(arm.method, init="kaiming_sqrt5")) for arm in arms}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,306 @@
+"""Fields side by side: every arm at its best init and rate, over seeds, with rate-distortion curves and pictures.
+
+Order of work: read the data; build every arm (a bad one fails before anything is written); time interleaved steps;
+tune each arm's init and rate on a seed of its own; then seed by seed, every arm within a seed, so that stopping after
+any seed leaves all arms with the same n. After each seed the record, the pictures and the report are written anew.
+
+    out/fields.json    the settings that every run in this folder shares
+    out/runs/<arm>/<init>/lr-<rate>/seed-<k>/    one fit each (`fields.fit`)
+    out/results.json   the record      out/report.md, out/rate.png, out/strip.png    made from it
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from ..analysis.timing import interleaved_step_times
+from ..errors import DivergedError
+from ..fields.fit import FitResult, build, fit, load_weights
+from ..fields.folder import read_json
+from ..fields.problem import FieldMethod, Init, Problem
+from ..fields.recipe import FieldRecipe
+from ..fields.step import Stepper
+from ..storage import TEMPORARY, write_json
+from .field_pictures import plot_rates, plot_strip
+from .field_plan import FieldArm, FieldPlan, check_folder, open_folder
+from .field_record import FieldArmRecord, FieldRun, build_record
+from .field_report import render_report, render_table
+from .record import command_line
+
+_DIVERGED = "diverged.json"
+
+
+@dataclass(frozen=True)
+class FieldComparison:
+    """What `compare_fields` hands back: the record, and the folder that it is written in."""
+
+    out: Path
+    results: dict[str, Any] = field(repr=False)
+
+    def copy_to(self, folder: Path | str, name: str) -> None:
+        """Copies what a reader needs, without the runs: `name`.md, .json, -rate.png, -strip.png.
+
+        Args:
+            folder: an existing folder, of a study for example. Files of these names in it are replaced.
+            name: how the files' names begin.
+        """
+        folder = Path(folder)
+        text = (self.out / "report.md").read_text(encoding="utf-8")
+        for picture in ("rate.png", "strip.png"):
+            text = text.replace(f"({picture})", f"({name}-{picture})")
+            shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
+        shutil.copyfile(self.out / "results.json", folder / f"{name}.json")
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+    def __str__(self) -> str:
+        return f"{render_table(self.results)}\nIn {self.out}: report.md, rate.png, strip.png, results.json"
+
+
+def compare_fields(
+    recipe: FieldRecipe,
+    out: Path | str,
+    *,
+    arms: Sequence[FieldArm] | None = None,
+    seeds: int | None = None,
+    tune_lr: Sequence[float] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    max_seconds: float | None = None,
+    timing_rounds: int = 20,
+    quiet: bool = False,
+    command: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FieldComparison:
+    """Fits every arm over the same seeds, each at its best init and rate, and compares sine with plain low rank.
+
+    Args:
+        recipe: problem and optimization, shared by all arms; its `arms`, `seeds` and `tune_lr` are the defaults of the
+            arguments of those names.
+        out: folder for the runs and the report; new or empty, unless `resume` or `overwrite`.
+        arms: at least two, with names of their own.
+        seeds: number of paired seeds. Tuning uses `recipe.train.seed`, the comparison the seeds that follow it.
+        tune_lr: rates to try for every arm that names none; empty means the recipe's. An arm with one choice of init
+            and rate is not tuned.
+        resume: go on in `out`: finished fits are used as they are, a half-done one goes on from its checkpoint. Arms
+            and seeds may be added.
+        overwrite: delete what a former comparison wrote to `out`.
+        max_seconds: no new seed and no new tuning fit is begun that would not end within this time, by the slowest fit
+            so far. The first choice of every arm and the first seed always run.
+        timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        quiet: print nothing.
+        command: how to repeat this, for the report; by default this process' own command line.
+        clock: seconds, for `max_seconds`.
+
+    Raises:
+        UserError: arms, rates or seeds that make no comparison, data that are not what they should be, a folder that
+            may not be used. Nothing has been written then.
+    """
+    started, out = clock(), Path(out)
+    plan = FieldPlan.make(recipe, arms, seeds, tune_lr)
+    problem = recipe.problem.prepare()
+    check_folder(out, plan, problem.fingerprint, resume=resume, overwrite=overwrite)
+    sizes = {arm.name: _size(build(problem, arm.method, plan.tuning_seed)) for arm in plan.arms}
+    dense = _size(build(problem, FieldMethod(), plan.tuning_seed))
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
+    try:
+        runs = _Runs(problem, recipe, out, console)
+        notes: list[str] = []
+        times = _step_times(problem, plan, recipe, timing_rounds) if timing_rounds else None
+
+        def time_for(arms: Sequence[FieldArm]) -> bool:
+            return max_seconds is None or clock() - started + runs.expected(arms) < max_seconds
+
+        tuned = _tune(plan, recipe, runs, time_for, notes)
+        best = {arm.name: _chosen(arm, tuned[arm.name], notes) for arm in plan.arms}
+
+        def publish() -> FieldComparison:
+            records = []
+            for arm in plan.arms:
+                choice = best[arm.name]
+                found = [] if choice is None else [runs.find(arm, *choice, seed) for seed in plan.seeds]
+                records.append(
+                    FieldArmRecord(
+                        name=arm.name,
+                        method=arm.method,
+                        choice=choice,
+                        parameters=sizes[arm.name],
+                        runs=tuple(run for run in found if run is not None),
+                        tuning=tuple(tuned[arm.name]),
+                    )
+                )
+            results = build_record(
+                name=recipe.name,
+                problem=problem.name,
+                settings={**plan.settings, "tune_lr": list(plan.grid), "train.lr": recipe.train.lr},
+                fingerprint=problem.fingerprint,
+                arms=records,
+                dense=dense,
+                seeds=plan.seeds,
+                tuning_seed=plan.tuning_seed,
+                times=times,
+                notes=notes,
+                command=command or command_line(),
+                seconds=clock() - started,
+            )
+            _write(out, results, problem, runs, plan)
+            return FieldComparison(out, results)
+
+        going = [(arm, choice) for arm in plan.arms if (choice := best[arm.name]) is not None]
+        for index, seed in enumerate(plan.seeds):
+            missing = [(arm, choice) for arm, choice in going if runs.find(arm, *choice, seed) is None]
+            if index > 0 and missing and not time_for([arm for arm, _ in missing]):
+                notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
+                break
+            for arm, choice in missing:
+                runs.get(arm, *choice, seed, f"seed {index + 1} of {len(plan.seeds)}")
+            if missing and index + 1 < len(plan.seeds):
+                publish()
+        return publish()
+    finally:
+        lock.release()
+
+
+class _Runs:
+    """The fits of one folder: found when they are finished, fitted when they are not."""
+
+    def __init__(self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console) -> None:
+        self.problem, self.recipe, self.out, self.console = problem, recipe, out, console
+        self._slowest: dict[str, float] = {}
+
+    def folder(self, arm: FieldArm, init: Init, rate: float, seed: int) -> Path:
+        return self.out / "runs" / arm.name / init / f"lr-{rate:.6g}" / f"seed-{seed}"
+
+    def expected(self, arms: Sequence[FieldArm]) -> float:
+        """Seconds of one fit of each, by the slowest so far."""
+        slowest = max(self._slowest.values(), default=0.0)
+        return 1.1 * sum(self._slowest.get(arm.name, slowest) for arm in arms)
+
+    def find(self, arm: FieldArm, init: Init, rate: float, seed: int) -> FieldRun | None:
+        folder = self.folder(arm, init, rate, seed)
+        if (folder / _DIVERGED).is_file():
+            return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED)["step"])
+        if not (folder / "result.json").is_file():
+            return None
+        found = read_json(folder / "result.json")
+        self._slowest[arm.name] = max(self._slowest.get(arm.name, 0.0), found["seconds"])
+        return FieldRun(
+            init=init,
+            lr=rate,
+            seed=seed,
+            score=found["score"],
+            metrics=found["metrics"],
+            curve=found["curve"],
+            seconds=found["seconds"],
+        )
+
+    def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
+        """The finished fit. One that diverges is a result too."""
+        if (found := self.find(arm, init, rate, seed)) is not None:
+            return found
+        folder = self.folder(arm, init, rate, seed)
+        title = f"{arm.name}, {init}, rate {rate:g}, {place}"
+        try:
+            result: FitResult | None = fit(
+                self.problem,
+                replace(arm.method, init=init),
+                replace(self.recipe.train, lr=rate, seed=seed),
+                folder,
+                resume=folder.exists(),
+                quiet=True,
+                pictures=False,
+                about=asdict(self.recipe.problem),
+            )
+        except DivergedError as error:
+            result = None
+            write_json(folder / _DIVERGED, {"step": error.step})
+        line = "diverged" if result is None else f"{result.score} {result.value:.4g}, {result.seconds:.1f} s"
+        self.console.print(f"{title}: {line}", soft_wrap=True, markup=False)
+        run = self.find(arm, init, rate, seed)
+        assert run is not None
+        return run
+
+    def model(self, arm: FieldArm, run: FieldRun) -> nn.Module:
+        """A finished fit's network."""
+        model = build(self.problem, replace(arm.method, init=run.init), run.seed)
+        load_weights(model, self.folder(arm, run.init, run.lr, run.seed))
+        return model.eval()
+
+
+def _tune(
+    plan: FieldPlan,
+    recipe: FieldRecipe,
+    runs: _Runs,
+    time_for: Callable[[Sequence[FieldArm]], bool],
+    notes: list[str],
+) -> dict[str, list[FieldRun]]:
+    """Every choice of every arm on the tuning seed, choice by choice; an arm with one choice has no tuning."""
+    choices = {arm.name: plan.choices(arm, recipe.train.lr) for arm in plan.arms}
+    tried: dict[str, list[FieldRun]] = {arm.name: [] for arm in plan.arms}
+    for arm in plan.arms:
+        if len(choices[arm.name]) == 1:
+            init, rate = choices[arm.name][0]
+            tried[arm.name].append(FieldRun(init=init, lr=rate, seed=plan.tuning_seed))
+    for index in range(max(map(len, choices.values()))):
+        now = [
+            (arm, choices[arm.name][index]) for arm in plan.arms if index < len(choices[arm.name]) > 1
+        ]  # an arm with one choice is not tuned
+        missing = [arm for arm, choice in now if runs.find(arm, *choice, plan.tuning_seed) is None]
+        if index > 0 and missing and not time_for(missing):
+            notes.append(f"Tuning stopped for time after {index} choices of init and rate of every arm.")
+            break
+        for arm, choice in now:
+            place = f"tuning {index + 1} of {len(choices[arm.name])}"
+            tried[arm.name].append(runs.get(arm, *choice, plan.tuning_seed, place))
+    return tried
+
+
+def _chosen(arm: FieldArm, tried: Sequence[FieldRun], notes: list[str]) -> tuple[Init, float] | None:
+    """The arm's best init and rate, or None where every choice diverged."""
+    if len(tried) == 1 and tried[0].score is None and tried[0].diverged is None:
+        return tried[0].init, tried[0].lr  # the only choice
+    whole = [run for run in tried if run.value is not None]
+    if not whole:
+        notes.append(f"`{arm.name}` diverged at every choice, and was left out of the comparison.")
+        return None
+    best = max(whole, key=lambda run: (run.value, -run.lr))
+    rates = sorted({run.lr for run in tried})
+    if len(rates) > 1 and best.lr in (rates[0], rates[-1]):
+        notes.append(f"`{arm.name}`: its best rate {best.lr:g} is at the edge of those tried; it may do better.")
+    return best.init, best.lr
+
+
+def _step_times(problem: Problem, plan: FieldPlan, recipe: FieldRecipe, rounds: int) -> dict[str, list[float]]:
+    """Seconds of interleaved training steps of every arm."""
+
+    def steps(arm: FieldArm) -> Callable[[], object]:
+        stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed), recipe.train)
+        return lambda: stepper.take(0)
+
+    return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _write(out: Path, results: dict[str, Any], problem: Problem, runs: _Runs, plan: FieldPlan) -> None:
+    """Record, pictures and report; each file whole or not at all."""
+    write_json(out / "results.json", results)
+    plot_rates(out / "rate.png", results)
+    seed = plan.seeds[0]
+    shown = []
+    for arm, record in zip(plan.arms, results["arms"], strict=True):
+        run = None if record["lr"] is None else runs.find(arm, record["init"], record["lr"], seed)
+        if run is not None and run.value is not None:
+            shown.append((record, run.value, problem.picture(runs.model(arm, run))))
+    plot_strip(out / "strip.png", results, problem.picture(None), shown)
+    staged = out / f"{TEMPORARY}report.md"
+    staged.write_text(render_report(results), encoding="utf-8")
+    staged.replace(out / "report.md")

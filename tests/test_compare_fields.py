@@ -1,0 +1,269 @@
+"""Fields side by side: choices, seeds, statistics, curves, pictures, folders."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
+from nonlinear_lowrank.compare import fields as compare_module
+from nonlinear_lowrank.compare.field_plan import FieldArm
+from nonlinear_lowrank.compare.field_record import FieldArmRecord, FieldRun, build_record
+from nonlinear_lowrank.compare.field_report import render_report
+from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.fields.image import ImageSettings
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+from nonlinear_lowrank.fields.recipe import FieldRecipe
+from nonlinear_lowrank.fields.step import FitConfig
+
+ARMS = ("dense", *(f"{kind}:rank={rank}" for rank in (1, 2, 3) for kind in ("low-rank", "sine")))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return _recipe(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    return _compare(_recipe(folder), folder / "out", timing_rounds=2)
+
+
+def _recipe(tmp_path):
+    pixels = np.random.default_rng(3).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((12, 12)).save(tmp_path / "photo.png")
+    field = FieldConfig(in_features=2, out_features=3, width=16)
+    return FieldRecipe(
+        name="tiny",
+        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
+        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        train=FitConfig(steps=10, eval_every=2, save_every=0, threads=1, device="cpu", seed=7),
+        arms=ARMS,
+        seeds=2,
+        tune_lr=(1e-3, 1e-2),
+    )
+
+
+def _compare(recipe, out, **options):
+    return compare_fields(recipe, out, quiet=True, **{"timing_rounds": 0, "command": "compare"} | options)
+
+
+def test_the_record_says_what_the_runs_gave(compared):
+    found, out = compared.results, compared.out
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(found))
+    assert found["seeds"] == [8, 9]
+    assert found["tuning_seed"] == 7
+    assert [arm["name"] for arm in found["arms"]] == [
+        "dense", "low-rank-k1", "sine-k1", "low-rank-k2", "sine-k2", "low-rank-k3", "sine-k3",
+    ]  # fmt: skip
+    for arm in found["arms"]:
+        folder = out / "runs" / arm["name"]
+        tried = {(each["init"], each["lr"]): each["value"] for each in arm["tuning"]}
+        assert set(tried) == {(i, r) for i in ("kaiming_sqrt5", "kaiming_zero") for r in (1e-3, 1e-2)}
+        assert tried[arm["init"], arm["lr"]] == max(tried.values())
+        results = [
+            json.loads((folder / arm["init"] / f"lr-{arm['lr']:g}" / f"seed-{seed}" / "result.json").read_text())
+            for seed in (8, 9)
+        ]
+        scores = [each["metrics"]["psnr"] for each in results]
+        assert arm["mean"] == pytest.approx(np.mean(scores))
+        assert arm["sd"] == pytest.approx(np.std(scores, ddof=1))
+        assert arm["parameters"] == results[0]["parameters"]
+        assert arm["rate"] == pytest.approx(32 * arm["parameters"] / 144)
+        gains = [each["curve"][-1]["psnr"] - each["curve"][-2]["psnr"] for each in results]
+        assert arm["late_gain"] == pytest.approx(np.mean(gains))
+    assert found["arms"][0]["percent"] == 100
+    assert found["arms"][0]["step_time"]["median"] == 1
+
+
+def test_sine_is_compared_with_low_rank_of_its_size_and_by_curves(compared, tmp_path):
+    found = compared.results
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert [(pair["sine"], pair["low_rank"]) for pair in found["pairs"]] == [
+        (f"sine-k{k}", f"low-rank-k{k}") for k in (1, 2, 3)
+    ]
+    for pair in found["pairs"]:
+        assert arms[pair["sine"]]["parameters"] == arms[pair["low_rank"]]["parameters"]
+        assert pair["delta"]["value"] == pytest.approx(arms[pair["sine"]]["mean"] - arms[pair["low_rank"]]["mean"])
+        assert pair["delta"]["n"] == 2
+    for key in ("bd_rate", "bd_score"):
+        assert (found["rate_distortion"][key] is None) == bool(found["rate_distortion"][f"{key}_note"])
+    report = (compared.out / "report.md").read_text()
+    assert str(compared.out.parent) not in report + json.dumps(found)  # no path of this machine
+    for text in ("BD-rate", "BD-PSNR", "sine-k1", "n = 2", "rate.png", "strip.png", "setting"):
+        assert text in report
+    for picture in ("rate.png", "strip.png"):
+        with Image.open(compared.out / picture) as opened:
+            assert opened.size[0] > 300
+    assert "sine-k3 against low-rank-k3" in str(compared)
+    (tmp_path / "study").mkdir()
+    compared.copy_to(tmp_path / "study", "photo")
+    names = sorted(each.name for each in (tmp_path / "study").iterdir())
+    assert names == ["photo-rate.png", "photo-strip.png", "photo.json", "photo.md"]
+    assert "(photo-strip.png)" in (tmp_path / "study" / "photo.md").read_text()
+
+
+def _record(kind, rank, scores, tuned=0.0, name=""):
+    runs = [
+        FieldRun(
+            init="kaiming_zero", lr=1e-3, seed=seed, score="iou", metrics={"iou": score},
+            curve=[{"step": 10, "loss": 1.0, "iou": score - 1}, {"step": 20, "loss": 1.0, "iou": score}],
+        )
+        for seed, score in enumerate(scores)
+    ]  # fmt: skip
+    return FieldArmRecord(
+        name=name or f"{kind}-k{rank}",
+        method=FieldMethod(kind=kind, rank=rank),
+        choice=("kaiming_zero", 1e-3),
+        parameters=100 * rank,
+        runs=tuple(runs),
+        tuning=(replace(runs[0], metrics={"iou": tuned}),),
+    )
+
+
+def _build(arms):
+    return build_record(
+        name="x", problem="y", settings={}, fingerprint="f", arms=arms, dense=1000, seeds=[0, 1, 2], tuning_seed=9,
+        times=None, notes=[], command="c", seconds=1.0,
+    )  # fmt: skip
+
+
+def test_the_distance_of_the_curves_is_bjontegaards_of_the_means_and_of_each_seed():
+    low = {1: [60.0, 61.0, 62.0], 2: [70.0, 70.5, 72.0], 4: [80.0, 80.2, 79.0], 8: [85.0, 84.0, 86.0]}
+    sine = {rank: [each + 6 - rank / 2 for each in scores] for rank, scores in low.items()}
+    kinds = (("low-rank", low), ("sine", sine))
+    arms = [_record(kind, rank, scores) for kind, by in kinds for rank, scores in by.items()]
+    found = _build([*arms, _record("sine", 2, [1.0, 1.1, 1.2], tuned=-1.0, name="worse")])
+    assert found["rate_distortion"]["sine"] == [f"sine-k{rank}" for rank in (1, 2, 4, 8)]
+    for key, delta in (("bd_rate", bd_rate), ("bd_score", bd_psnr)):
+        means = [[(100 * rank, np.mean(scores)) for rank, scores in by.items()] for _, by in kinds]
+        assert found["rate_distortion"][key] == pytest.approx(delta(*means))
+        each = [delta(*([(100 * rank, s[i]) for rank, s in by.items()] for _, by in kinds)) for i in range(3)]
+        assert found["rate_distortion"][f"{key}_by_seed"] == pytest.approx(each)
+    assert found["pairs"][0]["delta"]["value"] == pytest.approx(5.5)
+    assert found["arms"][0]["late_gain"] == 1
+    text = render_report(found)
+    assert f"BD-iou of sine over low rank: {found['rate_distortion']['bd_score']:+.3g}" in text
+    assert "worse against low-rank-k2: below by" in text
+
+
+def test_a_seed_that_an_arm_has_not_finished_does_not_count():
+    found = _build([_record("low-rank", 1, [60.0, 61.0, 62.0]), _record("sine", 1, [63.0, 64.0])])
+    assert found["seeds"] == [0, 1]
+    assert [arm["n"] for arm in found["arms"]] == [2, 2]
+    assert "at least 3 points" in found["rate_distortion"]["bd_rate_note"]
+
+
+def test_it_goes_on_where_it_was_stopped(recipe, tmp_path, monkeypatch):
+    whole = _compare(recipe, tmp_path / "whole", arms=[FieldArm.parse(each) for each in ARMS[1:3]]).results
+    arms = [FieldArm.parse(each) for each in ARMS[1:3]]
+    fit, fitted = compare_module.fit, []
+
+    def stops(problem, method, config, folder, **options):
+        fitted.append(folder)
+        if len(fitted) == 6:
+            raise KeyboardInterrupt
+        return fit(problem, method, config, folder, **options)
+
+    monkeypatch.setattr(compare_module, "fit", stops)
+    with pytest.raises(KeyboardInterrupt):
+        _compare(recipe, tmp_path / "cut", arms=arms)
+    done = fitted[:5]
+    resumed = _compare(recipe, tmp_path / "cut", arms=arms, resume=True).results
+    assert not set(done) & set(fitted[6:])
+    scores = [[arm["scores"] for arm in each["arms"]] for each in (whole, resumed)]
+    assert scores[0] == scores[1]
+    third = FieldArm.parse("sine:rank=2,lr=1e-3,init=kaiming_zero")
+    more = _compare(recipe, tmp_path / "cut", arms=[*arms, third], seeds=3, resume=True).results
+    assert [(arm["name"], arm["n"]) for arm in more["arms"]][2] == ("sine-k2-kaiming_zero", 3)
+
+
+def test_an_arm_that_diverges_is_reported_and_left_out(recipe, tmp_path, monkeypatch):
+    fit = compare_module.fit
+
+    def diverges(problem, method, config, folder, **options):
+        if method.kind == "sine" and (config.lr > 5e-3 or method.rank == 2):
+            folder.mkdir(parents=True)
+            raise DivergedError("no number", 3)
+        return fit(problem, method, config, folder, **options)
+
+    monkeypatch.setattr(compare_module, "fit", diverges)
+    found = _compare(recipe, tmp_path / "out", arms=[FieldArm.parse(each) for each in ARMS[1:5]]).results
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["sine-k1"]["lr"] == 1e-3
+    assert arms["sine-k2"]["mean"] is None
+    assert any("`sine-k2` diverged at every choice" in note for note in found["notes"])
+    assert [pair["sine"] for pair in found["pairs"]] == ["sine-k1"]
+    assert "diverged" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_time_stops_it_with_every_arm_at_the_same_seeds(recipe, tmp_path):
+    hours = iter(range(0, 10**6, 3600))
+    found = _compare(recipe, tmp_path / "out", max_seconds=1, clock=lambda: next(hours)).results
+    assert found["seeds"] == [8]
+    assert {arm["n"] for arm in found["arms"]} == {1}
+    assert {len(arm["tuning"]) for arm in found["arms"]} == {1}
+    assert any("Stopped for time before seed 9" in note for note in found["notes"])
+
+
+def test_arms_are_read_with_what_is_tuned_of_them():
+    arm = FieldArm.parse("sine:rank=5,omega=50")
+    assert arm.method == FieldMethod(kind="sine", rank=5, omega=50.0)
+    assert (arm.name, arm.lr, arm.inits) == ("sine-k5-w50", None, ("kaiming_sqrt5", "kaiming_zero"))
+    arm = FieldArm.parse("low-rank:rank=2,lr=1e-3,init=kaiming_zero,name=mine")
+    assert arm.method == FieldMethod(kind="low-rank", rank=2, init="kaiming_zero")
+    assert (arm.name, arm.lr, arm.inits) == ("mine", 1e-3, ("kaiming_zero",))
+    for text, message in (
+        ("sine:rank=5,lr=fast", "lr must be a number, not 'fast'"),
+        ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
+        ("sine:rank=5,name=a/b", "must be made of letters"),
+        ("cosine:rank=5", "unknown kind"),
+    ):
+        with pytest.raises(UserError, match=message):
+            FieldArm.parse(text)
+
+
+def test_what_makes_no_comparison_is_refused_before_anything_is_written(recipe, tmp_path):
+    def arms(*texts):
+        return {"arms": [FieldArm.parse(text) for text in texts]}
+
+    for options, message in (
+        (arms("dense"), "at least two arms"),
+        (arms("dense", "dense"), "two arms are called 'dense'"),
+        (arms("dense", "sine:rank=8"), "rank 8 saves no parameters"),
+        ({"seeds": 0}, "seeds must be a whole number"),
+        ({"tune_lr": (1e-3,)}, "at least two different rates"),
+        ({"tune_lr": (1e-3, -1.0)}, "a finite number above 0"),
+        ({"resume": True, "overwrite": True}, "choose one"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _compare(recipe, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_comparison_is_refused(recipe, tmp_path):
+    two = {"arms": [FieldArm.parse(each) for each in ARMS[1:3]], "seeds": 1, "tune_lr": ()}
+    recipe = replace(recipe, tune_lr=())
+    out = tmp_path / "out"
+    _compare(recipe, out, **two)
+    with pytest.raises(UserError, match=r"not empty; .*--resume"):
+        _compare(recipe, out, **two)
+    with pytest.raises(UserError, match=r"train\.steps was 10 .* is 11 now"):
+        _compare(replace(recipe, train=replace(recipe.train, steps=11)), out, resume=True, **two)
+    other = [FieldArm.parse("low-rank:rank=2,name=low-rank-k1"), two["arms"][1]]
+    with pytest.raises(UserError, match="arm 'low-rank-k1' was"):
+        _compare(recipe, out, resume=True, **two | {"arms": other})
+    Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(recipe.problem.source)
+    with pytest.raises(UserError, match="fitted to other data"):
+        _compare(recipe, out, resume=True, **two)
+    assert _compare(recipe, out, overwrite=True, **two).results["n"] == 1
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    for option in ("resume", "overwrite"):
+        with pytest.raises(UserError, match="holds no comparison of fields"):
+            _compare(recipe, tmp_path / "mine", **two, **{option: True})
