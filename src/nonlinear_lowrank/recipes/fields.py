@@ -12,7 +12,7 @@ from . import RECIPES
 
 
 def image_demo() -> FieldRecipe:
-    """A piece of an embedded photograph, 96 pixels by side, in a network of four layers.
+    """A piece of an embedded photograph, 64 pixels by side, in a network of four layers.
 
     Command: `nlr fit image-demo`, or `nlr compare image-demo`; another image by `--source photo.png --crop 0`.
     Hardware: one CPU core, 1 GB of memory, no network.
@@ -22,10 +22,10 @@ def image_demo() -> FieldRecipe:
     return FieldRecipe(
         name="image-demo",
         description=RECIPES["image-demo"].summary,
-        problem=ImageSettings(source="china", crop=192, size=96, points=2048),
+        problem=ImageSettings(source="china", crop=192, size=64, points=1024),
         method=FieldMethod(kind="sine", rank=5, omega=50.0),
-        train=FitConfig(steps=300, lr=3e-3, save_every=100),
-        arms=_arms((1, 2, 5, 20)),
+        train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
+        arms=_arms((1, 5, 20)),
         seeds=1,
     )
 
