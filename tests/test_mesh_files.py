@@ -55,7 +55,9 @@ def test_holes_are_named_and_closed_only_on_demand(tmp_path):
     keep = ~(mesh.faces == corner).any(1)
     path = save_npz(tmp_path / "holed.npz", v=mesh.vertices, f=mesh.faces[keep])
     rim = int((~keep).sum())
-    with pytest.raises(UserError, match=rf"not watertight: {rim} edges have one face alone; repair=True closes it"):
+    with pytest.raises(
+        UserError, match=rf"not watertight: {rim} edges have one face alone; --repair .repair=True. closes it"
+    ):
         read_mesh(path)
     fixed = read_mesh(path, repair=True)
     assert fixed.is_watertight
@@ -141,6 +143,8 @@ def test_what_is_not_installed_is_named(monkeypatch, package):
 @pytest.mark.shared_data
 def test_the_stanford_bunny_is_closed_by_repair(shared_data):
     path = shared_data / "meshes" / "stanford-bunny.obj"
-    with pytest.raises(UserError, match="223 edges have one face alone; repair=True closes it with 223 triangles"):
+    with pytest.raises(
+        UserError, match=r"223 edges have one face alone; --repair .repair=True. closes it with 223 triangles"
+    ):
         read_mesh(path)
     assert read_mesh(path, repair=True).is_watertight

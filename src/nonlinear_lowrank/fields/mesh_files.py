@@ -119,7 +119,7 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     else:
         added = len(fixed.faces) - len(mesh.faces)
         share = 1 - mesh.area / fixed.area
-        tail = f"repair=True closes it with {added} triangles, {share:.1%} of its area"
+        tail = f"--repair (repair=True) closes it with {added} triangles, {share:.1%} of its area"
     raise UserError(f"{path} is not watertight: {_open_edges(mesh)}; {tail}")
 
 
@@ -162,7 +162,7 @@ def _repaired(mesh: "Trimesh") -> "Trimesh | None":
     return closed if closed.is_watertight and closed.is_winding_consistent and closed.volume else None
 
 
-def knot(around: int = 96, along: int = 1024) -> "Trimesh":
+def knot(around: int = 64, along: int = 640) -> "Trimesh":
     """A trefoil knot of a tube with seven flutes that wind once around it."""
     trimesh = import_trimesh()
     t = np.linspace(0, 2 * np.pi, along, endpoint=False)[:, None]
