@@ -207,6 +207,8 @@ def test_settings_out_of_range_are_named():
         ({"samples": 1}, "samples must be"),
         ({"fine_samples": -1}, "fine_samples must be"),
         ({"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
+        ({"frame_downscale": 41}, "frames cannot be 41 times smaller"),
+        ({"downscale": 0}, "downscale must be"),
         ({"source": "/nowhere"}, "there is no file or folder"),
     ]:
         with pytest.raises(UserError, match=match):

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UserError
 from .cameras import Cameras
 from .scene import HOLD_OUT, Scene
-from .scene_files import SUFFIXES, colours_of, read_json, read_pictures
+from .scene_files import SUFFIXES, Pictures, pictures_of_array, read_json, read_pictures
 
 _DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
 
@@ -36,18 +36,19 @@ def blender_npz(
             f"{path} needs the arrays images, poses_bounds, or images_train, poses_train, images_test, poses_test, "
             f"focal; of the second it lacks {', '.join(missing)} (it has {', '.join(arrays) or 'none'})"
         )
-    parts = [colours_of(f"{path.stem}, images_{side}", arrays[f"images_{side}"]) for side in sides]
+    parts = [pictures_of_array(f"{path.stem}, images_{side}", arrays[f"images_{side}"], downscale) for side in sides]
     poses = [_matrices(f"{path.name}, poses_{side}", arrays[f"poses_{side}"]) for side in sides]
-    for side, images, matrices in zip(sides, parts, poses, strict=True):
-        if len(images) != len(matrices):
+    for side, pictures, matrices in zip(sides, parts, poses, strict=True):
+        if len(pictures.colours) != len(matrices):
             raise UserError(
-                f"{path} has {len(images)} images_{side} and {len(matrices)} poses_{side}; give one pose for each image"
+                f"{path} has {len(pictures.colours)} images_{side} and {len(matrices)} poses_{side}; "
+                "give one pose for each image"
             )
-    table = {{"focal": "fl_x"}.get(name, name): arrays[name].reshape(-1)[:1].tolist()[0] for name in sorted(focals)}
+    lens = {name: (arrays[name].reshape(-1)[:1].tolist() or [None])[0] for name in focals}
+    table = {{"focal": "fl_x"}.get(name, name): value for name, value in lens.items()}
     _same_size(path, parts)
-    height, width = parts[0].shape[1:3]
-    one = _intrinsics(path.name, {**table, "w": width}, height, width)
-    intrinsics = np.tile(one, (sum(map(len, parts)), 1))
+    one = _intrinsics(path.name, {**table, "w": parts[0].width}, parts[0])
+    intrinsics = np.tile(one, (sum(map(len, poses)), 1))
     return _blender(path.stem, parts, np.concatenate(poses), intrinsics, downscale, held_out, near, far)
 
 
@@ -77,20 +78,20 @@ def blender_folder(path: Path, downscale: int, held_out: tuple[int, ...] | None,
                 raise UserError(f"{side}: frame {number} needs file_path and transform_matrix")
         files = [path / str(frame["file_path"]) for frame in frames]
         named = [each if each.suffix.lower() in SUFFIXES else each.with_name(each.name + ".png") for each in files]
-        parts.append(colours_of(side.name, read_pictures(named)))
+        parts.append(read_pictures(named, downscale))
         try:
             matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
         except (TypeError, ValueError) as error:
             raise UserError(f"{side}: every transform_matrix must be 4 x 4 numbers") from error
         poses.append(_matrices(side.name, matrices))
-        intrinsics += [_intrinsics(side.name, {**table, **frame}, *parts[-1].shape[1:3]) for frame in frames]
+        intrinsics += [_intrinsics(side.name, {**table, **frame}, parts[-1]) for frame in frames]
     _same_size(path, parts)
     return _blender(path.name, parts, np.concatenate(poses), np.array(intrinsics), downscale, held_out, near, far)
 
 
 def _blender(
     name: str,
-    parts: list[np.ndarray],
+    parts: list[Pictures],
     poses: np.ndarray,
     intrinsics: np.ndarray,
     downscale: int,
@@ -99,16 +100,16 @@ def _blender(
     far: float,
 ) -> Scene:
     """Views of one part (every 8th is held out), or of training and test parts."""
-    images = np.concatenate(parts)
+    images = np.concatenate([part.colours for part in parts])
     if held_out is None:
-        first = len(parts[0])
+        first = len(parts[0].colours)
         held_out = tuple(range(first, len(images)) if len(parts) > 1 else range(0, first, HOLD_OUT))
-    cameras = Cameras(poses, intrinsics, *images.shape[1:3])
-    return Scene(name, images, cameras, held_out, near, far, ndc=False, background=1.0).reduced(downscale)
+    cameras = Cameras(poses, intrinsics, parts[0].height, parts[0].width).reduced(downscale)
+    return Scene(name, images, cameras, held_out, near, far, ndc=False, background=1.0)
 
 
-def _same_size(path: Path, parts: list[np.ndarray]) -> None:
-    if len({part.shape[1:] for part in parts}) > 1:
+def _same_size(path: Path, parts: list[Pictures]) -> None:
+    if len({(part.height, part.width) for part in parts}) > 1:
         raise UserError(f"{path}: training and test pictures are of different sizes; give all one size")
 
 
@@ -119,7 +120,7 @@ def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
     return poses[:, :3].astype(np.float64)
 
 
-def _intrinsics(name: str, table: dict[str, Any], height: int, width: int) -> tuple[float, float, float, float]:
+def _intrinsics(name: str, table: dict[str, Any], pictures: Pictures) -> tuple[float, float, float, float]:
     """Focal lengths and centre, out of the field of view, or of lengths in pixels of pictures w wide (and h high)."""
     bad = [key for key in _DISTORTION if table.get(key)]
     if bad:
@@ -131,6 +132,7 @@ def _intrinsics(name: str, table: dict[str, Any], height: int, width: int) -> tu
             raise UserError(f"{name}: {key} must be a finite number above 0, not {value!r}")
         return float(value)
 
+    height, width = pictures.height, pictures.width
     # The pictures may be smaller than those that the lengths are for.
     across = width / number("w") if "w" in table else 1.0
     down = height / number("h") if "h" in table else across

@@ -8,6 +8,9 @@ from .cameras import Cameras, look_at
 from .rendering import Rays, pixel_rays, render
 from .scene import HOLD_OUT, Scene
 
+DEMO_SIZE = 40
+"""Pixels of a view, by side."""
+
 _BALLS = (  # centre, radius, colour
     ((0.0, 0.0, 0.2), 0.7, (0.9, 0.3, 0.2)),
     ((0.9, 0.5, -0.2), 0.45, (0.2, 0.7, 0.3)),
@@ -31,7 +34,7 @@ def demo_volume(points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
     return density, light * colour / density.clamp_min(1e-12)[..., None]
 
 
-def demo_scene(views: int = 24, size: int = 40, held_out: tuple[int, ...] | None = None) -> Scene:
+def demo_scene(views: int = 24, size: int = DEMO_SIZE, held_out: tuple[int, ...] | None = None) -> Scene:
     """The balls before white, from all around and above.
 
     Args:

@@ -14,16 +14,22 @@ import numpy as np
 from ..errors import UserError
 from .cameras import Cameras, recentred
 from .scene import HOLD_OUT, Scene
-from .scene_files import SUFFIXES, colours_of, read_pictures
+from .scene_files import SUFFIXES, Pictures, read_pictures
 
 _NEAR_PLANE = 0.75  # the nearest depth becomes 1 / 0.75; the near plane of device coordinates is at 1
 
 
 def llff_folder(path: Path, downscale: int, held_out: tuple[int, ...] | None, ndc: bool) -> Scene:
+    """A folder with poses_bounds.npy and images/, or images_2/ and the like: of these the nearest to `downscale`.
+
+    Raises:
+        UserError: a file is missing or cannot be read, or holds something that does not fit.
+    """
     try:
         bounds = np.load(path / "poses_bounds.npy", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path / 'poses_bounds.npy'} cannot be read: {' '.join(str(error).split())}") from error
+    _check_shape(path.name, bounds)
     folders = {1: path / "images"} | {
         int(each.name[7:]): each for each in path.glob("images_*") if each.name[7:].isdecimal() and each.name[7:] != "0"
     }
@@ -41,21 +47,26 @@ def llff_folder(path: Path, downscale: int, held_out: tuple[int, ...] | None, nd
         raise UserError(
             f"{folder} has {len(files)} images and poses_bounds.npy {len(bounds)} poses; give one pose for each image"
         )
-    return llff_scene(path.name, read_pictures(files), bounds, downscale // usable[-1], held_out, ndc)
+    factor = downscale // usable[-1]
+    return llff_scene(path.name, read_pictures(files, factor), bounds, factor, held_out, ndc)
 
 
 def llff_scene(
-    name: str, images: np.ndarray, bounds: np.ndarray, downscale: int, held_out: tuple[int, ...] | None, ndc: bool
+    name: str, pictures: Pictures, bounds: np.ndarray, downscale: int, held_out: tuple[int, ...] | None, ndc: bool
 ) -> Scene:
-    """Out of rows of poses_bounds.npy, (N, 17)."""
-    if bounds.ndim != 2 or bounds.shape[1] != 17 or bounds.dtype.kind != "f":
-        raise UserError(f"{name}: poses_bounds must be (N, 17) numbers, not {bounds.shape} {bounds.dtype}")
-    if len(images) != len(bounds):
-        raise UserError(f"{name} has {len(images)} images and {len(bounds)} poses; give one pose for each image")
+    """Out of rows of poses_bounds.npy, (N, 17), and pictures that were reduced by `downscale`.
+
+    Raises:
+        UserError: they do not agree, or a value makes no sense.
+    """
+    _check_shape(name, bounds)
+    if len(pictures.colours) != len(bounds):
+        raise UserError(
+            f"{name} has {len(pictures.colours)} images and {len(bounds)} poses; give one pose for each image"
+        )
     if not np.isfinite(bounds).all():
         view = int(np.argwhere(~np.isfinite(bounds))[0][0])
         raise UserError(f"{name}: the pose of view {view} holds a value that is not finite; mend or remove that view")
-    colours = colours_of(name, images)
     table = bounds[:, :15].astype(np.float64).reshape(-1, 3, 5)
     depths = bounds[:, 15:].astype(np.float64)
     if not (depths[:, 0] > 0).all() or not (depths[:, 0] < depths[:, 1]).all():
@@ -64,7 +75,7 @@ def llff_scene(
     unit = depths.min() * _NEAR_PLANE
     poses[:, :, 3] /= unit
     depths = depths / unit
-    height, width = colours.shape[1:3]
+    height, width = pictures.height, pictures.width
     full_height, full_width, focal = table[:, :, 4].T
     if (table[:, :2, 4] <= 0).any():
         raise UserError(f"{name}: height and width (columns 5 and 10) must be above 0")
@@ -78,17 +89,22 @@ def llff_scene(
         1,
     )
     checked = Cameras(poses, intrinsics, height, width)
-    cameras = Cameras(recentred(checked.poses), intrinsics, height, width)
+    cameras = Cameras(recentred(checked.poses), intrinsics, height, width).reduced(downscale)
     # Between the nearest and the farthest depth, three quarters of the way in 1 / depth: as LLFF's own paths do.
     focus = 1 / (0.25 / (0.9 * depths.min()) + 0.75 / (5.0 * depths.max()))
     return Scene(
         name=name,
-        images=colours,
+        images=pictures.colours,
         cameras=cameras,
-        held_out=tuple(range(0, len(colours), HOLD_OUT)) if held_out is None else held_out,
+        held_out=tuple(range(0, len(bounds), HOLD_OUT)) if held_out is None else held_out,
         near=0.0 if ndc else 0.9 * float(depths.min()),
         far=1.0 if ndc else float(depths.max()),
         ndc=ndc,
         background=None,
         focus=float(focus),
-    ).reduced(downscale)
+    )
+
+
+def _check_shape(name: str, bounds: np.ndarray) -> None:
+    if bounds.ndim != 2 or bounds.shape[1] != 17 or bounds.dtype.kind != "f":
+        raise UserError(f"{name}: poses_bounds must be (N, 17) floats, not {bounds.shape} {bounds.dtype}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .cameras import Cameras
-from .demo_scene import demo_scene
+from .demo_scene import DEMO_SIZE, demo_scene
 from .nerf_model import Radiance, RadianceConfig
 from .problem import FieldMethod
 from .rendering import Rays, Rendered, ndc_rays, pixel_rays, render
@@ -61,7 +61,10 @@ class NerfSettings:
     """The network."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rays", 1), ("samples", 2), ("fine_samples", 0), ("frames", 0), ("frame_downscale", 1)):
+        for name, least in (
+            *(("downscale", 1), ("rays", 1), ("samples", 2), ("fine_samples", 0), ("frames", 0)),
+            ("frame_downscale", 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
@@ -75,7 +78,7 @@ class NerfSettings:
             UserError: there is no such scene, or it is not what it should be.
         """
         if self.source == "demo":
-            return NerfProblem(demo_scene(held_out=self.held_out).reduced(self.downscale), self)
+            return NerfProblem(demo_scene(size=max(DEMO_SIZE // self.downscale, 1), held_out=self.held_out), self)
         scene = read_scene(
             self.source,
             downscale=self.downscale,
@@ -104,6 +107,11 @@ class NerfProblem:
             raise UserError(
                 f"{scene.name} has views of {width} x {height} pixels; SSIM needs {_WINDOW} x {_WINDOW}: give a "
                 "smaller downscale"
+            )
+        if settings.frames and min(height, width) < settings.frame_downscale:
+            raise UserError(
+                f"{scene.name} has views of {width} x {height} pixels; frames cannot be {settings.frame_downscale} "
+                "times smaller: give a smaller frame_downscale"
             )
         self.scene, self.settings = scene, settings
         self.name = scene.name

@@ -1,7 +1,7 @@
 """Views of a scene with their cameras, some of them held out."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -86,22 +86,3 @@ class Scene:
         """Cameras on a closed path: a spiral for a scene taken from one side, a circle around an object."""
         poses = self.cameras.poses
         return self.cameras.along(circle(poses, frames) if self.focus is None else spiral(poses, self.focus, frames))
-
-    def reduced(self, factor: int) -> "Scene":
-        """The scene with blocks of factor x factor pixels averaged; what is left over at the edge is cut off.
-
-        Raises:
-            UserError: nothing would be left.
-        """
-        if factor == 1:
-            return self
-        views, height, width = self.images.shape[:3]
-        rows, columns = height // factor, width // factor
-        if not rows or not columns:
-            raise UserError(
-                f"{self.name} has images of {width} x {height} pixels, which cannot get {factor} times smaller; "
-                "give a smaller downscale"
-            )
-        whole = self.images[:, : rows * factor, : columns * factor]
-        blocks = whole.reshape(views, rows, factor, columns, factor, 3).mean((2, 4), dtype=np.float64)
-        return replace(self, images=blocks.astype(np.float32), cameras=self.cameras.reduced(factor))

@@ -4,7 +4,7 @@ import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,49 +14,86 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 """Of files that are pictures."""
 
 
-def colours_of(name: str, images: np.ndarray) -> np.ndarray:
-    """(N, H, W, 3 or 4) uint8 to (N, H, W, 3) float32 in [0, 1]; clear pixels become white."""
+class Pictures(NamedTuple):
+    """Pictures of one size."""
+
+    colours: np.ndarray
+    """(N, H // factor, W // factor, 3) float32 in [0, 1]."""
+    height: int
+    """H, before they were reduced."""
+    width: int
+    """W."""
+
+
+def pictures_of_array(name: str, images: np.ndarray, factor: int) -> Pictures:
+    """Pictures (N, H, W, 3 or 4) uint8; clear pixels become white, then blocks of factor x factor pixels one.
+
+    Raises:
+        UserError: the array has another form, or nothing would be left.
+    """
     if images.ndim != 4 or images.shape[3] not in (3, 4) or images.dtype != np.uint8:
         raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, not {images.shape} {images.dtype}")
     if 0 in images.shape:
         raise UserError(f"{name} has {len(images)} images of {images.shape[2]} x {images.shape[1]} pixels; give some")
-    colours = images[..., :3].astype(np.float32) / 255
-    if images.shape[3] == 4:
-        opacity = images[..., 3:].astype(np.float32) / 255
-        colours = colours * opacity + (1 - opacity)
-    return colours
+    return Pictures(np.stack([_reduced(name, image, factor) for image in images]), *images.shape[1:3])
 
 
-def read_pictures(files: Sequence[Path]) -> np.ndarray:
-    """(N, H, W, 3 or 4) uint8."""
+def read_pictures(files: Sequence[Path], factor: int) -> Pictures:
+    """The pictures of files, as `pictures_of_array` has them; one at a time is held at full size.
+
+    Raises:
+        UserError: a file is missing or no picture, the sizes differ, or nothing would be left.
+    """
     from PIL import Image, UnidentifiedImageError
 
-    pictures: list[np.ndarray] = []
+    colours: list[np.ndarray] = []
+    first = (0, 0)
     for file in files:
         try:
             with Image.open(file) as image:
                 clear = "A" in image.getbands() or "transparency" in image.info
-                pictures.append(np.asarray(image.convert("RGBA" if clear else "RGB")))
+                pixels = np.asarray(image.convert("RGBA" if clear else "RGB"))
         except FileNotFoundError as error:
             raise UserError(f"the image {file} is missing") from error
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
+        except (
+            UnidentifiedImageError,
+            OSError,
+            SyntaxError,
+            ValueError,
+            EOFError,
+            Image.DecompressionBombError,
+        ) as error:
             raise UserError(f"cannot read the image {file}: {' '.join(str(error).split())}") from error
-        if pictures[-1].shape != pictures[0].shape:
+        if colours and pixels.shape[:2] != first:
             raise UserError(
-                f"the images are of different sizes: {files[0].name} has {_size(pictures[0])}, "
-                f"{file.name} {_size(pictures[-1])}; give all one size"
+                f"the images are of different sizes: {files[0].name} has {first[1]} x {first[0]} pixels, "
+                f"{file.name} {pixels.shape[1]} x {pixels.shape[0]}; give all one size"
             )
-    if not pictures:
+        first = pixels.shape[:2]
+        colours.append(_reduced(file.name, pixels, factor))
+    if not colours:
         raise UserError("the scene has no images")
-    return np.stack(pictures)
+    return Pictures(np.stack(colours), *first)
 
 
-def _size(picture: np.ndarray) -> str:
-    height, width, channels = picture.shape
-    return f"{width} x {height} pixels in {channels} channels"
+def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
+    """(H, W, 3 or 4) uint8 to (H // factor, W // factor, 3) float32; what is left over at the edge is cut off."""
+    height, width = pixels.shape[:2]
+    rows, columns = height // factor, width // factor
+    if not rows or not columns:
+        raise UserError(
+            f"{name} has {width} x {height} pixels, which cannot get {factor} times smaller; give a smaller downscale"
+        )
+    colours = pixels[: rows * factor, : columns * factor, :3].astype(np.float32) / 255
+    if pixels.shape[2] == 4:
+        opacity = pixels[: rows * factor, : columns * factor, 3:].astype(np.float32) / 255
+        colours = colours * opacity + (1 - opacity)
+    blocks = colours.reshape(rows, factor, columns, factor, 3)
+    return blocks.mean((1, 3), dtype=np.float64).astype(np.float32)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file, none of them unpickled."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -65,6 +102,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

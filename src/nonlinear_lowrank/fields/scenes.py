@@ -19,7 +19,7 @@ from ..errors import UserError
 from .blender import blender_folder, blender_npz
 from .llff import llff_folder, llff_scene
 from .scene import Scene
-from .scene_files import read_npz
+from .scene_files import pictures_of_array, read_npz
 
 
 def read_scene(
@@ -53,7 +53,8 @@ def read_scene(
     if path.is_file():
         arrays = read_npz(path)
         if {"images", "poses_bounds"} <= set(arrays):
-            return llff_scene(path.stem, arrays["images"], arrays["poses_bounds"], downscale, out, ndc)
+            pictures = pictures_of_array(path.stem, arrays["images"], downscale)
+            return llff_scene(path.stem, pictures, arrays["poses_bounds"], downscale, out, ndc)
         return blender_npz(path, arrays, downscale, out, near, far)
     if not path.is_dir():
         raise UserError(f"there is no file or folder {path}; give a scene's folder or .npz file")
