@@ -288,3 +288,35 @@ def test_the_real_views_agree_about_where_things_are(shared_data):
     print(right, mirrored)
     assert right > mirrored + 3
     assert right > 18
+
+
+@pytest.mark.shared_data
+def test_the_outlines_of_the_real_object_agree(shared_data):
+    """What all of 50 training views take for the object has the outline of the held-out views; mirrored, not."""
+    scene = read_scene(shared_data / "nerf_lego" / "lego_100.npz", downscale=2)
+    cameras = scene.cameras
+    steps = np.linspace(-1.3, 1.3, 52)
+    points = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), -1).reshape(-1, 3)
+    coloured = (scene.images < 0.98).any(-1)
+
+    def pixels(view: int, points: np.ndarray, sign: float) -> tuple[np.ndarray, np.ndarray]:
+        local = (points - cameras.poses[view, :, 3]) @ cameras.poses[view, :, :3]
+        focal, _, centre_x, centre_y = cameras.intrinsics[view]
+        column = np.rint(centre_x - focal * local[:, 0] / local[:, 2] - 0.5).astype(int)
+        row = np.rint(centre_y + sign * focal * local[:, 1] / local[:, 2] - 0.5).astype(int)
+        return np.clip(row, 0, cameras.height - 1), np.clip(column, 0, cameras.width - 1)
+
+    def overlap(sign: float) -> float:
+        inside = points
+        for view in range(0, 100, 2):
+            inside = inside[coloured[view][pixels(view, inside, sign)]]
+        shares = []
+        for view in scene.held_out[::5]:
+            outline = np.zeros_like(coloured[view])
+            outline[pixels(view, inside, sign)] = True
+            shares.append((outline & coloured[view]).sum() / (outline | coloured[view]).sum())
+        return float(np.mean(shares))
+
+    right, mirrored = overlap(1.0), overlap(-1.0)
+    print(right, mirrored)
+    assert right > 0.8 > mirrored + 0.3
