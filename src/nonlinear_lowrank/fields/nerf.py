@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,6 +114,7 @@ class NerfProblem:
                 f"{scene.name} has views of {width} x {height} pixels; frames cannot be {settings.frame_downscale} "
                 "times smaller: give a smaller frame_downscale"
             )
+        _metrics()  # that it is missing is said before the work, not after
         self.scene, self.settings = scene, settings
         self.name = scene.name
         said = repr((scene.fingerprint, settings.rays, settings.samples, settings.fine_samples, settings.field))
@@ -148,12 +150,11 @@ class NerfProblem:
 
         SSIM with the Gaussian window of sigma 1.5 of Wang et al. 2004, on colours in [0, 1].
         """
-        from skimage.metrics import peak_signal_noise_ratio, structural_similarity
-
+        metrics = _metrics()
         scores = []
         for view in self.scene.held_out:
             truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
-            similarity = structural_similarity(
+            similarity = metrics.structural_similarity(
                 truth,
                 seen,
                 data_range=1.0,
@@ -163,7 +164,7 @@ class NerfProblem:
                 use_sample_covariance=False,
             )
             with np.errstate(divide="ignore"):  # of equal pictures it is infinite
-                scores.append((peak_signal_noise_ratio(truth, seen, data_range=1.0), similarity))
+                scores.append((metrics.peak_signal_noise_ratio(truth, seen, data_range=1.0), similarity))
         psnr, ssim = np.mean(scores, axis=0)
         return {"psnr": float(psnr), "ssim": float(ssim)}
 
@@ -229,6 +230,16 @@ class NerfProblem:
         return render(
             model, fine, rays, jitter, fine_jitter, near=scene.near, far=scene.far, background=scene.background
         )
+
+
+def _metrics() -> Any:
+    try:
+        from skimage import metrics
+    except ImportError as error:
+        raise UserError(
+            f"PSNR and SSIM need scikit-image ({error}); pip install 'nonlinear-lowrank[fields]'"
+        ) from error
+    return metrics
 
 
 def _bytes(colours: np.ndarray) -> np.ndarray:
