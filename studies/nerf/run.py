@@ -1,6 +1,6 @@
 """Radiance fields, low-rank against sine: Table 3 of sine_lowrank.txt in small.
 
-    python studies/nerf/run.py FERN LEGO [--stage fern|lego|size|all] [--work FOLDER]
+    python studies/nerf/run.py FERN LEGO [--stage fern|lego|size|all] [--threads 1] [--work FOLDER]
 
 FERN is an LLFF scene and LEGO a Blender one, as `nlr fit nerf-fern --source` takes them. Stages:
 
@@ -8,115 +8,71 @@ FERN is an LLFF scene and LEGO a Blender one, as `nlr fit nerf-fern --source` ta
     lego   the same on a second scene, five held-out views
     size   fern at its full size, 256 rays x 32 samples, 3,000 steps: all arms once, at the init and rate of `fern`
 
-Init and rate are chosen on a seed of its own, at as many steps. Finished runs are kept in FOLDER and used again, and a
-run that was stopped goes on from its checkpoint; `STAGE.json` and `STAGE.md` are written beside this file.
+What is finished is kept in FOLDER and used again: run it again to go on. Records, reports and pictures are copied
+beside this file.
 """
 
 import argparse
-import statistics
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields.fit import FitConfig, FitResult, fit
-from nonlinear_lowrank.fields.nerf import NerfProblem, NerfSettings
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.storage import write_json
+from nonlinear_lowrank.compare.field_plan import FieldArm
+from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.fields.nerf import NerfSettings
+from nonlinear_lowrank.fields.step import FitConfig
+from nonlinear_lowrank.recipes import get_recipe
 
 HERE = Path(__file__).parent
-RANKS = (1, 5, 30)
-ARMS = {
-    "dense": FieldMethod(),
-    **{f"low-rank {rank}": FieldMethod(kind="low-rank", rank=rank) for rank in RANKS},
-    **{f"sine {rank}": FieldMethod(kind="sine", rank=rank, omega="nerf") for rank in RANKS},
-}
-INITS = ("kaiming_sqrt5", "kaiming_zero")
 RATES = (5e-4, 1e-3, 2e-3)
-TUNING_SEED = 1000
-SMALL = {"rays": 64, "samples": 32, "frames": 0}
+SMALL = {"downscale": 2, "rays": 64, "samples": 32, "frames": 0}
 LEGO_VIEWS = (100, 105, 110, 115, 120)  # of 100 training views and 25 test views
 
 
-@dataclass(frozen=True)
-class Cell:
-    """An arm's settings."""
+def stage(
+    name: str,
+    problem: NerfSettings,
+    steps: int,
+    arms: Sequence[FieldArm] | None,
+    seeds: int,
+    options: argparse.Namespace,
+) -> None:
+    """One table."""
+    config = FitConfig(
+        steps=steps,
+        warmup_steps=steps // 20,
+        eval_every=max(steps // 2, 1),
+        save_every=100,
+        threads=options.threads,
+        device="cpu",
+    )
+    out = options.work / name
+    found = compare_fields(
+        replace(get_recipe("nerf-fern"), name=f"nerf-{name}", problem=problem, train=config),
+        out,
+        arms=arms,
+        seeds=seeds,
+        tune_lr=RATES,
+        resume=out.exists(),
+        timing_rounds=0,
+        command=f"python studies/nerf/run.py FERN LEGO --stage {name}",
+    )
+    found.copy_to(options.into, name)
+    print(found)
 
-    arm: str
-    init: str
-    lr: float
 
-
-class Stage:
-    """The runs of one scene at one size."""
-
-    def __init__(self, name: str, settings: NerfSettings, steps: int, threads: int, work: Path) -> None:
-        self.name, self.problem = name, settings.prepare()
-        self.steps, self.threads, self.work = steps, threads, work
-
-    def run(self, cell: Cell, seed: int) -> FitResult:
-        """A fit, or the finished one of before."""
-        out = self.work / self.name / cell.arm.replace(" ", "-") / f"{cell.init}-{cell.lr:g}-seed{seed}"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        config = FitConfig(
-            steps=self.steps,
-            lr=cell.lr,
-            warmup_steps=self.steps // 20,
-            seed=seed,
-            eval_every=self.steps,
-            save_every=100,
-            threads=self.threads,
-            device="cpu",
-        )
-        method = replace(ARMS[cell.arm], init=cell.init)
-        found = fit(
-            self.problem, method, config, out, resume=out.exists(), quiet=True, pictures=seed == 0, title=cell.arm
-        )
-        said = f"{self.name}  {cell.arm:12} {cell.init} {cell.lr:g} seed {seed}"
-        print(f"{said}: {found.value:.2f} dB, {found.seconds:.0f} s", flush=True)
-        return found
-
-    def tuned(self) -> dict[str, dict[Cell, float]]:
-        """PSNR of every arm at every init and rate."""
-        cells = {arm: [Cell(arm, init, lr) for init in INITS for lr in RATES] for arm in ARMS}
-        return {arm: {cell: self.run(cell, TUNING_SEED).value for cell in some} for arm, some in cells.items()}
-
-    def report(self, best: dict[str, Cell], tuning: dict[str, dict[Cell, float]], seeds: int) -> None:
-        """Runs the seeds and writes the record and the table."""
-        rows, lines = [], ["| arm | parameters | init | rate | PSNR, dB | SSIM | n |", "|---|---|---|---|---|---|---|"]
-        for arm, cell in best.items():
-            runs = [self.run(cell, seed) for seed in range(seeds)]
-            psnr, ssim = ([run.metrics[name] for run in runs] for name in ("psnr", "ssim"))
-            spread = f" +- {statistics.stdev(psnr):.2f}" if seeds > 1 else ""
-            rows.append(
-                {
-                    "arm": arm,
-                    "parameters": runs[0].parameters,
-                    "init": cell.init,
-                    "lr": cell.lr,
-                    "psnr": psnr,
-                    "ssim": ssim,
-                    "seconds": [run.seconds for run in runs],
-                    "tuning": [{"init": each.init, "lr": each.lr, "psnr": at} for each, at in tuning[arm].items()],
-                }
-            )
-            lines.append(
-                f"| {arm} | {runs[0].parameters:,} | {cell.init} | {cell.lr:g} | {statistics.mean(psnr):.2f}{spread} | "
-                f"{statistics.mean(ssim):.3f} | {seeds} |"
-            )
-        problem: NerfProblem = self.problem
-        scene = problem.scene
-        about = {
-            "scene": scene.name,
-            "fingerprint": problem.fingerprint,
-            "views": list(scene.images.shape),
-            "held_out": list(scene.held_out),
-            "rays": problem.settings.rays,
-            "samples": problem.settings.samples,
-            "steps": self.steps,
-        }
-        write_json(HERE / f"{self.name}.json", {**about, "arms": rows})
-        (HERE / f"{self.name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print("\n".join(lines))
+def chosen(record: Path) -> list[FieldArm]:
+    """The arms of a finished stage, each at the init and rate that was best there."""
+    arms = []
+    for arm in json.loads(record.read_text(encoding="utf-8"))["arms"]:
+        if arm["lr"] is None:
+            continue  # it diverged at every rate
+        method = {key: arm["method"][key] for key in ("rank", "omega") if arm["method"][key] is not None}
+        text = ",".join(f"{key}={value}" for key, value in {**method, "init": arm["init"], "lr": arm["lr"]}.items())
+        arms.append(FieldArm.parse(f"{arm['method']['kind']}:{text},name={arm['name']}"))
+    return arms
 
 
 def main() -> None:
@@ -124,27 +80,28 @@ def main() -> None:
     parser.add_argument("fern")
     parser.add_argument("lego")
     parser.add_argument("--stage", choices=("fern", "lego", "size", "all"), default="all")
-    parser.add_argument("--steps", type=int, default=600, help="of the small runs")
+    parser.add_argument("--steps", type=int, default=600, help="of the runs at half size")
     parser.add_argument("--full-steps", type=int, default=3000, help="of the runs at full size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs/nerf"))
-    arguments = parser.parse_args()
+    parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")
+    options = parser.parse_args()
     scenes = {
-        "fern": NerfSettings(source=arguments.fern, downscale=2, **SMALL),
-        "lego": NerfSettings(source=arguments.lego, downscale=2, held_out=LEGO_VIEWS, **SMALL),
+        "fern": NerfSettings(source=options.fern, **SMALL),
+        "lego": NerfSettings(source=options.lego, held_out=LEGO_VIEWS, **SMALL),
     }
-    wanted = ("fern", "lego", "size") if arguments.stage == "all" else (arguments.stage,)
+    wanted = ("fern", "lego", "size") if options.stage == "all" else (options.stage,)
     try:
         for name in wanted:
-            scene = "fern" if name == "size" else name
-            stage = Stage(scene, scenes[scene], arguments.steps, arguments.threads, arguments.work)
-            tuning = stage.tuned()
-            best = {arm: max(found, key=found.__getitem__) for arm, found in tuning.items()}
             if name == "size":
-                settings = NerfSettings(source=arguments.fern, frames=0)
-                stage = Stage("size", settings, arguments.full_steps, arguments.threads, arguments.work)
-            stage.report(best, tuning, 1 if name == "size" else arguments.seeds)
+                record = options.into / "fern.json"
+                if not record.is_file():
+                    raise UserError("run the stage fern first: size takes its inits and rates")
+                settings = NerfSettings(source=options.fern, frames=0)
+                stage(name, settings, options.full_steps, chosen(record), 1, options)
+            else:
+                stage(name, scenes[name], options.steps, None, options.seeds, options)
     except UserError as error:
         raise SystemExit(f"{error}") from None
 
