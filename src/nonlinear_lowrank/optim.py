@@ -8,6 +8,10 @@ Roles of the plain parts, here; each method adds its own in its layer's table.
 | embedding | embeddings, output heads               | 1    | yes   | AdamW          |
 | other     | other tensors of 2 or more dimensions  | 1    | yes   | AdamW          |
 | vector    | biases, norm weights, all 1-D tensors  | 1    | no    | AdamW          |
+
+Of the methods' own tensors Muon takes the nonlinear query's two matrices, which stand where a dense one stood; branches
+stay with AdamW, since Muon with their multipliers is known to blow up in the first steps. A fused projection is one
+matrix to Muon.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +25,7 @@ from .augmentation import output_head_names
 from .errors import UserError
 from .layers import METHODS, Role, method_of_layer
 
-DENSE = Role("dense")
+DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
 OTHER = Role("other")
 VECTOR = Role("vector", decay=False)
@@ -113,7 +117,7 @@ def param_groups(
                 "role": role.name,
             }
             if muon:
-                groups[role]["optimizer"] = "muon" if role is DENSE else "adamw"
+                groups[role]["optimizer"] = "muon" if role.muon else "adamw"
         groups[role]["params"].append((name, parameter))
     ordered = sorted(groups.values(), key=lambda group: (group["role"], group["lr"]))
     claimed = [name for group in ordered for name, _ in group["params"]]

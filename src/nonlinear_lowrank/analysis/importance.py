@@ -31,6 +31,8 @@ _PARTS = {
     "value": r"v_proj|value|v_lin|v|wv",
     "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin[12]|w[123]|dense_(h_to_4h|4h_to_h)",
 }
+PARTS = (*_PARTS, "other")
+"""What `part_of` may say."""
 _INSIDE = re.compile(r"(?:^|\.)(mlp|ffn|feed_forward|intermediate)(\.|$)")
 
 

@@ -11,10 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
-from ..optim import MuonAdamW
 from ..tasks.task import collate_of, tokens_per_example, training_collate_of
 from ..training.recipe import Arm, Recipe
-from ..training.run import apply_arm, build_model, count_parameters, optimizer_groups
+from ..training.run import apply_arm, build_model, count_parameters, optimizer_settings
 
 _WARMUP = 3
 # Time does not depend on the rate, but at the recipe's own rate a model that sees one batch again and again
@@ -128,13 +127,8 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     model = _build(recipe, arm, prepared).to(device).train()
     if train.gradient_checkpointing:
         recompute(model)
-    groups = optimizer_groups(model, recipe, arm, _RATE)
-    shared: dict[str, Any] = {"lr": _RATE, "weight_decay": train.weight_decay, "betas": train.betas}
-    optimizer: torch.optim.Optimizer
-    if train.optimizer == "muon":
-        optimizer = MuonAdamW(groups, **shared)
-    else:
-        optimizer = torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **shared)
+    kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
+    optimizer = kind(**settings)
     forward: Any = torch.compile(model) if train.compile else model
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     size = max(1, train.batch_size // (processes * train.gradient_accumulation))

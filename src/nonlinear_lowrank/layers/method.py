@@ -19,6 +19,8 @@ class Role:
     """Learning-rate multiplier."""
     decay: bool = True
     """Whether weight decay applies."""
+    muon: bool = False
+    """Whether Muon takes it where that is asked for: plain hidden matrices of multiplier 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

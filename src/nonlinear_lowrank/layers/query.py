@@ -332,8 +332,9 @@ def _roles(module: nn.Module) -> Mapping[str, Role]:
         return {}
     norms = {name: Role("query.norm", decay=False) for name in ("query_norm_weight", "query_out_weight")}
     return {
-        "query_down": Role("query.down"),
-        "query_up": Role("query.up"),
+        # They stand where a dense matrix stood, which Muon would take: arms must not differ in that too.
+        "query_down": Role("query.down", muon=True),
+        "query_up": Role("query.up", muon=True),
         **norms,
         "query_out_bias": Role("query.norm", decay=False),
     }

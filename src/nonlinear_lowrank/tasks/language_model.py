@@ -169,12 +169,17 @@ def draw_linears(module: nn.Module, dense_init: DenseInit, seed: int) -> None:
         return
     generator = torch.Generator().manual_seed(2 * seed + 2)
     for each in module.modules():
-        if not isinstance(each, nn.Linear):
-            continue
-        if dense_init == "noble":
-            each.weight.normal_(0.0, 0.5 / math.sqrt(each.in_features), generator=generator)
-        else:
-            nn.init.kaiming_uniform_(each.weight, a=math.sqrt(5), generator=generator)
+        if isinstance(each, nn.Linear):
+            draw_linear(each, dense_init, generator)
+
+
+@torch.no_grad()
+def draw_linear(linear: nn.Linear, dense_init: DenseInit, generator: torch.Generator | None = None) -> None:
+    """Draws one linear's weight by this file's table, in place; "stock" leaves it as transformers drew it."""
+    if dense_init == "noble":
+        linear.weight.normal_(0.0, 0.5 / math.sqrt(linear.in_features), generator=generator)
+    elif dense_init == "kaiming":
+        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
 
 
 def check_dense_init(value: object) -> None:

@@ -1,5 +1,6 @@
-"""What an arm can be: nothing, a method built into the model before training, a way to tune a pretrained
-model, or a function of the user's own. `Arm` knows them only through `ArmMethod`, by the table at the end."""
+"""What an arm can be: nothing, a method built into the model before training (or several), a way to tune a
+pretrained model, or a function of the user's own. `Arm` knows them only through `ArmMethod`, by the table at the end.
+"""
 
 import dataclasses
 import importlib
@@ -11,14 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from ..analysis.importance import PARTS, part_of
 from ..augmentation import augment
+from ..budget import parse_budget
 from ..errors import UserError
-from ..layers import METHODS, Method
+from ..layers import METHODS, Method, method_of_layer
 from ..layers import qk_norm as qk_norm_layers
 from ..layers import query as query_layers
 from ..layers import sine as sine_layers
-from ..tasks.task import AdapterSetup
+from .composition import Composed, split_parts
+from .context import ArmContext
 from .tuning import TUNINGS
 from .values import as_text, one_line
 from .widening import WideMlp
@@ -42,6 +47,11 @@ class ArmMethod(Protocol):
         """Whether the method's settings have an `init` of their own; else `init=` is the dense init."""
         ...
 
+    @property
+    def stage(self) -> int | None:
+        """When it is applied where an arm has several methods, the lowest first; None: it can only be alone."""
+        ...
+
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with their full names and JSON's types; raises UserError when they do not fit."""
         ...
@@ -50,9 +60,7 @@ class ArmMethod(Protocol):
         """Parts of the arm's name."""
         ...
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         """The changed model; UserError when the method does not fit it."""
         ...
 
@@ -64,6 +72,7 @@ class Unchanged:
     name: str = "baseline"
     control: bool = True
     own_init: bool = False
+    stage: int | None = None
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings:
@@ -73,17 +82,30 @@ class Unchanged:
     def label(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.name]
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         return model
+
+
+# Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
+_CHOICES = ("include", "exclude", "select", "budget")
+_ALIASES = {"r": "rank"}
+_SHORT = {
+    "rank": "r",
+    "activation": "",
+    "depth": "d",
+    "omega": "w",
+    "include": "on-",
+    "exclude": "not-",
+    "select": "on-",
+}
 
 
 @dataclass(frozen=True)
 class Augmented:
     """A method that swaps modules of the model (`layers.METHODS`), or a control made of one.
 
-    Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`.
+    Beside the fields of the method's config, an arm may say `include=`, `exclude=` and `budget=` (in place of the
+    rank), as in `augment`, and `select=query/feed_forward`: parts of a block by `analysis.part_of`.
     """
 
     method: Method
@@ -104,38 +126,73 @@ class Augmented:
     def own_init(self) -> bool:
         return "init" in self._fields()
 
+    @property
+    def stage(self) -> int | None:
+        if self.method.wraps:
+            return 3
+        return 2 if self.method.include is None else 1
+
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        self._config(settings)
-        return dict(settings)
+        known = (*self._fields(), *_CHOICES)
+        full = {_ALIASES.get(key, key) if key not in known else key: value for key, value in settings.items()}
+        for key in full:
+            if key not in known:
+                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
+        if "budget" in full:
+            parse_budget(full["budget"])
+            if self.method.added is None:
+                raise UserError(f"{self.name} cannot choose ranks for a budget; give the rank itself")
+            if "rank" in full or "rank_ratio" in full:
+                raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
+        if "select" in full:
+            _read_parts(full["select"])
+        self._config(full)
+        return full
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        short = {"rank": "r", "activation": "", "depth": "d", "omega": "w", "include": "on-", "exclude": "not-"}
-        shown = {
-            key: "-".join(re.findall(r"\w+", str(value))) if key in _CHOICES else as_text(value)
-            for key, value in settings.items()
-        }
-        return [self.name, *(f"{short.get(key, key + '-')}{value}" for key, value in shown.items())]
+        return [self.name, *(f"{_SHORT.get(key, key + '-')}{_shown(key, value)}" for key, value in settings.items())]
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         choice = {key: settings[key] for key in _CHOICES if key in settings}
-        augment(model, self._config(settings), verbose=verbose, **choice)
+        if "select" in choice:
+            choice["select"] = _select(model, self.name, choice["select"])
+        augment(model, self._config(settings), verbose=context.verbose, **choice)
         return model
 
     def _fields(self) -> list[str]:
         return [each.name for each in dataclasses.fields(self.method.config_class) if each.name not in self.fixed]
 
     def _config(self, settings: Mapping[str, Any]) -> Any:
-        known = self._fields()
-        for key in settings:
-            if key not in known and key not in _CHOICES:
-                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join((*known, *_CHOICES))}")
         own = {key: value for key, value in settings.items() if key not in _CHOICES}
         return self.method.config_class(**self.fixed, **own)
 
 
-_CHOICES = ("include", "exclude")
+def _shown(key: str, value: Any) -> str:
+    """A setting in the arm's name."""
+    if key == "budget":
+        return "-".join(re.findall(r"[\w.]+", str(value)))
+    return "-".join(re.findall(r"\w+", str(value))) if key in _CHOICES else as_text(value)
+
+
+def _read_parts(text: Any) -> list[str]:
+    parts = text.split("/") if isinstance(text, str) else []
+    for part in parts or [text]:
+        if part not in PARTS:
+            raise UserError(f"select={text} names no part of a block; choose from {', '.join(PARTS)}, joined by '/'")
+    return parts
+
+
+def _select(model: nn.Module, method: str, text: str) -> list[str]:
+    """Names of the plain linears that are such parts of a block."""
+    plain = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and method_of_layer(module) is None
+    ]
+    chosen = [name for name in plain if part_of(name) in _read_parts(text)]
+    if not chosen:
+        raise UserError(f"{method}: no plain linear of this {type(model).__name__} is {text} by its name")
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -145,6 +202,7 @@ class Function:
     name: str
     control: bool = False
     own_init: bool = False
+    stage: int | None = None
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(settings)
@@ -170,9 +228,7 @@ class Function:
             raise UserError(f"{module_name!r} has no function {name!r}; the arm {self.name!r} needs one")
         return function
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         changed = self.function()(model, **settings)
         if not isinstance(changed, nn.Module):
             raise UserError(f"{self.name} gave back {type(changed).__name__}, not a module; return the changed model")
@@ -196,13 +252,15 @@ ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
 
 
 def find_method(name: str) -> ArmMethod:
-    """The kind of arm of that name, or the function it names.
+    """The kind of arm of that name, several joined by "+", or the function it names.
 
     Raises:
         UserError: there is none.
     """
     if name in ARM_METHODS:
         return ARM_METHODS[name]
+    if len(parts := split_parts(name, list(ARM_METHODS))) > 1:
+        return Composed(tuple(find_method(part) for part in parts))
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         raise UserError(
             f"unknown arm {name!r}; choose {', '.join(ARM_METHODS)}, or a function of your own as module:function"

@@ -24,7 +24,7 @@ from ..tasks.instructions import InstructionTask
 from ..tasks.language_model import LanguageModelTask
 from ..tasks.masked_language_model import MaskedLanguageModelTask
 from ..tasks.opt_language_model import OptLanguageModelTask
-from .arms import Arm, ArmOption
+from .arms import Arm, ArmOption, Optimizer
 from .values import check_number, check_whole, one_line
 
 __all__ = ["Arm", "Recipe", "TrainConfig"]
@@ -58,8 +58,8 @@ class TrainConfig:
     """After the warm-up; linear and cosine end at 0."""
     group_by_length: bool = False
     """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """"muon": dense matrices by Muon, the rest by AdamW."""
+    optimizer: Optimizer = "adamw"
+    """"muon": dense matrices by Muon, the rest by AdamW. An arm may name its own."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not clipped."""
     bf16: bool = False
@@ -124,7 +124,7 @@ class TrainConfig:
             )
         for name, choices in (
             ("schedule", ("linear", "cosine", "constant")),
-            ("optimizer", ("adamw", "muon")),
+            ("optimizer", get_args(Optimizer)),
         ):
             if getattr(self, name) not in choices:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")

@@ -37,7 +37,7 @@ from .tuning import raise_up_rates, set_head_rate
 
 __all__ = [
     *("Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"),
-    *("apply_arm", "build_model", "count_parameters", "join_processes", "optimizer_groups"),
+    *("apply_arm", "build_model", "count_parameters", "join_processes", "optimizer_groups", "optimizer_settings"),
 ]
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
@@ -99,7 +99,7 @@ def run_training(
         folder.name_base(model)
         changed = apply_arm(recipe, recipe.arm, model, verbose=report and not quiet and arguments.should_save)
         parameters = count_parameters(changed)
-        optimizer = _optimizer(changed, recipe, arguments)
+        optimizer = optimizer_settings(changed, recipe, recipe.arm, recipe.lr, arguments.device)
 
         on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         progress = ProgressLines(recipe.arm.name)
@@ -296,14 +296,23 @@ def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module, *, verbose: bool = Fal
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        return arm.apply(model, adapter_setup(recipe.task, model), verbose=verbose)
+        drawn = getattr(getattr(recipe.task, "backbone", None), "dense_init", None)
+        return arm.apply(model, adapter_setup(recipe.task, model), dense_init=drawn, verbose=verbose)
 
 
 def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> list[dict[str, Any]]:
     """Fresh groups of what is trained, with each role's rate and decay, LoRA+'s where the arm asks for it, and the
-    new head's own."""
-    train = recipe.train
-    groups = param_groups(model, lr, train.weight_decay, muon=train.optimizer == "muon", verbose=False)
+    new head's own.
+
+    Raises:
+        UserError: Muon is asked for, and the arm trains an adapter or no dense matrix.
+    """
+    train, muon = recipe.train, _by_muon(recipe, arm)
+    if muon and is_adapted(model):
+        raise UserError(f"{arm.name} trains an adapter, whose factors are not Muon's to take; leave optimizer=muon out")
+    groups = param_groups(model, lr, train.weight_decay, muon=muon, verbose=False)
+    if muon and {group["optimizer"] for group in groups} != {"muon", "adamw"}:
+        raise UserError(f"{arm.name} trains no dense matrices, which are what Muon takes; leave optimizer=muon out")
     ratio = arm.settings.get("plus") if ":" not in arm.method else None
     if ratio:
         groups = raise_up_rates(groups, ratio)
@@ -312,6 +321,22 @@ def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> l
     if train.head_lr is not None and setup is not None:
         groups = set_head_rate(groups, setup.head, train.head_lr / lr)
     return groups
+
+
+def optimizer_settings(
+    model: nn.Module, recipe: Recipe, arm: Arm, lr: float, device: torch.device
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and its arguments, its groups as "params"; a fresh dict each time, since Trainer takes
+    "params" out of it."""
+    groups = optimizer_groups(model, recipe, arm, lr)
+    shared = {"params": groups, "lr": lr, "weight_decay": recipe.train.weight_decay, "betas": recipe.train.betas}
+    if _by_muon(recipe, arm):
+        return MuonAdamW, shared
+    return torch.optim.AdamW, {**shared, "fused": True} if device.type in ("cpu", "cuda") else shared
+
+
+def _by_muon(recipe: Recipe, arm: Arm) -> bool:
+    return (arm.optimizer or recipe.train.optimizer) == "muon"
 
 
 def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
@@ -332,19 +357,6 @@ def _prepare(recipe: Recipe, quiet: bool) -> Any:
     mine: list[Any] = []
     on_first_process(lambda: mine.append(recipe.task.prepare(progress=not quiet)))
     return mine[0] if mine else recipe.task.prepare(progress=False)
-
-
-def _optimizer(
-    model: nn.Module, recipe: Recipe, arguments: TrainingArguments
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """A fresh dict each time: Trainer takes "params" out of it."""
-    train = recipe.train
-    groups = optimizer_groups(model, recipe, recipe.arm, recipe.lr)
-    shared = {"params": groups, "lr": recipe.lr, "weight_decay": train.weight_decay, "betas": train.betas}
-    if train.optimizer == "muon":
-        return MuonAdamW, shared
-    fused = arguments.device.type in ("cpu", "cuda")
-    return torch.optim.AdamW, {**shared, "fused": True} if fused else shared
 
 
 def _checkpoint(trainer: CheckpointedTrainer, say: Any) -> Path | None:

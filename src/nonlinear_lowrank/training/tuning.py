@@ -31,6 +31,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..tasks.task import AdapterSetup
+from .context import ArmContext
 from .values import as_text, check_number, check_whole, one_line
 
 _ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
@@ -63,6 +64,7 @@ class Tuning:
     everything: bool = False
     """Whether every weight is trained."""
     own_init: bool = False
+    stage: int | None = None
 
     def config_class(self) -> Any:
         """The peft config class."""
@@ -101,14 +103,13 @@ class Tuning:
         parts = [self.name.replace("++", "-plus-plus")]
         return parts + [f"{_SHORT.get(key, key)}{as_text(value)}" for key, value in settings.items()]
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         """The model with what is not trained frozen; with an adapter a `PeftModel`.
 
         Raises:
             UserError: the model is not a pretrained one, or the adapter fits none of its modules.
         """
+        setup = context.setup
         if setup is None:
             raise UserError(f"{self.name} tunes a pretrained model, and this recipe trains one from scratch")
         if self.everything:
@@ -120,7 +121,7 @@ class Tuning:
             for name in setup.head:
                 model.get_submodule(name).requires_grad_(True)
             return model
-        return self._adapt(model, settings, setup, verbose)
+        return self._adapt(model, settings, setup, context.verbose)
 
     def _adapt(self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup, verbose: bool) -> nn.Module:
         from peft import get_peft_model

@@ -1,8 +1,17 @@
-"""The arm `wide-mlp`: the plain model with a wider MLP, for asking whether a gain is more than more parameters.
+"""The arm `wide-mlp`: the plain model with a wider (or narrower) MLP, for asking whether a gain is more than more
+parameters.
 
-The MLPs are rebuilt with transformers' own init, and the config is told, so that the model is saved and loaded as a
-plain one of that size. Known are pairs fc1, fc2 (OPT, ViT) and gated ones (GLM's gate_up_proj, Llama's gate_proj and
-up_proj, each with down_proj).
+    wide-mlp:ratio=4.75                       4.75 times the model's width
+    wide-mlp:hidden=408                       so wide
+    wide-mlp:match=noble-r64                  the narrowest with at least the parameters of the arm of that name
+    wide-mlp:match=noble-r64,by=flops         the same by FLOPs
+
+The last two are settled by a comparison that has the other arm (`compare.matching`), and are then written with the
+width that was found, `wide-mlp:match=noble-r64,hidden=408`.
+
+The MLPs are rebuilt with the init that the arm's other linears have, all else keeps its draws, and the config is told,
+so that the model is saved and loaded as a plain one of that size. Known are pairs fc1, fc2 (OPT, ViT) and gated ones
+(GLM's gate_up_proj, Llama's and EuroBERT's gate_proj and up_proj, each with down_proj).
 """
 
 from collections.abc import Mapping
@@ -13,8 +22,9 @@ import torch
 from torch import nn
 
 from ..errors import UserError
-from ..tasks.task import AdapterSetup
-from .values import as_text, check_number
+from ..tasks.language_model import DenseInit, draw_linear
+from .context import ArmContext
+from .values import as_text, check_number, check_whole
 
 # Ends of names: those whose outputs are the MLP's width (times the number), and the one whose inputs are.
 _SHAPES = (
@@ -25,30 +35,50 @@ _SHAPES = (
 _FIELDS = ("ffn_dim", "intermediate_size")
 
 
+MATCHED_BY = ("parameters", "flops")
+
+
 @dataclass(frozen=True)
 class WideMlp:
-    """Every MLP `ratio` times as wide as the model."""
+    """Every MLP of another width."""
 
     name: str = "wide-mlp"
     control: bool = True
     own_init: bool = False
+    stage: int | None = 0
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        if set(settings) != {"ratio"}:
-            raise UserError(f"{self.name} needs one setting, the MLP's width over the model's: {self.name}:ratio=4.75")
-        check_number("ratio", settings["ratio"], above=0)
+        known = ({"ratio"}, {"hidden"}, {"match"}, {"match", "by"}, {"match", "hidden"}, {"match", "by", "hidden"})
+        if set(settings) not in known:
+            raise UserError(
+                f"{self.name} needs the MLP's width over the model's, its width, or an arm to match: "
+                f"{self.name}:ratio=4.75, {self.name}:hidden=512 or {self.name}:match=noble-r64 (with by=flops)"
+            )
+        if "ratio" in settings:
+            check_number("ratio", settings["ratio"], above=0)
+        if "hidden" in settings:
+            check_whole("hidden", settings["hidden"], least=1)
+        if "match" in settings and not isinstance(settings["match"], str):
+            raise UserError(f"match must be the name of another arm, not {settings['match']!r}")
+        if settings.get("by", "parameters") not in MATCHED_BY:
+            raise UserError(f"by must be one of {', '.join(MATCHED_BY)}, not {settings['by']!r}")
         return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        return [self.name, as_text(settings["ratio"])]
+        if "match" in settings:
+            return [self.name, "as", settings["match"], *(["flops"] if settings.get("by") == "flops" else [])]
+        return [self.name, as_text(settings["ratio"])] if "ratio" in settings else [self.name, f"h{settings['hidden']}"]
 
     @torch.no_grad()
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, verbose: bool
-    ) -> nn.Module:
-        if setup is not None:
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+        """The model with MLPs of that width.
+
+        Raises:
+            UserError: the model is a pretrained one, its MLPs are not known, or the width is not settled yet.
+        """
+        if context.setup is not None:
             raise UserError(f"{self.name} is for models that are trained from scratch")
-        blocks = [(module, shape) for module in model.modules() if (shape := _shape_of(module)) is not None]
+        blocks = _blocks(model)
         config: Any = getattr(model, "config", None)
         name = next((each for each in _FIELDS if isinstance(getattr(config, each, None), int)), None)
         if not blocks or name is None:
@@ -56,24 +86,39 @@ class WideMlp:
                 f"{self.name} does not know the MLPs of {type(model).__name__}; it knows fc1 and fc2, "
                 "gate_up_proj or gate_proj and up_proj with down_proj"
             )
+        if "match" in settings and "hidden" not in settings:
+            raise UserError(
+                f"{self.name}:match={settings['match']} is settled by nlr compare, beside that arm; "
+                f"elsewhere say how wide it is: {self.name}:hidden=512"
+            )
         width = blocks[0][0].get_submodule(blocks[0][1][1]).out_features
-        hidden = round(settings["ratio"] * width)  # type: ignore[operator]
+        hidden = settings["hidden"] if "hidden" in settings else round(settings["ratio"] * width)  # type: ignore[operator]
         if hidden < 1:
             raise UserError(f"ratio {settings['ratio']!r} leaves no MLP at width {width}")
         for block, (outward, inward) in blocks:
-            for each in (*outward, inward):
-                _check_stock(config, block.get_submodule(each).weight)  # type: ignore[arg-type]
-        for block, (outward, inward) in blocks:
             for each, times in outward.items():
-                _replace(model, block, each, None, times * hidden)
-            _replace(model, block, inward, hidden, None)
+                _replace(model, block, each, None, times * hidden, context.dense_init)
+            _replace(model, block, inward, hidden, None, context.dense_init)
         setattr(config, name, hidden)
         for module in model.modules():  # some keep the width beside their linears
             if isinstance(getattr(module, "intermediate_size", None), int):
                 module.intermediate_size = hidden  # type: ignore[assignment]
-        if verbose:
+        if context.verbose:
             print(f"{self.name}: {len(blocks)} MLPs of width {hidden}")
         return model
+
+
+def mlp_width(model: nn.Module) -> int:
+    """Of a model whose MLPs are known."""
+    block, (_, inward) = _blocks(model)[0]
+    width = block.get_submodule(inward).in_features
+    assert isinstance(width, int)
+    return width
+
+
+def _blocks(model: nn.Module) -> list[tuple[nn.Module, tuple[dict[str, int], str]]]:
+    """The modules that hold an MLP's linears, with the linears' names."""
+    return [(module, shape) for module in model.modules() if (shape := _shape_of(module)) is not None]
 
 
 def _shape_of(module: nn.Module) -> tuple[dict[str, int], str] | None:
@@ -82,22 +127,15 @@ def _shape_of(module: nn.Module) -> tuple[dict[str, int], str] | None:
     return next((shape for shape in _SHAPES if {*shape[0], shape[1]} <= own), None)
 
 
-def _replace(model: Any, block: nn.Module, name: str, d_in: int | None, d_out: int | None) -> None:
-    """Puts a linear of another size in a linear's place, drawn by the model's own init (in its own order)."""
+def _replace(
+    model: Any, block: nn.Module, name: str, d_in: int | None, d_out: int | None, dense_init: DenseInit
+) -> None:
+    """Puts a linear of another size in a linear's place, drawn as the old one was."""
     old: Any = block.get_submodule(name)
     sizes = d_in or old.in_features, d_out or old.out_features
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
     new = nn.Linear(*sizes, bias=old.bias is not None, **where).train(old.training)
     if not old.weight.is_meta:
         model._init_weights(new)
+        draw_linear(new, dense_init)
     setattr(block, name, new)
-
-
-def _check_stock(config: Any, weight: torch.Tensor) -> None:
-    """The new linears are transformers' own draws, and the others of the model must be so too."""
-    std = getattr(config, "init_std", None) or getattr(config, "initializer_range", None)
-    if weight.is_meta or std is None:
-        return
-    slack = 6 / (2 * weight.numel()) ** 0.5
-    if abs(weight.std().item() / std - 1) > slack:
-        raise UserError("wide-mlp draws transformers' own init; leave init= of the arm and --dense-init away")
