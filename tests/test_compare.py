@@ -145,6 +145,7 @@ def test_a_gain_is_found_with_its_interval_and_both_speedups(go, tmp_path):
     assert "**lower** than `baseline`" in text
     assert "Against the strongest control" in text
     assert "`baseline-init-noble`" in text
+    assert "No control has as many parameters as noble-r4 (wide-mlp:match=noble-r4)" in text
 
 
 def test_no_difference_is_called_none(go):
@@ -163,7 +164,8 @@ def test_untuned_rates_and_a_missing_control_are_said(go, tmp_path):
     assert "No control has NOBLE's dense init" in plain
     full = " ".join(findings(go(tune_lr=(1e-3, 2e-3), out=tmp_path / "full").results))
     assert "not tuned" not in full
-    assert "No control" not in full
+    assert "No control has NOBLE's dense init" not in full
+    assert "No control has as many parameters as noble-r4" in full
 
 
 def test_a_slower_arm_is_printed_as_plainly(go, monkeypatch):

@@ -21,9 +21,11 @@ class CompareOptions(Generic[Task, Train]):
     """Folder for the runs, results.json, the picture and report.md; must be empty or new."""
     arms: tuple[str, ...]
     """What is compared; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
-    noble:rank=64,activation=gelu,depth=1, or your own module:function (model in, model out). Of a pretrained model:
-    full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2,
-    nora++, noble-adapter:r=16."""
+    noble:rank=64,activation=gelu,depth=1, noble:budget=5%, nonlinear-query+noble:rank=64 (both in one model),
+    wide-mlp:match=noble-r64 (a plain model with as many parameters as that arm; by=flops: as many FLOPs), any of them
+    with optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head,
+    lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++,
+    noble-adapter:r=16."""
     seeds: int
     """Seeds; on each, every arm gets the same batches."""
     tune_lr: tuple[float, ...]

@@ -7,7 +7,7 @@ must be equal for that, is decided here.
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..environment import machine, versions
 from ..errors import UserError
 from ..storage import TEMPORARY, FolderLock, describe_disk_error, write_json
 from ..training.recipe import Arm, Recipe
+from .matching import Match, settle_matches
 from .record import clean, flatten
 
 _MARKER = "compare.json"
@@ -42,7 +43,10 @@ class Plan:
     default_rate: float
     threads: int | None
     settings: dict[str, Any]
+    defaults: dict[str, Any]
+    """Of the settings, those that the fields have anyway: what a folder says that is older than a field."""
     choices: dict[str, Any]
+    matches: tuple[Match, ...] = ()
 
     @staticmethod
     def make(
@@ -70,9 +74,11 @@ class Plan:
             raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
         if reference is not None and reference not in names:
             raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
+        chosen, matches = settle_matches(recipe, chosen)
         first = recipe.train.seed + 1
         return Plan(
             arms=chosen,
+            matches=matches,
             seeds=tuple(range(first, first + count)),
             tuning_seed=recipe.train.seed,
             grid=grid,
@@ -81,6 +87,7 @@ class Plan:
             default_rate=recipe.train.lr,
             threads=recipe.train.threads,
             settings=_shared_settings(recipe),
+            defaults=_defaults(recipe.task, "task") | _defaults(recipe.train, "train"),
             choices={
                 "train.lr": recipe.train.lr,
                 "train.seed": recipe.train.seed,
@@ -109,12 +116,28 @@ def _shared_settings(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in _FREE}
 
 
+def _defaults(config: Any, prefix: str) -> dict[str, Any]:
+    """The defaults of a config's fields, by their dotted names."""
+    found: dict[str, Any] = {}
+    for each in fields(config):
+        name, value = f"{prefix}.{each.name}", getattr(config, each.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= _defaults(value, name)
+        elif each.default is not MISSING:
+            found |= flatten(each.default, name)
+    return found
+
+
 def arm_settings(arms: Iterable[Arm]) -> dict[str, dict[str, Any]]:
     """What an arm is, without its rate (which is in each run's path)."""
-    return {
-        arm.name: {"method": arm.method, "settings": clean(dict(arm.settings)), "dense_init": arm.dense_init}
-        for arm in arms
-    }
+
+    def describe(arm: Arm) -> dict[str, Any]:
+        always = {"method": arm.method, "settings": clean(dict(arm.settings)), "dense_init": arm.dense_init}
+        # Only where they are asked for, so that folders from before there were such options go on.
+        asked = {"qk_norm": arm.qk_norm, "optimizer": arm.optimizer}
+        return always | {name: value for name, value in asked.items() if value}
+
+    return {arm.name: describe(arm) for arm in arms}
 
 
 def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:
@@ -145,14 +168,15 @@ def _check_same(out: Path, former: Any, plan: Plan) -> None:
     mend = "use the former value, another folder, or --overwrite"
     before = former["settings"]
     for name in sorted(set(before) | set(plan.settings)):
-        old, new = before.get(name, "(absent)"), plan.settings.get(name, "(absent)")
+        old, new = before.get(name, plan.defaults.get(name, "(absent)")), plan.settings.get(name, "(absent)")
         if old != new:
             raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
     for name, now in arm_settings(plan.arms).items():
         then = former.get("arms", {}).get(name)
-        for key in now if then is not None else ():
-            if then.get(key) != now[key]:
-                raise UserError(f"{key} of arm {name!r} was {then.get(key)!r} in {out}, is {now[key]!r} now; {mend}")
+        for key in now | then if then is not None else ():
+            if then.get(key) != now.get(key):
+                was, is_now = then.get(key), now.get(key)
+                raise UserError(f"{key} of arm {name!r} was {was!r} in {out}, is {is_now!r} now; {mend}")
 
 
 def check_text(out: Path, fingerprint: str) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 Record = Mapping[str, Any]
+_SAME = 1.002  # norms and biases alone are no larger model
 _NONE = "-"
 
 
@@ -318,7 +319,7 @@ def _mean(arm: Record) -> Any:
 
 
 def _cautions(results: Record) -> list[str]:
-    """What a reader must hold against a gain: rates that were not tuned, and an init without its control."""
+    """What a reader must hold against a gain: rates that were not tuned, an init or a size without its control."""
     lines = []
     untuned = [arm["name"] for arm in results["arms"] if arm["lr"] is not None and not arm["tuning"]]
     if untuned and results["n"]:
@@ -328,8 +329,15 @@ def _cautions(results: Record) -> list[str]:
         return lines
     own = results["recipe"]["settings"].get("task.backbone.dense_init")
     inits = {arm["settings"]["dense_init"] or own for arm in results["arms"] if arm["control"]}
-    if any(arm["settings"]["method"] == "noble" for arm in results["arms"]) and "noble" not in inits:
+    if any("noble" in arm["settings"]["method"].split("+") for arm in results["arms"]) and "noble" not in inits:
         lines.append("No control has NOBLE's dense init (baseline:init=noble): part of a difference may be the init's.")
+    largest = max((arm["parameters"] for arm in results["arms"] if arm["control"]), default=0)
+    larger = [arm["name"] for arm in results["arms"] if not arm["control"] and arm["parameters"] > _SAME * largest]
+    if larger:
+        lines.append(
+            f"No control has as many parameters as {', '.join(larger)} (wide-mlp:match={larger[-1]}): part of a "
+            "difference may be theirs."
+        )
     return lines
 
 

@@ -135,7 +135,8 @@ def compare(
 
     Raises:
         UserError: arms, rates or seeds that make no comparison; a folder that is not empty, or that holds a
-            comparison with other settings (the message names the field). Nothing has been written then.
+            comparison with other settings (the message names the field); an arm that cannot be matched. Nothing has
+            been written then.
     """
     started = clock()
     out = Path(out)
@@ -160,7 +161,8 @@ def compare(
     try:
         if main and measured.times is not None:
             save_timing(out, plan, measured.times)
-        notes = [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
+        notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
+        notes += [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
         runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console)
 
         def time_for(arms: Sequence[Arm]) -> bool:
@@ -210,6 +212,11 @@ def compare(
     finally:
         if lock is not None:
             lock.release()
+
+
+def _counts(measured: Measurement, by: str) -> Mapping[str, float | None]:
+    """What was counted of every arm, in the built models."""
+    return dict(measured.parameters) if by == "parameters" else measured.flops
 
 
 def _record(
