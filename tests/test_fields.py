@@ -10,7 +10,7 @@ from nonlinear_lowrank.analysis.timing import interleaved_step_times, paired_rat
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.fields.fit import FitConfig, build
 from nonlinear_lowrank.fields.image import ImageProblem
-from nonlinear_lowrank.fields.model import Field, FieldConfig, encode
+from nonlinear_lowrank.fields.model import Field, FieldConfig, encode, gaussian
 from nonlinear_lowrank.fields.problem import FieldMethod
 from nonlinear_lowrank.fields.step import Stepper
 
@@ -53,6 +53,13 @@ def test_a_field_computes_its_formula(activation):
     for layer in (field.first, field.hidden[0]):
         z = act(z @ layer.weight.T + layer.bias)
     torch.testing.assert_close(field(x), z @ field.last.weight.T + field.last.bias, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gaussian_has_the_gradient_of_its_formula():
+    z = (torch.randn(50, dtype=torch.float64) * 0.1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: gaussian(z, 0.07), z)
+    assert torch.autograd.gradgradcheck(lambda z: gaussian(z, 0.07), z)
+    torch.testing.assert_close(gaussian(z, 0.07), torch.exp(-(z**2) / (2 * 0.07**2)))
 
 
 @pytest.mark.parametrize(("rank", "low", "high"), [(None, 0.8, 1.25), (8, 0.1, 2.5)])
