@@ -21,9 +21,9 @@ _NONE = "-"
 def render_table(results: Record) -> str:
     """The table and what was found, for the console."""
     table = Table(title=f"{results['problem']}, n = {results['n']}", title_justify="left")
-    head, rows = _arms(results)
+    head, rows = _arms(results, all_metrics=False)
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 6)
     for row in rows:
         table.add_row(*row)
     console = Console(file=io.StringIO(), width=max(110, shutil.get_terminal_size((130, 40)).columns))
@@ -38,7 +38,7 @@ def render_report(results: Record) -> str:
     parts = [
         f"# {results['recipe']}: {results['problem']}",
         f"Score: {score}, mean and standard deviation over n = {results['n']} seeds ({_seeds(results)}). "
-        f"Init and rate of every arm are its best on seed {results['tuning_seed']}. "
+        f"Where an arm had a choice of init and learning rate, it runs at its best of seed {results['tuning_seed']}. "
         "`late` is what the last fifth of the steps added to the score. Sizes are shares of the dense network's "
         f"{results['dense_parameters']:,} parameters.",
         markdown_table(*_arms(results)),
@@ -63,7 +63,7 @@ def findings(results: Record) -> list[str]:
     for pair in results["pairs"]:
         delta = pair["delta"]
         if delta["low"] is None:
-            said = f"{delta['value']:+.3g}{unit}, n = {delta['n']}: {delta['note']}"
+            said = f"{delta['value']:+.3g}{unit}, n = {delta['n']} ({delta['note']})"
         elif delta["shown"]:
             said = f"{'above' if delta['value'] > 0 else 'below'} by {abs(delta['value']):.3g}{unit}"
             said += f" [{delta['low']:+.3g}, {delta['high']:+.3g}], n = {delta['n']}"
@@ -83,10 +83,10 @@ def findings(results: Record) -> list[str]:
     return lines + list(results["notes"])
 
 
-def _arms(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    others = [name for name in _metrics(results) if name != results["score"]]
+def _arms(results: Record, *, all_metrics: bool = True) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    others = [name for name in _metrics(results) if all_metrics and name != results["score"]]
     timed = results["step_time_base"]
-    head = ("arm", "init", "rate", "parameters", "%", score_label(results), "n", "late", *map(_words, others))
+    head = ("arm", "init", "lr", "parameters", "%", score_label(results), "n", "late", *map(_words, others))
     head += (f"step time over {timed}'s",) if timed else ()
     rows = []
     for arm in results["arms"]:
