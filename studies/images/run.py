@@ -1,6 +1,6 @@
 """Photographs in coordinate networks: sine low-rank against plain low-rank weights at k = 1 and 5, and dense ones.
 
-    python studies/images/run.py KODAK [--images kodim05 ...] [--seeds 3] [--steps 1500] [--threads 1] [--work FOLDER]
+    python studies/images/run.py KODAK [--images kodim05 ...] [--seeds 3] [--steps 1000] [--threads 1] [--work FOLDER]
 
 KODAK is a folder with photographs of the Kodak set (kodim01.png and so on; all that are there unless --images names
 some). Of each, 128 x 128 pixels out of the middle. The network is the paper's for shapes, 2 -> 256 -> 256 -> 256 -> 3
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("kodak", type=Path)
     parser.add_argument("--images", nargs="+", default=[])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs/images"))
     parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")

@@ -120,11 +120,13 @@ RECIPES: dict[str, RecipeEntry] = {
         "instruct", "llama3_commonsense", "Llama-3-8B on commonsense-170k, as published; one large GPU"
     ),
     "llama3-alpaca": _tuning("instruct", "llama3_alpaca", "Llama-3-8B on Alpaca, as published; one large GPU"),
-    "image-demo": _field("fields", "image_demo", "a piece of an embedded photograph; one CPU core, a minute"),
+    "image-demo": _field("fields", "image_demo", "a piece of an embedded photograph; one CPU core, minutes"),
     "image": _field("fields", "image", "any photograph, whole; one GPU, or CPU cores and patience"),
     "nerf-demo": _field("nerf", "nerf_demo", "a radiance field of three balls in formulas; one CPU core, a minute"),
     "nerf-fern": _field("nerf", "nerf_fern", "a small scene in the paper's radiance field; 2 CPU cores, half an hour"),
     "nerf-llff": _field("nerf", "nerf_llff", "a scene of LLFF as published; one GPU, a day"),
+    "occupancy-demo": _field("fields", "occupancy_demo", "a knot, inside or outside; one CPU core, minutes"),
+    "occupancy": _field("fields", "occupancy", "any closed mesh in the paper's network; 2 CPU cores, minutes a fit"),
 }
 
 
