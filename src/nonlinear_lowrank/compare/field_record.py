@@ -19,7 +19,7 @@ from .statistics import holm, paired_mean
 
 FORMAT = 1
 
-UNITS = {"psnr": "dB"}
+UNITS = {"psnr": "dB", "iou": "%"}
 """Of scores that have one."""
 
 

@@ -125,8 +125,8 @@ RECIPES: dict[str, RecipeEntry] = {
     "nerf-demo": _field("nerf", "nerf_demo", "a radiance field of three balls in formulas; one CPU core, a minute"),
     "nerf-fern": _field("nerf", "nerf_fern", "a small scene in the paper's radiance field; 2 CPU cores, half an hour"),
     "nerf-llff": _field("nerf", "nerf_llff", "a scene of LLFF as published; one GPU, a day"),
-    "occupancy-demo": _field("fields", "occupancy_demo", "a knot, inside or outside; one CPU core, minutes"),
-    "occupancy": _field("fields", "occupancy", "any closed mesh in the paper's network; 2 CPU cores, minutes a fit"),
+    "occupancy-demo": _field("occupancy", "occupancy_demo", "a knot, inside or outside; one CPU core, minutes"),
+    "occupancy": _field("occupancy", "occupancy", "a mesh as published, on a 512^3 lattice; one GPU, or CPU hours"),
 }
 
 

@@ -1,11 +1,10 @@
-"""Fields: images and shapes as coordinate networks (sine_lowrank.txt, section 4.4; images are not in the paper).
+"""Fields: images as coordinate networks (not in the papers; after sine_lowrank.txt, section 4.4).
 
 Each is compared dense, low-rank and sine low-rank at the same ranks, so that a rate-distortion curve of each kind and
 the distance between them come out. Both Kaiming inits are tried for every arm.
 """
 
 from ..fields.image import ImageSettings
-from ..fields.occupancy import OccupancySettings
 from ..fields.problem import FieldMethod
 from ..fields.recipe import FieldRecipe
 from ..fields.step import FitConfig
@@ -52,49 +51,6 @@ def image() -> FieldRecipe:
     )
 
 
-def occupancy_demo() -> FieldRecipe:
-    """A knot, inside or outside, on a lattice of 64^3.
-
-    Command: `nlr fit occupancy-demo`, or `nlr compare occupancy-demo --max-minutes 4`.
-    Hardware: one CPU core, 1 GB of memory, no network; the extra `fields`.
-    Time: under a minute a fit; the comparison stops before five minutes.
-    Expect: an IoU that rises with the rank. It shows the tool at work, and is no evidence.
-    """
-    return FieldRecipe(
-        name="occupancy-demo",
-        description=RECIPES["occupancy-demo"].summary,
-        problem=OccupancySettings(
-            source="knot", resolution=64, points=1024, held_out=32, mesh_resolution=48, picture_height=240
-        ),
-        method=FieldMethod(kind="sine", rank=5, omega=50.0),
-        train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
-        arms=_arms((1, 5, 20)),
-        seeds=1,
-    )
-
-
-def occupancy() -> FieldRecipe:
-    """A closed mesh, inside or outside, in the paper's network (132,865 parameters; 2,817 at rank 1).
-
-    Command: `nlr fit occupancy --source mesh.obj`, or `nlr compare occupancy --source mesh.obj`; the paper's lattice by
-    `--resolution 512`.
-    Hardware: 2 CPU cores, 2 GB of memory, or any GPU.
-    Time: not measured by us; studies/occupancy has what its runs took.
-    Expect: the paper's IoU of Lucy by rank (1, 2, 5, 20), low-rank: 79.3, 89.4, 94.8, 96.2; sine: 90.7, 93.2, 95.3,
-    96.3; dense 97.8. Not repeated by this recipe.
-    """
-    return FieldRecipe(
-        name="occupancy",
-        description=RECIPES["occupancy"].summary,
-        problem=OccupancySettings(points=4096),
-        method=FieldMethod(kind="sine", rank=1, omega=200.0),
-        train=FitConfig(steps=2500, lr=2e-3, eval_every=500, save_every=250),
-        arms=_arms((1, 2, 5, 20)),
-        seeds=3,
-        tune_lr=(1e-3, 2e-3, 4e-3),
-    )
-
-
 def _arms(ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """Dense, then low-rank and sine side by side; omega by the published table for shapes."""
+    """Dense, then low-rank and sine side by side."""
     return ("dense", *(f"{kind}:rank={rank}" for rank in ranks for kind in ("low-rank", "sine")))
