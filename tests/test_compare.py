@@ -296,6 +296,32 @@ def test_a_diverged_run_is_recorded_and_the_comparison_continues(go):
     assert again.calls == [], "a diverged run is a result; it is not tried again"
 
 
+def test_a_finite_divergence_is_named_with_its_step_and_a_spike_is_told_apart(go, tmp_path):
+    def rises(arm, seed):
+        """Steps at which the training loss is high again."""
+        return range(60, 101) if (arm, seed) == ("noble-r4", 2) else range(30, 33) if arm == "noble-r4" else ()
+
+    class Training(FakeTraining):
+        def __call__(self, recipe, out, **options):
+            super().__call__(recipe, out, **options)
+            result = json.loads((out / "result.json").read_text())
+            high = rises(recipe.arm.name, recipe.train.seed)
+            curve = [[step, 8.0 if step in high else 5 - 0.02 * step + 0.001 * (step % 3)] for step in range(1, 101)]
+            (out / "result.json").write_text(json.dumps(result | {"train_curve": curve}))
+
+    results = go(training=Training(gain), arms=(BASE, NOBLE)).results
+    runs = {run["seed"]: run for run in results["arms"][1]["runs"]}
+    assert [runs[seed]["diverged_at"] for seed in (1, 2, 3)] == [None, 60, None]
+    assert [runs[seed]["spikes"] for seed in (1, 2, 3)] == [1, 0, 1]
+    assert {run["diverged_at"] for run in results["arms"][0]["runs"]} == {None}
+    report = render_report(results)
+    assert "`noble-r4` diverged at step 60 on seed 2: it ended at" in report
+    assert "`noble-r4` spiked and came back: 1 on seed 1, 1 on seed 3." in report
+    assert "(diverged in 1 of 3 seeds)" in report
+    assert re.search(r"\| noble-r4 \| [\d.]+ \| [\d.]+, diverged at step 60 \|", report)
+    assert results["against"]["baseline"]["noble-r4"]["delta"]["n"] == 3, "a finite loss is a number"
+
+
 def test_another_error_of_training_is_not_swallowed(go):
     def broken(*args, **kwargs):
         raise UserError("no space left on the disk")
@@ -443,6 +469,21 @@ def test_changed_settings_are_refused_by_name(go, recipe, tmp_path, change, fiel
     assert "\n" not in str(caught.value)
     assert files(tmp_path / "out") == before
     go(recipe=change(recipe), arms=(BASE, NOBLE), seeds=1, overwrite=True)
+
+
+def test_a_folder_from_before_a_setting_goes_on_at_its_default(go, tmp_path, recipe):
+    go(arms=(BASE, NOBLE))
+    marker = tmp_path / "out" / "compare.json"
+    former = json.loads(marker.read_text())
+    assert former["settings"].pop("train.stop_diverged") is False
+    marker.write_text(json.dumps(former))
+    again = FakeTraining(gain)
+    go(training=again, arms=(BASE, NOBLE), resume=True)
+    assert again.calls == []
+    marker.write_text(json.dumps(former))
+    stopping = replace(recipe, train=replace(recipe.train, stop_diverged=True))
+    with pytest.raises(UserError, match=r"train\.stop_diverged was False in .* and is True now"):
+        go(recipe=stopping, arms=(BASE, NOBLE), resume=True)
 
 
 def test_a_changed_arm_of_the_same_name_is_refused(go):

@@ -56,6 +56,7 @@ def test_the_documents_training():
     assert (text.source, text.tokenizer, text.sequence_length) == ("Skylion007/openwebtext", "gpt2", 1024)
     runs = {name: (get_recipe(name).train.weight_decay, get_recipe(name).train.lr) for name in GPT3[2:]}
     assert runs == {"gpt3-stability": (0.05, 6e-4), "gpt3-stability-high-lr": (0.03, 3e-3)}
+    assert [get_recipe(name).train.stop_diverged for name in GPT3] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", GPT3)

@@ -130,6 +130,21 @@ def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
     return model
 
 
+def blow_up(model: nn.Module, at: int = 1, times: float = 60.0) -> nn.Module:
+    """Before the `at`-th training batch the output head grows: a loss that is high and finite from then on."""
+    count = 0
+
+    def grow(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal count
+        count += module.training
+        if module.training and count == at:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(times)
+
+    model.register_forward_pre_hook(grow, with_kwargs=True)
+    return model
+
+
 def poison_evaluation(model: nn.Module) -> nn.Module:
     """The loss is not a number in evaluation only."""
 

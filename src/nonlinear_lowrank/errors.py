@@ -12,12 +12,12 @@ class UserError(ValueError):
 
 
 class DivergedError(UserError):
-    """The loss or the weights are no longer finite numbers."""
+    """The loss or the weights are no longer finite numbers, or the loss rose and did not come back."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
-        """The first step whose loss was not finite."""
+        """The first step whose loss was not finite, or was up."""
 
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.step)  # to travel between processes

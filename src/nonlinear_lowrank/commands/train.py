@@ -55,6 +55,8 @@ def run(arguments: list[str]) -> None:
     loss = f"evaluation loss {result.final_loss:.4f}{' ' + measure.unit if measure.is_loss else ''}"
     score = "" if measure.is_loss else f"{measure.name} {result.score:.4f}, "
     print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
+    if result.diverged_at is not None:
+        print(f"it diverged: from step {result.diverged_at} the training loss was up and did not come back")
     generate = f"   nlr generate {options.out}" if isinstance(recipe.task, NextTokenTask | ImageTokenTask) else ""
     generate += " --prompt 'def '" if isinstance(recipe.task, NextTokenTask) else ""
     print(f"next: nlr evaluate {options.out}{generate}")

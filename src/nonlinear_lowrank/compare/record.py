@@ -44,6 +44,10 @@ class Run:
     """On the training examples as they were augmented, averaged over the last tenth of the steps."""
     plain_loss: float | None = None
     """On training examples without their augmentation, after the last step."""
+    diverged_at: int | None = None
+    """The step from which the training loss was up and did not come back, or was no number."""
+    spikes: int = 0
+    """How often it rose and came back."""
 
     @property
     def judged(self) -> float | None:
@@ -137,6 +141,7 @@ def build_results(
     references = [reference] + [arm.name for arm in arms if arm.control and arm.name != reference]
     against = {other: _against(other, curves, times, measure) for other in references if other in curves}
     notes = [*notes, *_pair_notes(reference, against.get(reference, {}), len(whole))]
+    notes += [note for arm in running for note in _stability_notes(arm)]
     if partial:
         listed = ", ".join(str(seed) for seed in partial)
         notes.append(f"Left out, because not every arm has finished it: seed {listed}.")
@@ -185,6 +190,20 @@ def _against(
     }
     corrected = holm([pair.delta.p_value for pair in pairs.values()])
     return {name: replace(pair, p_holm=p) for (name, pair), p in zip(pairs.items(), corrected, strict=True)}
+
+
+def _stability_notes(arm: ArmRecord) -> list[str]:
+    """Where the arm's runs diverged, or spiked."""
+    notes = []
+    for run in arm.runs.values():
+        if run.diverged_at is not None:
+            end = "the run ended there" if run.final_loss is None else f"it ended at {run.final_loss:.4f}"
+            notes.append(f"`{arm.name}` diverged at step {run.diverged_at} on seed {run.seed}: {end}.")
+    spiked = {run.seed: run.spikes for run in arm.runs.values() if run.spikes}
+    if spiked:
+        listed = ", ".join(f"{count} on seed {seed}" for seed, count in spiked.items())
+        notes.append(f"The training loss of `{arm.name}` spiked and came back: {listed}.")
+    return notes
 
 
 def _pair_notes(reference: str, pairs: Mapping[str, PairSummary], n: int) -> list[str]:

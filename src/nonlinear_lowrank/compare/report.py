@@ -4,7 +4,7 @@ Every sentence is generated from the numbers. A difference is claimed only where
 zero (a ratio: one); anything else reads "no difference shown", with the n.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -65,9 +65,13 @@ def _rate(arm: Record) -> str:
     return _NONE if arm["lr"] is None else f"{arm['lr']:g}"
 
 
-def _score_text(arm: Record) -> str:
+def _score_text(arm: Record, seeds: Collection[int]) -> str:
+    """The mean; or why there is none; and how many of the runs behind it diverged, though to a finite loss."""
     score = arm.get("score", arm["final_loss"])
-    return score["note"] if score["mean"] is None else f"{score['mean']:.4f}"
+    if score["mean"] is None:
+        return str(score["note"])
+    lost = sum(run["seed"] in seeds and run.get("diverged_at") is not None for run in arm["runs"])
+    return f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
 
 
 # Records from before there were other scores than the loss.
@@ -133,7 +137,7 @@ def score_rows(results: Record) -> list[tuple[str, ...]]:
             tail = (delta_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"]))
         best = arm.get("best_score")
         shown = () if _by_loss(results) else (_NONE if best is None else f"{best:.4f}",)
-        rows.append((arm["name"], _rate(arm), *cost, _score_text(arm), *shown, *tail))
+        rows.append((arm["name"], _rate(arm), *cost, _score_text(arm, results["seeds"]), *shown, *tail))
     return rows
 
 
@@ -368,6 +372,9 @@ loss, the steps the reference took to the arm's final loss / the steps of the ar
 the seeds on the log scale, so the interval is never narrower than that of the steps."""
 
 _COMMON = """\
+- Diverged: the loss was no longer a number, or the training loss rose by more than a quarter of what it had fallen, \
+and stayed up for a twentieth of the run or to its end; the step is that of the first logged loss that was up. A \
+finite loss is in the averages all the same.
 - Step time: the median of paired ratios of interleaved training steps (all arms in turn, same batch) on the \
 machine named below, quartiles in brackets; evaluation, loading and checkpoints are not in it.
 - p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
@@ -474,7 +481,9 @@ def _run_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
             if run is None:
                 cells.append("not run")
             else:
-                cells.append(f"diverged at step {run['steps']}" if loss is None else f"{loss:.4f}")
+                step = run["steps"] if loss is None else run.get("diverged_at")
+                ended = "" if loss is None else f"{loss:.4f}, "
+                cells.append(f"{loss:.4f}" if step is None else f"{ended}diverged at step {step}")
         sd = arm.get("score", arm["final_loss"])["sd"]
         rows.append((arm["name"], *cells, _NONE if sd is None else f"{sd:.4f}"))
     return (score_name(results), *(f"seed {seed}" for seed in seeds), "sd"), rows

@@ -13,6 +13,7 @@ from rich.console import Console
 from ..tasks.task import LOSS, Measure, measure_of
 from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
+from ..training.result import stability
 from .folder import Plan, tidy
 from .record import Run
 
@@ -120,6 +121,8 @@ def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:
         metric_curve=points("metric_curve"),
         train_loss=None if diverged else _last_tenth(points("train_curve"), int(record["steps"])),
         plain_loss=None if diverged else next((loss for _, loss in reversed(points("plain_curve"))), None),
+        # By the same rule for runs from before there was one.
+        **({"diverged_at": int(record["steps"])} if diverged else stability(points("train_curve"), record["steps"])),
     )
 
 

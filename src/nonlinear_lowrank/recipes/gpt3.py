@@ -16,6 +16,7 @@ from ..training.recipe import Arm, Recipe, TrainConfig
 from . import RECIPES
 
 _ARMS = ("baseline", "identity-query", "residual-linear-query", "wide-mlp:ratio=4.75", "nonlinear-query")
+_STABILITY = ("baseline", "identity-query", "nonlinear-query")
 
 
 def gpt3_demo() -> Recipe:
@@ -68,14 +69,16 @@ def gpt3_small() -> Recipe:
 
 
 def gpt3_stability() -> Recipe:
-    """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step.
+    """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step:
+    its loss is no longer a number, or it rose and did not come back (`training.divergence`; `--no-stop-diverged` lets
+    such a run go on).
 
     Command: `nlr compare gpt3-stability --seeds 1`, or `nlr train gpt3-stability --arm baseline`.
     Hardware: as gpt3-small.
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's baseline diverges before 20,000 steps. Not repeated by us.
     """
-    return _small("gpt3-stability", weight_decay=0.05, lr=6e-4, arms=("baseline", "identity-query", "nonlinear-query"))
+    return _small("gpt3-stability", weight_decay=0.05, lr=6e-4, arms=_STABILITY, stop_diverged=True)
 
 
 def gpt3_stability_high_lr() -> Recipe:
@@ -86,15 +89,14 @@ def gpt3_stability_high_lr() -> Recipe:
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's nonlinear query is stable to 60,000 steps. Not repeated by us.
     """
-    arms = ("baseline", "identity-query", "nonlinear-query")
-    return _small("gpt3-stability-high-lr", weight_decay=0.03, lr=3e-3, arms=arms)
+    return _small("gpt3-stability-high-lr", weight_decay=0.03, lr=3e-3, arms=_STABILITY, stop_diverged=True)
 
 
 def _scaled(lr: float) -> str:
     return f"wide-mlp:ratio=4.75,lr={lr * 4 / 4.75:.3g},name=wide-mlp-4.75-scaled-lr"
 
 
-def _small(name: str, *, weight_decay: float, lr: float, arms: tuple[str, ...]) -> Recipe:
+def _small(name: str, *, weight_decay: float, lr: float, arms: tuple[str, ...], stop_diverged: bool = False) -> Recipe:
     return Recipe(
         name=name,
         description=RECIPES[name].summary,
@@ -120,6 +122,7 @@ def _small(name: str, *, weight_decay: float, lr: float, arms: tuple[str, ...]) 
             schedule="cosine",
             bf16=True,
             compile=True,
+            stop_diverged=stop_diverged,
             eval_every=1000,
             save_every=1000,
             log_every=50,

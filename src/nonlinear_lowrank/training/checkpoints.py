@@ -81,6 +81,7 @@ class CheckpointedTrainer(Trainer):
         self.model: Any
         self.lr_scheduler: Any
         self.checkpoints = Path(checkpoints)
+        self.keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
         self.seconds_before = 0.0
         self._started = time.monotonic()
         self._flops_per_token: int | None = None
@@ -142,17 +143,17 @@ class CheckpointedTrainer(Trainer):
         if step:
             raise self.diverged(step)
 
-    def diverged(self, step: int) -> DivergedError:
-        """The error that says so, with the checkpoint that is left."""
+    def diverged(self, step: int, why: str = "the loss is no longer a finite number") -> DivergedError:
+        """The error that says so, with the checkpoint that is left from before."""
         return DivergedError(
-            f"the loss is no longer a finite number at step {step}; {self._last_good()}; "
-            "lower the learning rate or lengthen the warm-up, and start anew",
+            f"{why} at step {step}; {self._last_good(step)}; lower the learning rate or lengthen the warm-up, and "
+            "start anew",
             step,
         )
 
-    def _last_good(self) -> str:
-        steps = list(step_folders(self.checkpoints).values())
-        return f"the last good checkpoint is {steps[-1]}" if steps else "there is no checkpoint before it"
+    def _last_good(self, before: float = float("inf")) -> str:
+        found = [folder for step, folder in step_folders(self.checkpoints).items() if step < before]
+        return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint before it"
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_save:
@@ -217,7 +218,8 @@ class CheckpointedTrainer(Trainer):
             write_plain(folder / "scheduler.json", self.lr_scheduler.state_dict())
             write_plain(folder / "random.json", states)
             self.state.save_to_json(str(folder / "trainer_state.json"))
-        prune(self.checkpoints, step, self.args.save_total_limit or 1)
+        if not self.keep_all:
+            prune(self.checkpoints, step, self.args.save_total_limit or 1)
 
     def _weights(self, everything: bool = False) -> dict[str, Any]:
         """Weights by their names in memory; of a sharded model, only in the first process.

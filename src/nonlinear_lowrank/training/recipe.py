@@ -70,6 +70,9 @@ class TrainConfig:
     """torch.compile the model."""
     deterministic: bool = False
     """On a GPU, only deterministic kernels: runs then repeat bit by bit, more slowly. A CPU always does."""
+    stop_diverged: bool = False
+    """Stop a run whose training loss rose and did not come back (`training.divergence` has the rule); one whose loss
+    is no longer a number always stops."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated. 0 with epochs: after each epoch."""
     save_every: int = 1000

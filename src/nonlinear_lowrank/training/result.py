@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..tasks.task import Measure
+from .divergence import LossWatch
 
 Curve = tuple[tuple[int, float], ...]
 _CURVES = ("curve", "train_curve", "metric_curve", "score_curve", "plain_curve")
@@ -28,7 +29,7 @@ class TrainResult:
     seed: int
     lr: float
     steps: int
-    """Steps done; of a diverged run, the first step without a finite loss."""
+    """Steps done; of a run that was stopped, the step at which it diverged."""
     final_loss: float | None
     """Evaluation loss after the last step; None if the run diverged."""
     bits_per_byte: float | None
@@ -47,6 +48,12 @@ class TrainResult:
     fingerprint: str
     """Of the data as trained on."""
     status: Literal["done", "diverged"] = "done"
+    """"diverged": it was stopped."""
+    diverged_at: int | None = None
+    """The step at which it diverged, stopped or not: the first loss that is no number, or from which the training
+    loss was up and did not come back (`training.divergence`)."""
+    spikes: int = 0
+    """How often the training loss rose and came back."""
     trainable: int | None = None
     """Parameters that are trained."""
     metric: str = "loss"
@@ -126,6 +133,18 @@ def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -
             name.removeprefix(f"{split}_"): value for name, value in last.items() if name.startswith(f"{split}_")
         },
     }
+
+
+def stability(curve: Curve, total_steps: int) -> dict[str, Any]:
+    """The fields of a result that say whether a run that went to its end was stable.
+
+    Args:
+        curve: (step, training loss).
+        total_steps: of the run.
+    """
+    watch = LossWatch.of(curve, total_steps)
+    rise = watch.diverged
+    return {"diverged_at": None if rise is None else rise.start, "spikes": len(watch.spikes)}
 
 
 def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:

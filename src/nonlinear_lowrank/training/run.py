@@ -30,7 +30,7 @@ from ..tasks.task import adapter_setup, check_batch, measure_of, scored_split, t
 from .checkpoints import CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
-from .result import TrainResult, curve_of, judged
+from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, SeedDropout
 from .tuning import raise_up_rates, set_head_rate
@@ -69,7 +69,8 @@ def run_training(
 
     Raises:
         UserError: bad input, with nothing written; or no room for a checkpoint, with the last good one kept.
-        DivergedError: a UserError; the loss is no longer finite. result.json says so, checkpoints are kept.
+        DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
+            result.json says so, checkpoints are kept.
     """
     train = recipe.train
     with _surroundings(train):
@@ -111,6 +112,7 @@ def run_training(
             arguments,
             prepared=prepared,
             group_by_length=train.group_by_length,
+            stop_diverged=train.stop_diverged,
             optimizer_cls_and_kwargs=optimizer,
             callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
         )
@@ -152,13 +154,15 @@ def run_training(
                 final_loss=last["eval_loss"],
                 bits_per_byte=last.get("eval_bits_per_byte"),
                 **judged(trainer.state.log_history, measure, apart),
+                **stability(curve_of(trainer.state.log_history, "loss"), train.steps),
             )
             folder.export(trainer, prepared.tokenizer)
             record(done)
             return done
         except DivergedError as error:
             fields = {"metric": measure.name, "higher_is_better": measure.higher_is_better}
-            record(result(steps=error.step, final_loss=None, bits_per_byte=None, status="diverged", **fields))
+            lost: dict[str, Any] = {"steps": error.step, "diverged_at": error.step, "status": "diverged"}
+            record(result(final_loss=None, bits_per_byte=None, **lost, **fields))
             raise
         finally:
             progress.close()

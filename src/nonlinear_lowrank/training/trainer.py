@@ -23,7 +23,9 @@ from ..tasks.task import (
     training_split,
 )
 from .checkpoints import CheckpointedTrainer
+from .divergence import LossWatch
 from .recipe import TrainConfig
+from .result import curve_of
 from .state_files import seed_all
 
 _WINDOW = 50  # batches that are sorted at once: transformers' own choice
@@ -40,11 +42,15 @@ class RunTrainer(CheckpointedTrainer):
         *args: CheckpointedTrainer's.
         prepared: the task's data (see `tasks.task`).
         group_by_length: put examples of similar lengths into a batch; the training data have `lengths` then.
+        stop_diverged: raise DivergedError once the training loss has risen and not come back.
         **kwargs: CheckpointedTrainer's.
     """
 
-    def __init__(self, *args: Any, prepared: Any, group_by_length: bool = False, **kwargs: Any) -> None:
-        self.group_by_length = group_by_length
+    def __init__(
+        self, *args: Any, prepared: Any, group_by_length: bool = False, stop_diverged: bool = False, **kwargs: Any
+    ) -> None:
+        self.group_by_length, self.stop_diverged = group_by_length, stop_diverged
+        self._watch: LossWatch | None = None
         super().__init__(*args, train_dataset=prepared.train, data_collator=training_collate_of(prepared), **kwargs)
         self.prepared = prepared
         self.train_dataset = training_split(prepared, self.args.seed)
@@ -61,6 +67,23 @@ class RunTrainer(CheckpointedTrainer):
         lengths = dataset.lengths if self.group_by_length else None
         total = args.max_steps * per_step
         return EndlessShuffle(len(dataset), total, args.seed, passes=passes, lengths=lengths, batch=per_step)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's; looks at the training loss where a run that diverges is to stop.
+
+        Raises:
+            DivergedError: the loss rose and did not come back.
+        """
+        super().log(logs, *args, **kwargs)
+        if not self.stop_diverged or "loss" not in logs:
+            return
+        if self._watch is None:  # the log of a resumed run begins before this process
+            self._watch = LossWatch.of(curve_of(self.state.log_history, "loss"), self.args.max_steps)
+        else:
+            self._watch.add(self.state.global_step, logs["loss"])
+        self.keep_all = self._watch.up  # else patience would outlast the last checkpoint from before
+        if (rise := self._watch.diverged) is not None:
+            raise self.diverged(rise.start, f"the training loss rose to {rise.peak:.4g} and did not come back")
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
