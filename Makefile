@@ -12,6 +12,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 QUANTIZED := $(VENV)/quantized
+KERNELS := $(VENV)/kernels
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -54,14 +55,29 @@ $(QUANTIZED)/.installed: $(STAMP) requirements-quantized.lock
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(QUANTIZED) -r requirements-quantized.lock
 	@touch $@
 
+# triton has wheels for Linux x86-64 that need no GPU.
+$(KERNELS)/.installed: $(STAMP) requirements-kernels.lock
+	@if [ "$(PLATFORM)" = Linux-x86_64 ]; then \
+		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(KERNELS) -r requirements-kernels.lock; \
+	else \
+		echo "triton is for Linux x86-64: the tests of the kernels are skipped"; mkdir -p $(KERNELS); \
+	fi
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
 	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
 
 # One thread a process: more would fight over the cores, and make the slow tests slower.
-test: $(STAMP) $(QUANTIZED)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu and not quantized" --durations=10
+# The kernels run in triton's interpreter, and then are compiled: a process does one or the other.
+test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+		-m "not slow and not gpu and not quantized and not kernels" --durations=10
 	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "quantized and not slow and not gpu"
+	PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_interpreted.py
+	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_compiled.py
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10

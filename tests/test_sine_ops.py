@@ -569,3 +569,17 @@ def test_inductor_keeps_x_alone(dora):
     inputs = [x, *tensors(factors)]
     expected = with_gradients(sine_layer(x, weight, None, factors), inputs, dy)
     assert_all_close(with_gradients(run(x), inputs, dy), expected)
+
+
+def test_stochastic_rounding_keeps_the_mean():
+    """A delta of a tenth of bfloat16's step is lost to nearest, and kept in the mean over seeds."""
+    weight = torch.full((4, 64), 1.0, dtype=torch.bfloat16)
+    up, down = torch.ones(4, 1), torch.ones(1, 64)
+    delta = 0.1 * 2**-7  # the step above 1 is 2^-7
+    settings = (math.pi / 2, 1.0, delta)  # sin(pi / 2) = 1
+    assert torch.equal(sine.effective_weight(weight, up, down, *settings), weight)
+    drawn = [sine.effective_weight(weight, up, down, *settings, seed=seed) for seed in range(60)]
+    assert all(torch.equal(drawn[7], sine.effective_weight(weight, up, down, *settings, seed=7)) for _ in range(2))
+    mean = torch.stack(drawn).double().mean() - 1
+    # 15,360 draws of 2^-7 with probability 0.1: standard deviation 0.0024 of a step
+    assert abs(mean - delta) < 5 * 0.0024 * 2**-7

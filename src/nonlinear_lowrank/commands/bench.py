@@ -12,6 +12,7 @@ from .options import parse
 BENCHES = {
     "step": "Step time of NOBLE over its baseline, interleaved, beside the ratio of FLOPs.",
     "decode": "Time of generating one token with NOBLE over its baseline, interleaved.",
+    "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
 }
 
 
@@ -35,7 +36,8 @@ def run(arguments: list[str]) -> None:
         """Write every measured step to this JSON file too."""
 
         def __post_init__(self) -> None:
-            choose_device(self.device)
+            if hasattr(self, "device"):
+                choose_device(self.device)
             super().__post_init__()
 
     default: Any = Options()
@@ -55,6 +57,10 @@ def _bench(what: str) -> tuple[type, Callable[..., Any]]:
         from ..analysis.bench_step import StepBenchConfig, bench_step
 
         return StepBenchConfig, bench_step
+    if what == "kernels":
+        from ..analysis.bench_kernels import KernelBenchConfig, bench_kernels
+
+        return KernelBenchConfig, bench_kernels
     from ..analysis.bench_decode import DecodeBenchConfig, bench_decode
 
     return DecodeBenchConfig, bench_decode

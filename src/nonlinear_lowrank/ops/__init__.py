@@ -1,8 +1,10 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
+from .kernels import use_kernels
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_linear_reference, lowrank_weight
 from .rational import rational, rational_anchored, rational_reference
+from .rational_gated import rational_gated, rational_gated_reference
 from .sine import (
     effective_weight,
     sine_delta,
@@ -31,6 +33,8 @@ __all__ = [
     "noble_linear_reference",
     "rational",
     "rational_anchored",
+    "rational_gated",
+    "rational_gated_reference",
     "rational_reference",
     "sine_delta",
     "sine_delta_linear",
@@ -40,4 +44,5 @@ __all__ = [
     "sine_layer_reference",
     "sine_linear",
     "sine_weight_reference",
+    "use_kernels",
 ]

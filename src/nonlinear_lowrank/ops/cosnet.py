@@ -11,16 +11,20 @@ and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty
 
 `noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
 for backward beside what a plain linear keeps (its input): everything else in the branch is r wide and
-cheap to recompute. `noble_branch` is the branch alone, for a linear whose weight is not at hand (quantized).
+cheap to recompute. On NVIDIA GPUs CosNet between its projections is a kernel of `triton/cosnet.py`.
+`noble_branch` is the branch alone, for a linear whose weight is not at hand (quantized).
 Under torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's
 partitioner would otherwise decide again what to keep, and keeps more.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .kernels import kernels
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
 
@@ -241,14 +245,26 @@ def _forward(
     x_TI = x.reshape(-1, x.shape[-1])
     y_TO = None if weight is None else F.linear(x_TI, weight, bias)
     h_TR = _product(x_TI, down, h).reshape(-1, up.shape[1])
-    u_TR = h_TR
-    for layer in range(len(mixes) + 1):
-        if layer > 0:
-            u_TR = F.linear(u_TR, mixes[layer - 1])
-        argument = _argument(u_TR, frequencies, phases, layer, activation)
-        u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
+    if (fast := _kernel(h_TR, mixes, frequencies, phases, activation)) is not None:
+        u_TR = fast.forward(h_TR, mixes[0], frequencies, phases)
+    else:
+        u_TR = h_TR
+        for layer in range(len(mixes) + 1):
+            if layer > 0:
+                u_TR = F.linear(u_TR, mixes[layer - 1])
+            argument = _argument(u_TR, frequencies, phases, layer, activation)
+            u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
     y_TO = F.linear(u_TR, up) if y_TO is None else y_TO.addmm_(u_TR, up.t())
     return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
+
+
+def _kernel(
+    h: Tensor, mixes: Sequence[Tensor], frequencies: Sequence[Tensor], phases: Sequence[Tensor], activation: str
+) -> ModuleType | None:
+    """`triton/cosnet.py` where this bottleneck is its formula and its numbers are a GPU's."""
+    if activation != "cosine" or len(mixes) != 1 or mixes[0].dtype != h.dtype:
+        return None
+    return kernels("cosnet", h, *mixes, *frequencies, *phases)
 
 
 def _backward(
@@ -269,9 +285,39 @@ def _backward(
 
     The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
     """
-    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, up.shape[1])
+    rest = (mixes, frequencies, phases)
+    if (fast := _kernel(h_TR, *rest, activation)) is not None:
+        u, dh, dmix, dfrequencies, dphases = fast.backward(h_TR, dy_TO @ up, mixes[0], frequencies, phases)
+        dmixes = [dmix]
+    else:
+        u, dh, dmixes, dfrequencies, dphases = _bottleneck_backward(h_TR, dy_TO @ up, *rest, activation)
+    dup = dy_TO.t() @ u
+    del u
+
+    nothing = dy.new_empty(0)
+    dx = nothing
+    if wanted[0]:
+        if weight is None:
+            assert down is not None
+            dx_TI = dh @ down
+        else:
+            dx_TI = torch.mm(dy_TO, weight)
+            if down is not None:
+                dx_TI.addmm_(dh, down)
+        dx = dx_TI.view(x.shape)
+    dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
+    dbias = dy_TO.sum(0) if wanted[2] else nothing
+    dbranch = dh.reshape(h.shape) if down is None else dh.t() @ x_TI
+    return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
+
+
+def _bottleneck_backward(
+    h: Tensor, du: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """The bottleneck's output u (recomputed), and the gradients of h, mixes, frequencies and phases."""
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
-    u = h.reshape(-1, up.shape[1])
+    u = h
     for layer in range(len(mixes) + 1):
         if layer > 0:
             u = F.linear(u, mixes[layer - 1])
@@ -281,8 +327,6 @@ def _backward(
         u = u.to(h.dtype)
         outputs.append(u)
 
-    dup = dy_TO.t() @ outputs[-1]
-    du = dy_TO @ up
     dmixes: list[Tensor] = []
     dfrequencies: list[Tensor] = []
     dphases: list[Tensor] = []
@@ -300,22 +344,7 @@ def _backward(
         if layer > 0:
             dmixes.insert(0, du.t() @ outputs[layer - 1])
             du = du @ mixes[layer - 1]
-
-    nothing = dy.new_empty(0)
-    dx = nothing
-    if wanted[0]:
-        if weight is None:
-            assert down is not None
-            dx_TI = du @ down
-        else:
-            dx_TI = torch.mm(dy_TO, weight)
-            if down is not None:
-                dx_TI.addmm_(du, down)
-        dx = dx_TI.view(x.shape)
-    dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
-    dbias = dy_TO.sum(0) if wanted[2] else nothing
-    dbranch = du.reshape(h.shape) if down is None else du.t() @ x_TI
-    return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
+    return outputs[-1], du, dmixes, dfrequencies, dphases
 
 
 def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> Tensor:

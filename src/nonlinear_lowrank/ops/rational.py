@@ -18,10 +18,11 @@ Under torch.compile both are plain tensor code with a hand-written backward, whi
 pass forward and one pass backward. Rows of x are laid out as (tokens * G, C / G) there: with one loop nest for
 dx and for the coefficients' sums, nothing of x's size is written but dx (measured: half the time of sums
 over a (tokens, G, C / G) view, and independent of G). In eager mode the same code runs over pieces that
-stay in cache.
+stay in cache. On NVIDIA GPUs `rational` is the kernels of `triton/rational.py`, under torch.compile as opaque ops.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .activations import FORMULAS, activation, activation_slope
+from .kernels import kernels
 
 FORMS = ("abs_of_sum", "sum_of_abs")
 
@@ -65,7 +67,7 @@ def rational_reference(
     Raises:
         UserError: unknown form, C not divisible by G, or coefficients of the wrong shape.
     """
-    _check(x, numerator, denominator, form)
+    check(x, numerator, denominator, form)
     wide = _compute_type(x)
     groups = numerator.shape[0]
     z = x.to(wide).unflatten(-1, (groups, -1))
@@ -102,10 +104,10 @@ def rational(
     Raises:
         UserError: as `rational_reference`.
     """
-    _check(x, numerator, denominator, form)
+    check(x, numerator, denominator, form)
     limits = None if tails is None else tuple(tails)
-    if not _needs_gradient(x, numerator, denominator):
-        return _value(x, numerator, denominator, form, limits)
+    if not needs_gradient(x, numerator, denominator):
+        return value(x, numerator, denominator, form, limits)
     return _Rational.apply(x, numerator, denominator, form, limits)
 
 
@@ -166,13 +168,13 @@ def rational_anchored(
     Raises:
         UserError: as `rational_anchored_reference`.
     """
-    _check(x, numerator, denominator, form)
+    check(x, numerator, denominator, form)
     _check_anchor(x, base_numerator, base_denominator, numerator, denominator, formula)
     limits = None if tails is None else (tails.low, tails.high, 0.0, 0.0)
     # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
-    if not _needs_gradient(x, numerator, denominator):
-        return _value(x, numerator, denominator, form, limits, *base, formula)
+    if not needs_gradient(x, numerator, denominator):
+        return value(x, numerator, denominator, form, limits, *base, formula)
     return _Rational.apply(x, numerator, denominator, form, limits, *base, formula)
 
 
@@ -181,7 +183,7 @@ class _Rational(torch.autograd.Function):
 
     @staticmethod
     def forward(x, numerator, denominator, form, limits, *anchor):
-        return _value(x, numerator, denominator, form, limits, *anchor)
+        return value(x, numerator, denominator, form, limits, *anchor)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -196,11 +198,8 @@ class _Rational(torch.autograd.Function):
         x, numerator, denominator, *base = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         anchor = (*base, ctx.formula) if base else ()
-        dx, dnumerator, ddenominator = _in_pieces(
-            _backward, x, numerator, denominator, ctx.form, ctx.limits, *anchor, dy=dy, wanted=wanted
-        )
         nothing = [None] * (2 + len(anchor))
-        return dx, dnumerator, ddenominator, *nothing
+        return *gradients(dy, x, numerator, denominator, ctx.form, ctx.limits, *anchor, wanted=wanted), *nothing
 
 
 # One piece of x as both passes see it: rows of C / G channels, and every coefficient as something that
@@ -323,10 +322,97 @@ def _moments(weight: Tensor, x: Tensor, count: int, total: Callable[[Tensor], Te
     return torch.stack(sums, 1)
 
 
-def _value(x: Tensor, *rest: Any) -> Tensor:
-    y = _in_pieces(_forward, x, *rest)[0]
+def value(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: tuple | None, *anchor: Any) -> Tensor:
+    """R(x), or the anchored sum (base coefficients and formula in `anchor`)."""
+    if not anchor and opaque(x):
+        return torch.ops.nonlinear_lowrank.rational_forward(x, None, numerator, denominator, form, limits)
+    if not anchor and (fast := kernel(x, numerator, denominator)) is not None:
+        return on_gpu(fast, x, None, numerator, denominator, form, limits)
+    y = _in_pieces(_forward, x, numerator, denominator, form, limits, *anchor)[0]
     assert y is not None
     return y
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    form: str,
+    limits: tuple | None,
+    *anchor: Any,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Of x, numerator and denominator; None where not wanted."""
+    if not anchor and opaque(x):
+        run = torch.ops.nonlinear_lowrank.rational_backward
+        found = run(dy, x, None, numerator, denominator, form, limits, [wanted[0], False, *wanted[1:]])
+        return [each if want else None for each, want in zip([found[0], *found[2:]], wanted, strict=True)]
+    if not anchor and (fast := kernel(x, dy, numerator, denominator)) is not None:
+        sums = wanted[1] or wanted[2]
+        dx, _, *others = gradients_on_gpu(fast, dy, x, None, numerator, denominator, form, limits, sums)
+        return [dx, *others]
+    return _in_pieces(_backward, x, numerator, denominator, form, limits, *anchor, dy=dy, wanted=wanted)
+
+
+# What `rational` and `rational_gated` (rational_gated.py) share on a GPU; `up` is the latter's other factor or None.
+
+
+def opaque(x: Tensor) -> bool:
+    """Whether torch.compile shall see this as one call; Inductor fuses the PyTorch code on everything but NVIDIA."""
+    return torch.compiler.is_compiling() and x.is_cuda and torch.version.cuda is not None
+
+
+def kernel(x: Tensor, *others: Tensor) -> ModuleType | None:
+    """`triton/rational.py` where all tensors are its own to read."""
+    same = all(each.dtype == x.dtype for each in others if each.shape == x.shape)
+    return kernels("rational", x, *others) if same and not torch.compiler.is_compiling() else None
+
+
+def on_gpu(
+    fast: ModuleType,
+    x: Tensor,
+    up: Tensor | None,
+    numerator: Tensor,
+    denominator: Tensor,
+    form: str,
+    limits: Sequence[float] | None,
+) -> Tensor:
+    """R(x), times up where given, by the kernel."""
+    channels = x.shape[-1]
+    rows = [None if each is None else fast.plain_rows(each, channels) for each in (x, up)]
+    return fast.forward(*rows, *_coefficients(numerator, denominator, form), form, limits).view(x.shape)
+
+
+def gradients_on_gpu(
+    fast: ModuleType,
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    numerator: Tensor,
+    denominator: Tensor,
+    form: str,
+    limits: Sequence[float] | None,
+    sums: bool,
+) -> list[Tensor | None]:
+    """Of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
+    channels = x.shape[-1]
+    rows = [None if each is None else fast.plain_rows(each, channels) for each in (dy, x, up)]
+    coefficients = _coefficients(numerator, denominator, form)
+    dx, dup, da, db = fast.backward(*rows, *coefficients, form, limits, coefficients=sums)
+    if db is not None and form == "sum_of_abs":
+        db = torch.where(denominator < 0, -db, db)
+    return [
+        dx.view(x.shape),
+        None if dup is None else dup.view(x.shape),
+        None if da is None else da.to(numerator.dtype),
+        None if db is None else db.to(denominator.dtype),
+    ]
+
+
+def _coefficients(numerator: Tensor, denominator: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    a, b = numerator.float().contiguous(), denominator.float().contiguous()
+    return a, b.abs() if form == "sum_of_abs" else b
 
 
 def _in_pieces(
@@ -422,11 +508,13 @@ def _compute_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _needs_gradient(*tensors: Tensor) -> bool:
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd shall see this call."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
+def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
+    """Raises UserError; see `rational_reference`."""
     if form not in FORMS:
         raise UserError(f"unknown denominator form {form!r}; choose one of {', '.join(FORMS)}")
     if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:

@@ -15,15 +15,18 @@ sum (training, evaluation, merging) forms it by the same functions here, so that
 
 Between forward and backward x is kept and nothing else; every d_out x d_in tensor is formed again. Under
 torch.compile the whole forward and the whole backward are opaque ops: the compiler's partitioner would otherwise
-find that both need `up @ down`, and keep it.
+find that both need `up @ down`, and keep it. On NVIDIA GPUs one delta is formed, rounded and differentiated by the
+kernels of `triton/sine.py`, with no d_out x d_in tensor beside the sum and its gradient; several are PyTorch's.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernels import kernels
 from .sine_delta import (
     Delta,
     SineFactors,
@@ -35,6 +38,7 @@ from .sine_delta import (
     settings_of,
     sine_weight_reference,
     split,
+    stochastic_bfloat16,
     unflatten,
     wide_dtype,
 )
@@ -89,18 +93,76 @@ def effective_weight(
     *,
     magnitude: Tensor | None = None,
     transposed: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """The weight with one delta in it, formed in float32 and rounded once to the weight's type; no gradient."""
-    return effective_weights(weight, [SineFactors(up, down, omega, gain, scale, magnitude)], transposed=transposed)
+    factors = [SineFactors(up, down, omega, gain, scale, magnitude)]
+    return effective_weights(weight, factors, transposed=transposed, seed=seed)
 
 
-def effective_weights(weight: Tensor, factors: Sequence[SineFactors], *, transposed: bool = False) -> Tensor:
-    """The weight with several deltas in it, added in the order given; otherwise like `effective_weight`."""
+def effective_weights(
+    weight: Tensor, factors: Sequence[SineFactors], *, transposed: bool = False, seed: int | None = None
+) -> Tensor:
+    """The weight with several deltas in it, added in the order given; otherwise like `effective_weight`.
+
+    Args:
+        weight: the plain weight in its own layout.
+        factors: the deltas.
+        transposed: the layout is (d_in, d_out).
+        seed: rounds to bfloat16 up or down at random, in proportion: deltas below half a step are kept in the mean.
+            None, and every other type: to nearest, the bits that training and evaluation use.
+    """
     total = None
     with torch.no_grad():
+        if len(factors) == 1 and (fast := _kernel(weight, *_lists(factors))) is not None:
+            matrix, arguments = as_matrix(weight, transposed), [*unflatten(*_lists(factors), settings_of(factors[0]))]
+            return _formed(fast, matrix, *arguments[0], weight.dtype, transposed, seed=seed)[0].view(weight.shape)
         for each in factors:
             total = added(total, sine_delta(weight, each, transposed=transposed), weight)
+        if total is not None and seed is not None and weight.dtype == torch.bfloat16:
+            return stochastic_bfloat16(total, seed)
         return weight.clone() if total is None else total.to(weight.dtype)
+
+
+def _lists(factors: Sequence[SineFactors]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """ups, downs, magnitudes."""
+    flat, settings = flatten(factors)
+    return split(flat, settings)
+
+
+def _kernel(
+    weight: Tensor | None, ups: list[Tensor], downs: list[Tensor], magnitudes: list[Tensor], *others: Tensor
+) -> ModuleType | None:
+    """`triton/sine.py` where it is one delta, of a rank that it takes, and its numbers are a GPU's."""
+    if len(ups) != 1 or ups[0].dtype != downs[0].dtype:
+        return None
+    given = [] if weight is None else [weight]
+    fast = kernels("sine", *given, *ups, *downs, *magnitudes, *others)
+    return fast if fast is not None and ups[0].shape[1] <= fast.RANK else None
+
+
+def _formed(
+    fast: ModuleType,
+    matrix: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    magnitude: Tensor | None,
+    omega: float,
+    amplitude: float,
+    dtype: torch.dtype,
+    transposed: bool,
+    *,
+    base: bool = True,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum by the kernel, a new matrix in the weight's layout, and sine-DoRA's ratios and norms.
+
+    Its memory is the caching allocator's: freed after the product that uses it, the next layer has the same.
+    """
+    shape = (down.shape[1], up.shape[0]) if transposed else (up.shape[0], down.shape[1])
+    out = torch.empty(shape, dtype=dtype, device=up.device)
+    plain = [each.t() if transposed and each is not None else each for each in (matrix, out)]
+    return out, fast.form(plain[0], up, down, magnitude, omega, amplitude, base=base, out=plain[1], seed=seed)
 
 
 def sine_linear(
@@ -227,8 +289,18 @@ def _rounded(total: Tensor, weight: Tensor | None, x: Tensor, how: Sequence[int]
     if how[0]:
         assert weight is not None
         total = total.to(weight.dtype)
-    total = total.to(x.dtype)
+    return _shaped(total.to(x.dtype), how)
+
+
+def _shaped(total: Tensor, how: Sequence[int]) -> Tensor:
     return total[:, :, None, None] if len(how) > 2 else total
+
+
+def _sum_type(weight: Tensor | None, x: Tensor, base: bool) -> torch.dtype:
+    """What the sum is rounded to first: x's type, unless a 16-bit weight's comes before it."""
+    if base and weight is not None and weight.dtype != torch.float32:
+        return weight.dtype
+    return x.dtype
 
 
 def _forward(
@@ -247,11 +319,16 @@ def _forward(
         matrix = None if weight is None else as_matrix(weight, transposed)
         dtype = wide_dtype(matrix, *ups, *downs)
         total: Tensor | None = None
-        for each in unflatten(ups, downs, magnitudes, settings):
-            delta = Delta(matrix, *each, transposed=transposed, dtype=dtype)
-            total = added(total, delta.value(), matrix if base else None)
-        assert total is not None
-        total = _rounded(total, weight, x, how)
+        deltas = unflatten(ups, downs, magnitudes, settings)
+        if (fast := _kernel(weight, ups, downs, magnitudes, x)) is not None:
+            total, _ = _formed(fast, matrix, *next(deltas), _sum_type(weight, x, base), transposed, base=base)
+            total = _shaped(total.to(x.dtype), how)
+        else:
+            for each in deltas:
+                delta = Delta(matrix, *each, transposed=transposed, dtype=dtype)
+                total = added(total, delta.value(), matrix if base else None)
+            assert total is not None
+            total = _rounded(total, weight, x, how)
         if len(how) > 2:
             return F.conv2d(x, total, bias, how[2:])
         if not transposed:
@@ -275,6 +352,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
     base, transposed, n = bool(how[0]), bool(how[1]), len(ups)
+    if (fast := _kernel(weight, ups, downs, magnitudes, x, dy)) is not None:
+        return _backward_by_kernel(fast, dy, x, weight, ups, downs, magnitudes, settings, how, wanted)
     gradients: dict[int, Tensor] = {}  # by their place in `wanted`
     with torch.no_grad(), no_autocast(x):
         matrix = None if weight is None else as_matrix(weight, transposed)
@@ -304,6 +383,47 @@ def _backward(
         del gradient
         if total is not None:
             gradients[0] = _input_gradient(dy, x, _rounded(total, weight, x, how), how)
+    return in_order(gradients, [x, weight, dy, *ups, *downs, *magnitudes], wanted)
+
+
+def _backward_by_kernel(
+    fast: ModuleType,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    ups: list[Tensor],
+    downs: list[Tensor],
+    magnitudes: list[Tensor],
+    settings: list[float],
+    how: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """`_backward` of one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
+    base, transposed = bool(how[0]), bool(how[1])
+    gradients: dict[int, Tensor] = {}
+    with torch.no_grad(), no_autocast(x):
+        matrix = None if weight is None else as_matrix(weight, transposed)
+        (each,) = unflatten(ups, downs, magnitudes, settings)
+        ratios: Tensor | None = None
+        if wanted[0] or magnitudes:
+            total, ratios = _formed(fast, matrix, *each, _sum_type(weight, x, base), transposed, base=base)
+            if wanted[0]:
+                gradients[0] = _input_gradient(dy, x, _shaped(total.to(x.dtype), how), how)
+            del total
+        if wanted[1] or any(wanted[3:]):
+            gradient = _sum_gradient(dy, x, how, (downs[0].shape[1], ups[0].shape[0]))
+            if any(wanted[3:]):
+                up, down, _, omega, amplitude = each
+                plain = [one.t() if transposed and one is not None else one for one in (gradient, matrix)]
+                found = fast.factor_gradients(*plain, up, down, ratios, omega, amplitude)
+                gradients |= {3 + index: one for index, one in enumerate(found) if one is not None}
+            if weight is not None and wanted[1]:
+                coefficient = float(base) if ratios is None else float(base) + (ratios[0] - 1)
+                rows = coefficient if not isinstance(coefficient, Tensor) or transposed else coefficient[:, None]
+                gradients[1] = (gradient * rows).view(weight.shape)
+            del gradient
+        if wanted[2]:
+            gradients[2] = dy.sum((0, 2, 3)) if len(how) > 2 else dy.reshape(-1, dy.shape[-1]).sum(0)
     return in_order(gradients, [x, weight, dy, *ups, *downs, *magnitudes], wanted)
 
 

@@ -194,6 +194,15 @@ def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
     return value if base is None else value.add_(base)
 
 
+def stochastic_bfloat16(total: Tensor, seed: int) -> Tensor:
+    """Rounded up or down at random so that the mean is the number: 16 random bits are added and 16 cut off."""
+    generator = torch.Generator(total.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, total.shape, generator=generator, device=total.device, dtype=torch.int32)
+    bits = total.float().contiguous().view(torch.int32)
+    rounded = (torch.where(total.isfinite(), bits + noise, bits) & -65536).view(torch.float32)
+    return rounded.to(torch.bfloat16)
+
+
 # How a list of deltas passes an op's border: flat, and with three numbers for each.
 
 

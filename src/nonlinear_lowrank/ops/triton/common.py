@@ -1,0 +1,135 @@
+"""What the kernels share: sine and cosine, sums, and the description of a kernel in one block shape."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Variant(NamedTuple):
+    """A kernel in one block shape, as it is launched."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    """Run-time argument -> triton type, in order."""
+    constants: dict[str, Any]
+    """tl.constexpr arguments."""
+    warps: int
+    stages: int = 2
+    products: int = 0
+    """tl.dot calls in it."""
+    registers: int | None = None
+    """Most of a thread, so that enough programs fit a multiprocessor; None: what ptxas takes."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is compiled."""
+        cap = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages} | cap
+
+    def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Runs it; arguments are those of the signature."""
+        self.kernel[grid](*arguments, **self.constants, **self.options)
+
+
+def pointer(dtype: torch.dtype) -> str:
+    """Triton's name of a pointer to numbers of a type."""
+    return f"*{TYPE_NAMES[dtype]}"
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How a product of float32 tiles is formed: as PyTorch's own products are, on the tensor cores in both cases.
+
+    "tf32" where the process allows it; else "tf32x3", three products of the 11-bit parts of each number, which
+    together keep 22 of float32's 24 bits. 16-bit tiles are multiplied as they are. All sums are float32.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    backends: Any = torch.backends
+    return "tf32" if backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 2 for the interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def power_of_2(n: int, least: int) -> int:
+    """The smallest power of 2 that is at least n and at least `least`."""
+    return max(least, triton.next_power_of_2(n))
+
+
+def plain_rows(tensor: Tensor, columns: int) -> Tensor:
+    """As rows of `columns` numbers side by side; a copy only where a view does not do."""
+    rows = tensor.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
+
+
+@triton.jit
+def cosine(x, FAST: tl.constexpr):
+    """cos of a float32 tile.
+
+    FAST: a step of argument reduction, then the hardware's cos.approx, right to 5e-7 for |x| <= 1e4; else to 2e-7 by a
+    polynomial (SLEEF's, without its slow path, which would need a stack).
+    """
+    if FAST and not INTERPRETED:
+        value = libdevice.fast_cosf(_one_turn(x))
+    else:
+        half_turns = 2.0 * tl.floor(x * 0.3183098861837907) + 1.0
+        value = _sine_polynomial(_less(x, 0.5 * half_turns))
+        # of x - (2 k + 1) pi / 2; the sign alternates with k, the plus at odd k
+        value = tl.where(_is_odd(0.5 * (half_turns - 1.0)), value, -value)
+    return value
+
+
+@triton.jit
+def sine(x, FAST: tl.constexpr):
+    """sin of a float32 tile; as `cosine`."""
+    if FAST and not INTERPRETED:
+        value = libdevice.fast_sinf(_one_turn(x))
+    else:
+        half_turns = tl.floor(x * 0.3183098861837907 + 0.5)
+        value = _sine_polynomial(_less(x, half_turns))
+        value = tl.where(_is_odd(half_turns), -value, value)
+    return value
+
+
+@triton.jit
+def _one_turn(x):
+    """x less whole turns; both constants together are 2 pi, and fma rounds once."""
+    turns = tl.floor(x * 0.15915494309189535 + 0.5)
+    return tl.fma(turns, 1.7484555316954187e-07, tl.fma(turns, -6.2831854820251465, x))
+
+
+@triton.jit
+def _less(x, n):
+    """x - n pi; the first parts of pi have so few bits that n times them is exact (n below 2^13)."""
+    x = x - n * 3.140625
+    x = x - n * 0.0009670257568359375
+    x = x - n * 6.2771141529083251953e-07
+    return x - n * 1.2154201256553420762e-10
+
+
+@triton.jit
+def _is_odd(n):
+    return n - 2.0 * tl.floor(0.5 * n) > 0.5
+
+
+@triton.jit
+def _sine_polynomial(x):
+    """sin on [-pi / 2, pi / 2]."""
+    s = x * x
+    p = 2.6083159809786593541503e-06 * s - 0.0001981069071916863322258
+    p = p * s + 0.00833307858556509017944336
+    p = p * s - 0.166666597127914428710938
+    return x + x * (s * p)

@@ -1,0 +1,39 @@
+"""What the tests of the Triton kernels share: the way to the kernels on a CPU, and the bound on their errors."""
+
+import importlib
+
+import torch
+
+from nonlinear_lowrank.ops.kernels import load
+
+KERNELS = ("cosnet", "rational", "sine")
+
+
+def route(monkeypatch, calls):
+    """Sends every operator on the CPU to its kernels (in Triton's interpreter), and notes which were asked for."""
+
+    def chosen(name, *tensors):
+        calls.append(name)
+        return load(name)
+
+    for file in KERNELS:
+        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.ops.{file}"), "kernels", chosen)
+
+
+def with_gradients(function, leaves, dy):
+    """y and the gradient of every leaf."""
+    y = function(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def cast(tensors, dtype):
+    """Leaves of a type with the same numbers, in the same layout."""
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
+def assert_as_good_as_plain(fast, plain, exact):
+    """err(fast) <= 2 err(plain) + 1e-6, both against float64, relative to the largest entry."""
+    for index, (ours, reference, truth) in enumerate(zip(fast, plain, exact, strict=True)):
+        scale = truth.abs().max().clamp(min=1e-30)
+        error, allowed = ((each.double() - truth).norm() / scale for each in (ours, reference))
+        assert error <= 2 * allowed + 1e-6, f"number {index}: {error:.2e}, the plain formula {allowed:.2e}"

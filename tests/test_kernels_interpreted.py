@@ -1,0 +1,163 @@
+"""The logic of every Triton kernel, through the public functions, in Triton's interpreter on the CPU in float32.
+
+torch.empty is NaN here (conftest.py), shapes are odd and inputs are not contiguous, so a mask that is off shows.
+"""
+
+import pytest
+import torch
+
+from kernel_kit import assert_as_good_as_plain, cast, route, with_gradients
+from nonlinear_lowrank.ops import (
+    SineFactors,
+    effective_weight,
+    noble_linear,
+    noble_linear_reference,
+    rational,
+    rational_gated,
+    rational_gated_reference,
+    rational_reference,
+    sine_layer,
+    sine_layer_reference,
+)
+from nonlinear_lowrank.ops.kernels import load
+from nonlinear_lowrank.ops.rational import LinearTails, denominator_size
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels that were asked for."""
+    asked = []
+    route(monkeypatch, asked)
+    return asked
+
+
+def compare(fast, plain, leaves, dy):
+    """Twice the fast one: within the bound, and equal to the bit."""
+    first, again = (with_gradients(fast, leaves, dy) for _ in range(2))
+    reference = with_gradients(plain, leaves, dy)
+    exact = with_gradients(plain, cast(leaves, torch.float64), dy)
+    assert_as_good_as_plain(first, reference, exact)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("rank", "tokens", "one_kernel"), [(5, 37, True), (33, 70, True), (7, 67, False), (140, 9, False)]
+)
+def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
+    cosnet = load("cosnet")
+    if one_kernel:  # by default 16-bit numbers only; the interpreter knows float32 alone
+        chosen = cosnet.backward_variants
+        monkeypatch.setattr(cosnet, "backward_variants", lambda rank, dtype: chosen(rank, torch.bfloat16))
+        monkeypatch.setattr(cosnet, "processors", lambda device: 1)  # a program then has more than one tile
+    x = torch.randn(11, tokens).t()
+    leaves = [x, torch.randn(10, 11), torch.randn(10), torch.randn(rank, 11), torch.randn(10, rank)]
+    leaves += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
+
+    def by(function):
+        def run(x, weight, bias, down, up, mix, f1, f2, p1, p2):
+            return function(x, weight, bias, down, up, [mix], [f1, f2], [p1, p2])
+
+        return run
+
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    compare(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
+    assert calls == ["cosnet"] * 4
+
+
+@pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
+@pytest.mark.parametrize(("groups", "channels"), [(4, 12), (2, 74), (12, 12)], ids=["narrow", "wide", "channels"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_rational(calls, form, groups, channels, gated):
+    tails = LinearTails(-2.0, 1.5, 0.25, -1.5) if gated else None
+    tokens = 11
+    both = torch.randn(tokens, 2 * channels)  # halves of one projection: rows lie apart
+    leaves = [both[:, :channels], both[:, channels:]][: 1 + gated]
+    leaves += [0.3 * torch.randn(groups, 6), 0.3 * torch.randn(groups, denominator_size(4, form))]
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    fast, plain = (rational_gated, rational_gated_reference) if gated else (rational, rational_reference)
+
+    def by(function):
+        return lambda *tensors: function(*tensors, form, tails)
+
+    compare(by(fast), by(plain), leaves, torch.randn(channels, tokens).t())
+    assert calls == ["rational"] * 4
+
+
+@pytest.mark.parametrize("limits", [LinearTails(-1.0, 1.0, 0.25, 2.0), None], ids=["tails", "no tails"])
+def test_rational_of_frozen_coefficients_and_of_nothing(calls, limits):
+    x, dy = torch.randn(9, 6, requires_grad=True), torch.randn(9, 6)
+    a, b = 0.3 * torch.randn(2, 6), 0.3 * torch.randn(2, 5)
+    found = torch.autograd.grad(rational(x, a, b, tails=limits), x, dy)
+    expected = torch.autograd.grad(rational_reference(x, a, b, tails=limits), x, dy)
+    torch.testing.assert_close(found, expected)
+    nothing = torch.randn(0, 6, requires_grad=True)
+    a.requires_grad_()
+    y = rational(nothing, a, b)
+    assert [tuple(each.shape) for each in (y, *torch.autograd.grad(y.sum(), [nothing, a]))] == [(0, 6), (0, 6), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("base", "dora", "transposed"),
+    [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (False, True, True)],
+)
+def test_sine(calls, base, dora, transposed):
+    d_in, d_out, rank, tokens = 70, 37, 17, 5
+    weight = torch.randn(d_out, d_in)
+    leaves = [
+        torch.randn(d_in, tokens).t(),
+        weight,
+        torch.randn(d_out),
+        torch.randn(d_out, rank),
+        torch.randn(rank, d_in),
+    ]
+    leaves += [0.5 + torch.rand(d_out)] * dora
+    omega, gain = 10 / rank**0.5, d_in**0.5
+
+    def factors(up, down, magnitude=None):
+        return [SineFactors(up, down, omega, gain, 1.5, magnitude)]
+
+    def fast(x, weight, bias, *flat):
+        stored = weight.t() if transposed else weight
+        return sine_layer(x, stored, bias, factors(*flat), base=base, transposed=transposed)
+
+    def plain(x, weight, bias, *flat):
+        # a delta alone has no use of the weight but for its norms
+        return sine_layer_reference(x, weight, bias, factors(*flat), base=base) + (0 * weight).sum()
+
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    if not base and not dora:
+        fast_without = fast
+
+        def fast(*tensors):
+            return fast_without(*tensors) + (0 * tensors[1]).sum()
+
+    compare(fast, plain, leaves, torch.randn(tokens, d_out))
+    assert calls == ["sine"] * 4
+
+
+def test_formed_weight_has_the_bits_of_training(calls):
+    x, weight = torch.eye(9), torch.randn(7, 9)
+    up, down = torch.randn(7, 3), torch.randn(3, 9)
+    formed = effective_weight(weight, up, down, 5.0, 3.0)
+    assert torch.equal(sine_layer(x, weight, None, [SineFactors(up, down, 5.0, 3.0)]), formed.t())
+    torch.testing.assert_close(formed, weight + torch.sin(5.0 * up @ down) / 3.0)
+    assert calls == ["sine"] * 2
+
+
+def test_sine_and_cosine_of_large_arguments():
+    """Through CosNet with M = 0: c2 = cos(p2), at phases up to 10,000 rad."""
+    phases = torch.cat([torch.linspace(-1e4, 1e4, 47), torch.linspace(-7, 7, 17)])
+    rank = phases.numel()
+    h, zero, one = torch.zeros(2, rank), torch.zeros(rank, rank), torch.ones(rank)
+    found = load("cosnet").forward(h, zero, [one, one], [zero[0], phases])
+    torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
+    *_, dphases = load("cosnet").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
+    torch.testing.assert_close(dphases[1].double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
