@@ -40,8 +40,9 @@ class FakeTraining:
     `loss(arm name, rate, seed)` is the final loss; NaN diverges as run_training does.
     """
 
-    def __init__(self, loss):
+    def __init__(self, loss, every=10):
         self.loss, self.calls, self.resumed, self.stop_after = loss, [], [], math.inf
+        self.evaluated = range(0, STEPS + 1, every) if every else (STEPS,)
 
     def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet, report):
         key = (recipe.arm.name, recipe.lr, recipe.train.seed)
@@ -59,7 +60,7 @@ class FakeTraining:
         final = self.loss(*key)
         diverged = math.isnan(final)
         start = 5.0
-        curve = [[s, start + (final - start) * s / STEPS] for s in range(0, STEPS + 1, 10)]
+        curve = [[s, start + (final - start) * s / STEPS] for s in self.evaluated]
         result = {
             "status": "diverged" if diverged else "done",
             "final_loss": None if diverged else final,
@@ -146,6 +147,15 @@ def test_a_gain_is_found_with_its_interval_and_both_speedups(go, tmp_path):
     assert "Against the strongest control" in text
     assert "`baseline-init-noble`" in text
     assert "No control has as many parameters as noble-r4 (wide-mlp:match=noble-r4)" in text
+
+
+def test_runs_that_are_evaluated_at_their_end_alone_say_nothing_of_speed_in_steps(go):
+    comparison = go(training=FakeTraining(gain, every=0), seeds=4)
+    assert comparison.results["against"]["baseline"]["noble-r4"]["delta"]["shown"]
+    report = render_report(comparison.results)
+    assert "**lower** than `baseline`" in report
+    assert "step time" in report
+    assert not re.search("speedup|crossing|1.000x|as fast", report)
 
 
 def test_no_difference_is_called_none(go):

@@ -140,7 +140,9 @@ def build_results(
     base = next(arm for arm in arms if arm.name == reference)
     references = [reference] + [arm.name for arm in arms if arm.control and arm.name != reference]
     against = {other: _against(other, curves, times, measure) for other in references if other in curves}
-    notes = [*notes, *_pair_notes(reference, against.get(reference, {}), len(whole))]
+    notes = list(notes)
+    if any(len(curve.steps) > 1 for of_seeds in curves.values() for curve in of_seeds.values()):
+        notes += _pair_notes(reference, against.get(reference, {}), len(whole))
     notes += [note for arm in running for note in _stability_notes(arm)]
     if partial:
         listed = ", ".join(str(seed) for seed in partial)

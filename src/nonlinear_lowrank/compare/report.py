@@ -86,6 +86,11 @@ def _by_loss(results: Record) -> bool:
     return _metric(results)["name"] == "loss"
 
 
+def _has_speed(results: Record) -> bool:
+    """Whether speedups can be read: losses, and more of each curve than its end."""
+    return _by_loss(results) and any(len(run["curve"]) > 1 for arm in results["arms"] for run in arm["runs"])
+
+
 def _is_tuning(results: Record) -> bool:
     """Whether pretrained models are tuned: then what counts is how many parameters are trained."""
     return any((arm.get("trainable") or arm["parameters"]) < arm["parameters"] for arm in results["arms"])
@@ -144,11 +149,11 @@ def score_rows(results: Record) -> list[tuple[str, ...]]:
 def speed_rows(results: Record) -> list[tuple[str, ...]]:
     """The rows under `_SPEED_HEAD`: time of a step, step speedup and wall-clock speedup.
 
-    Under `_TIME_HEAD` where the runs are not compared by their loss: a score has no curve to read a speed from.
+    Under `_TIME_HEAD` where there is no curve to read a speed from (`_has_speed`).
     """
     rows: list[tuple[str, ...]] = []
     for arm, pair in _rows(results):
-        if pair is not None and not _by_loss(results):
+        if pair is not None and not _has_speed(results):
             rows.append((arm["name"], _time_text(arm["step_time_ratio"])))
         elif pair is not None:
             steps, wall = pair["step_speedup"], pair["wall_clock_speedup"]
@@ -185,7 +190,7 @@ def training_rows(results: Record) -> list[tuple[str, ...]]:
 
 
 def _some_not_reached(results: Record) -> bool:
-    return any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results))
+    return _has_speed(results) and any(pair is not None and pair["reached"] < pair["n"] for _, pair in _rows(results))
 
 
 def render_tables(results: Record) -> Group:
@@ -216,7 +221,7 @@ def _score_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 
 def _speed_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    return (_SPEED_HEAD if _by_loss(results) else _TIME_HEAD), speed_rows(results)
+    return (_SPEED_HEAD if _has_speed(results) else _TIME_HEAD), speed_rows(results)
 
 
 def _cell(text: str) -> Text:
@@ -304,7 +309,7 @@ def findings(results: Record) -> list[str]:
         if results["n"] == 0:
             break
         text = _delta_sentence(name, results["reference"], pair, metric)
-        speed = _speed_sentence(name, results["reference"], pair)
+        speed = _speed_sentence(name, results["reference"], pair) if _has_speed(results) else ""
         if speed:
             text += " " + speed
         lines.append(text)
@@ -313,7 +318,7 @@ def findings(results: Record) -> list[str]:
             second = results["against"][best["name"]].get(name)
             if second is not None:
                 strongest = _delta_sentence(name, best["name"], second, metric)
-                speed = _speed_sentence(name, best["name"], second)
+                speed = _speed_sentence(name, best["name"], second) if _has_speed(results) else ""
                 lines.append(f"Against the strongest control: {strongest} {speed}".rstrip())
     return lines + list(results["notes"]) + _cautions(results)
 
@@ -362,7 +367,9 @@ unless a line above says so. Every seed gives all arms the same batches in the s
 
 _LOSSES = """\
 - Delta: paired t-test over seeds on the loss at the last step. Every seed gives all arms the same batches in \
-the same order and the same evaluation text.
+the same order and the same evaluation text."""
+
+_SPEEDS = """\
 - Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss \
 on the linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs. It is a number only \
 when every seed reached that loss. A curve that rises again at its end flatters it.
@@ -384,7 +391,8 @@ leaves the best rate uncertain by about one step of the grid."""
 
 def _limits(results: Record) -> str:
     own = _LOSSES if _by_loss(results) else _SCORES.format(metric=_metric(results)["name"])
-    return f"{_SEEDS}\n{own}\n{_COMMON}"
+    speeds = (_SPEEDS,) if _has_speed(results) else ()
+    return "\n".join((_SEEDS, own, *speeds, _COMMON))
 
 
 def render_report(results: Record) -> str:
@@ -403,7 +411,7 @@ def render_report(results: Record) -> str:
     others = [name for name in results["against"] if name != reference]
     if others:
         parts += ["## Against each control"]
-        speeds = ("step speedup [95 %]", "matched speedup [95 %]") if _by_loss(results) else ()
+        speeds = ("step speedup [95 %]", "matched speedup [95 %]") if _has_speed(results) else ()
         parts += [markdown_table(("arm", "against", *_DELTA_HEAD, *speeds), list(_control_rows(results, others)))]
     if any(arm["tuning"] for arm in results["arms"]):
         parts += [
@@ -448,7 +456,7 @@ def _control_rows(results: Record, others: list[str]) -> Iterator[tuple[str, ...
                 delta_text(delta),
                 p_text(delta["p_value"]),
                 p_text(pair["p_holm"]),
-                *((ratio_text(pair[f"{kind}_speedup"]) for kind in ("step", "matched")) if _by_loss(results) else ()),
+                *((ratio_text(pair[f"{kind}_speedup"]) for kind in ("step", "matched")) if _has_speed(results) else ()),
             )
 
 
