@@ -180,5 +180,6 @@ def _(x, up, numerator, denominator, form, limits):
 
 @torch.library.register_fake("nonlinear_lowrank::rational_backward")
 def _(dy, x, up, numerator, denominator, form, limits, wanted):
-    like = (x, x, numerator, denominator)
-    return [each.new_empty(each.shape) if want else x.new_empty(0) for each, want in zip(like, wanted, strict=True)]
+    like = (x, up, numerator, denominator)
+    made = zip(like, wanted, strict=True)
+    return [each.new_empty(each.shape) if want and each is not None else x.new_empty(0) for each, want in made]
