@@ -40,7 +40,7 @@ def test_a_fit_gets_better_and_leaves_what_it_says(tmp_path):
     result = _fit(tmp_path / "run", _problem(points=0), config=replace(SHORT, steps=150, eval_every=50, lr=1e-2))
     assert result.score == "psnr"
     assert [entry["step"] for entry in result.curve] == [50, 100, 150]
-    assert result.value > result.curve[0]["psnr"] + 1
+    assert result.value > result.curve[0]["psnr"] + 0.3
     assert result.factored == 2
     assert result.parameters == sum(each.numel() for each in result.model.parameters())
     written = json.loads((tmp_path / "run" / "result.json").read_text())

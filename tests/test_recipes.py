@@ -133,4 +133,4 @@ def test_an_unknown_recipe_names_the_nearest():
     with pytest.raises(UserError, match="did you mean 'llm-base'"):
         get_recipe("llm_base")
     with pytest.raises(UserError, match="there are llm-demo, "):
-        get_recipe("imagenet")
+        get_recipe("zzz")

@@ -1,7 +1,6 @@
 """`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --rank: what rank its weights have."""
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from ..errors import UserError
 from ..recipes import RECIPES, check_name, recipes_of
 from .inspect_rank import run_figures, run_rank
-from .options import parse
+from .options import parse, table_width
 
 _DESCRIPTION = """Parameters, FLOPs and bytes kept for backward by layer, without building the model.
 
@@ -95,8 +94,7 @@ def _print_cost(arguments: list[str]) -> None:
     if options.json:
         print(cost.to_json())
     else:
-        width = max(100, shutil.get_terminal_size((120, 40)).columns)
-        print(format_cost(cost, every_layer=options.every_layer, width=width))
+        print(format_cost(cost, every_layer=options.every_layer, width=table_width()))
 
 
 def _take(arguments: list[str], option: str) -> list[str] | None:

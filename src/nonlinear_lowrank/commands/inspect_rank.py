@@ -1,6 +1,5 @@
 """`nlr inspect --rank CHECKPOINT` and `nlr inspect --rank-figures OUT`: ranks and spectra, and the paper's figures."""
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 
 from ..errors import UserError
 from .checkpoint import choose_device
-from .options import parse
+from .options import parse, table_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,7 @@ def run_rank(arguments: list[str]) -> None:
     if options.json:
         print(report.to_json())
     else:
-        width = max(100, shutil.get_terminal_size((120, 40)).columns)
-        print(format_ranks(report, every_layer=options.every_layer, width=width))
+        print(format_ranks(report, every_layer=options.every_layer, width=table_width()))
 
 
 def run_figures(arguments: list[str]) -> None:

@@ -5,6 +5,8 @@ import inspect
 import io
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -126,6 +128,11 @@ def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]
         return known[0], list(arguments)
     check_name(arguments[0], command)
     return arguments[0], list(arguments[1:])
+
+
+def table_width() -> int:
+    """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
+    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200
 
 
 def is_main_process() -> bool:
