@@ -49,11 +49,12 @@ class KernelBench:
     """Versions: the code depends on the compiler and not on the machine."""
 
     def __str__(self) -> str:
-        table = table_with("kernel", "shape", "warps", "registers", "spilled", "stack", "shared", "matrix instructions")
+        table = table_with(
+            "kernel in its shape", "warps", "registers", "spilled", "stack", "shared", "matrix instructions"
+        )
         for row in self.rows:
             table.add_row(
-                row.name,
-                _shape(row),
+                f"{row.name}: {_shape(row)}",
                 str(row.warps),
                 str(row.registers),
                 str(row.spill_stores + row.spill_loads),

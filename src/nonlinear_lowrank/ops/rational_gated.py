@@ -94,7 +94,8 @@ class _RationalGated(torch.autograd.Function):
                 "second derivatives through rational_gated are not defined; use rational_gated_reference for them"
             )
         wanted = list(ctx.needs_input_grad[:4])
-        found = _backward(dy, *ctx.saved_tensors, ctx.form, ctx.limits, wanted)
+        gate, up, numerator, denominator = ctx.saved_tensors
+        found = _backward(dy, gate, up, numerator, denominator, ctx.form, ctx.limits, wanted)
         return *(each if want else None for each, want in zip(found, wanted, strict=True)), None, None
 
 

@@ -33,7 +33,7 @@ def _coefficients(at, group, COUNT: tl.constexpr):
     """COUNT coefficients of a group (a scalar each) or of each channel's group (a row each), as a tuple."""
     found = ()
     for index in tl.static_range(COUNT):
-        found = found + (tl.load(at + group * COUNT + index),)
+        found = found + (tl.load(at + group * COUNT + index),)  # type: ignore[assignment]
     return found
 
 
@@ -42,9 +42,9 @@ def _zeros(COUNT: tl.constexpr, NARROW_GROUPS: tl.constexpr, BT: tl.constexpr, B
     found = ()
     for _index in tl.static_range(COUNT):
         if NARROW_GROUPS:
-            found = found + (tl.zeros([BT, BC], tl.float32),)
+            found = found + (tl.zeros([BT, BC], tl.float32),)  # type: ignore[assignment]
         else:
-            found = found + (tl.zeros([BT * BC // V], tl.float32),)
+            found = found + (tl.zeros([BT * BC // V], tl.float32),)  # type: ignore[assignment]
     return found
 
 
@@ -66,9 +66,9 @@ def _add_moments(sums, weight, x, NARROW_GROUPS: tl.constexpr):
     found = ()
     for index in tl.static_range(len(sums)):
         if NARROW_GROUPS:
-            found = found + (sums[index] + weight,)
+            found = found + (sums[index] + weight,)  # type: ignore[assignment]
         else:
-            found = found + (sums[index] + tl.sum(weight, 1),)
+            found = found + (sums[index] + tl.sum(weight, 1),)  # type: ignore[assignment]
         weight = weight * x
     return found
 

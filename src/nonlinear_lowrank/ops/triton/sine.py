@@ -203,8 +203,7 @@ def form(
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
     read = out if weight is None else weight
     stochastic = seed is not None and out.dtype == torch.bfloat16
-    setting = {"base": base, "dora": dora, "stochastic": stochastic, "out": out.dtype}
-    variant = form_variant(rank, read.dtype, up.dtype, **setting)
+    variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, stochastic=stochastic, out=out.dtype)
     grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
     length = ratios if magnitude is None else magnitude.float().contiguous()
     tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
