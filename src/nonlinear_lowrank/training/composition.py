@@ -9,22 +9,19 @@ another one has taken; and norms around projections last.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..errors import UserError
-from .context import ArmContext
-
-if TYPE_CHECKING:
-    from .methods import ArmMethod
+from .context import ArmContext, ArmMethod
 
 
 @dataclass(frozen=True)
 class Composed:
     """Methods that change different parts of one model."""
 
-    parts: "tuple[ArmMethod, ...]"
+    parts: tuple[ArmMethod, ...]
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]

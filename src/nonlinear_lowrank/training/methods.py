@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -23,46 +23,10 @@ from ..layers import qk_norm as qk_norm_layers
 from ..layers import query as query_layers
 from ..layers import sine as sine_layers
 from .composition import Composed, split_parts
-from .context import ArmContext
+from .context import ArmContext, ArmMethod
 from .tuning import TUNINGS
 from .values import as_text, one_line
 from .widening import WideMlp
-
-
-class ArmMethod(Protocol):
-    """One kind of change to a model."""
-
-    @property
-    def name(self) -> str:
-        """On the command line."""
-        ...
-
-    @property
-    def control(self) -> bool:
-        """Whether it is there to be compared with: none of the methods of this library."""
-        ...
-
-    @property
-    def own_init(self) -> bool:
-        """Whether the method's settings have an `init` of their own; else `init=` is the dense init."""
-        ...
-
-    @property
-    def stage(self) -> int | None:
-        """When it is applied where an arm has several methods, the lowest first; None: it can only be alone."""
-        ...
-
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with their full names and JSON's types; raises UserError when they do not fit."""
-        ...
-
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
-        """Parts of the arm's name."""
-        ...
-
-    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
-        """The changed model; UserError when the method does not fit it."""
-        ...
 
 
 @dataclass(frozen=True)
