@@ -21,11 +21,13 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command(
         usage="evaluate CHECKPOINT", summary="perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"
     ),
-    "generate": Command(usage="generate CHECKPOINT", summary="continue a prompt"),
+    "generate": Command(usage="generate CHECKPOINT", summary="continue a prompt, or draw images"),
     "inspect": Command(
         usage="inspect MODEL", summary="parameters, FLOPs and kept bytes by layer, without building the model"
     ),
     "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
     "merge": Command(usage="merge ADAPTER OUT", summary="put an adapter into its base's weights: a plain model"),
-    "bench": Command(usage="bench step|decode", summary="time of a step, or of a token, over the baseline's"),
+    "bench": Command(
+        usage="bench step|decode|kernels", summary="time of a step or a token over the baseline's; compiled GPU kernels"
+    ),
 }
