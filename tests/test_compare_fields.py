@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
@@ -13,6 +14,7 @@ from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.compare.field_record import FieldArmRecord, FieldRun, build_record
 from nonlinear_lowrank.compare.field_report import render_report
 from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.environment import cpu_threads
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.fields.image import ImageSettings
 from nonlinear_lowrank.fields.model import FieldConfig
@@ -267,3 +269,25 @@ def test_a_folder_of_another_comparison_is_refused(recipe, tmp_path):
     for option in ("resume", "overwrite"):
         with pytest.raises(UserError, match="holds no comparison of fields"):
             _compare(recipe, tmp_path / "mine", **two, **{option: True})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"settings": {}}'])
+def test_a_broken_marker_is_one_clear_line(compared, recipe, tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "fields.json").write_text(text)
+    with pytest.raises(UserError, match=r"fields\.json .*--overwrite"):
+        _compare(recipe, tmp_path / "out", resume=True)
+
+
+def test_step_times_are_those_of_the_fits_threads(recipe, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        compare_module,
+        "interleaved_step_times",
+        lambda arms, rounds: seen.append(torch.get_num_threads()) or {name: [1.0] * rounds for name in arms},
+    )
+    with cpu_threads(2):
+        short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))
+        _compare(short, tmp_path / "out", timing_rounds=2)
+        assert torch.get_num_threads() == 2
+    assert seen == [1]

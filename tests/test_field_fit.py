@@ -176,6 +176,14 @@ def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
     assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(("file", "text"), [("fit.json", "{"), ("fit.json", "[]"), ("result.json", "{}")])
+def test_a_broken_file_of_a_fit_is_one_clear_line(tmp_path, file, text):
+    _fit(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match=rf"{file} .*--overwrite"):
+        _fit(tmp_path, resume=True)
+
+
 def test_a_rank_that_saves_nothing_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match="rank 8 saves no parameters in any linear"):
         _fit(tmp_path / "run", method=replace(SINE, rank=8))

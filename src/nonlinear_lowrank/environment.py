@@ -1,8 +1,10 @@
-"""What a result depends on beside its settings: versions and the kind of machine."""
+"""What a result depends on beside its settings: versions, the kind of machine, and how many threads compute."""
 
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,18 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """So many of torch's CPU threads inside it; None leaves them."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _processor() -> str:

@@ -26,6 +26,7 @@ except ImportError:  # not a POSIX system: no lock, the rest works
 
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 # No space, over quota, over the file size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -40,6 +41,29 @@ def write_json(path: Path, data: Any) -> None:
         os.fsync(file.fileno())
     staged.replace(path)
     _sync(path.parent)
+
+
+def read_json(path: Path, **kinds: type) -> dict[str, Any]:
+    """The object in a JSON file that this library wrote.
+
+    Args:
+        path: the file.
+        kinds: keys that it has, and the types of their values.
+
+    Raises:
+        UserError: it is damaged, or another file of that name.
+    """
+    mend = "use another folder, or --overwrite"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, {' '.join(str(error).split())}; {mend}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object, as ours does; {mend}")
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise UserError(f"{path} has no {key!r}, as ours has; {mend}")
+    return found
 
 
 @contextmanager
@@ -143,6 +167,23 @@ def prune(folder: Path, newest: int, keep: int) -> None:
             _remove(doomed)
 
 
+def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Whether a folder that is to be written to is new or empty.
+
+    What a process that was killed before its first file left does not count, nor does a lock.
+
+    Raises:
+        UserError: it is a file, or both ways to use a former folder are asked for.
+    """
+    if resume and overwrite:
+        raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder")
+    return not folder.exists() or all(
+        child.name == LOCK or child.name.startswith(TEMPORARY) for child in folder.iterdir()
+    )
+
+
 def remove_temporaries(folder: Path) -> None:
     """Removes what killed processes left directly in a folder."""
     for child in folder.iterdir() if folder.is_dir() else ():
@@ -150,10 +191,10 @@ def remove_temporaries(folder: Path) -> None:
             _remove(child)
 
 
-def clear_folder(folder: Path, last: str, keep: str) -> None:
-    """Empties a folder but for the file `keep`; the file `last`, by which it is known, goes last."""
+def clear_folder(folder: Path, last: str) -> None:
+    """Empties a folder but for its lock; the file `last`, by which it is known, goes last."""
     for child in folder.iterdir():
-        if child.name not in (last, keep):
+        if child.name not in (last, LOCK):
             _remove(child)
     (folder / last).unlink(missing_ok=True)
 
@@ -177,7 +218,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         # Not flock: data-loading workers, being forks, would go on holding it after a kill.
-        self._file = (folder / ".lock").open("w")
+        self._file = (folder / LOCK).open("w")
         if fcntl is None:
             return
         try:

@@ -2,8 +2,6 @@
 
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -156,18 +154,6 @@ class BenchResult:
     def to_json(self) -> str:
         """Everything, as text."""
         return json.dumps(asdict(self), indent=2)
-
-
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """So many of torch's CPU threads inside it; None leaves them."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..environment import cpu_threads
 from ..optim import param_groups
 from .bench_model import (
     BASELINE,
@@ -19,7 +20,6 @@ from .bench_model import (
     Mode,
     ModelBenchConfig,
     check_at_least_1,
-    cpu_threads,
     describe,
     describe_machine,
     make_model,

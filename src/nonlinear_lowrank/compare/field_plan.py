@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from ..environment import versions
 from ..errors import UserError
-from ..fields.folder import flatten, read_json
 from ..fields.problem import FieldMethod, Init
 from ..fields.recipe import FieldRecipe
-from ..storage import TEMPORARY, FolderLock, clear_folder, describe_disk_error, write_json
-from .folder import tidy
+from ..storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
+from .folder import check_choices, is_new, tidy, tidy_grid
+from .record import flatten
 
 MARKER = "fields.json"
 
@@ -89,21 +89,10 @@ class FieldPlan:
         """Raises UserError for arms, rates or seeds that make no comparison."""
         chosen = tuple(arms) if arms is not None else tuple(FieldArm.parse(text) for text in recipe.arms)
         count = recipe.seeds if seeds is None else seeds
-        grid = tuple(sorted(tidy(rate) for rate in (recipe.tune_lr if tune_lr is None else tune_lr)))
-        names = [arm.name for arm in chosen]
-        if len(chosen) < 2:
-            raise UserError("a comparison needs at least two arms, such as: low-rank:rank=5 sine:rank=5,omega=50")
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UserError(f"seeds must be a whole number of at least 1, not {count!r}")
-        if any(not 0 < rate < float("inf") for rate in grid):
-            raise UserError("every rate of tune_lr must be a finite number above 0")
-        if len(grid) == 1 or len(set(grid)) < len(grid):
-            raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
+        grid = tidy_grid(recipe.tune_lr if tune_lr is None else tune_lr)
+        check_choices([arm.name for arm in chosen], count, grid, example="low-rank:rank=5 sine:rank=5,omega=50")
         first = recipe.train.seed + 1
-        flat = flatten({"problem": asdict(recipe.problem), "train": asdict(recipe.train)})
+        flat = flatten({"problem": recipe.problem, "train": recipe.train})
         return cls(
             arms=chosen,
             seeds=tuple(range(first, first + count)),
@@ -120,22 +109,16 @@ class FieldPlan:
 
 def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, overwrite: bool) -> None:
     """Refuses a folder that is not ours to go on with or to replace; changes nothing."""
-    if resume and overwrite:
-        raise UserError("--resume keeps what is there and --overwrite deletes it; choose one")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; name a folder")
-    if not out.exists() or all(file.name == ".lock" or file.name.startswith(TEMPORARY) for file in out.iterdir()):
+    if is_new(out, resume=resume, overwrite=overwrite):
         return
-    if not resume and not overwrite:
-        raise UserError(f"{out} is not empty; choose another folder, --resume to go on or --overwrite to replace")
     if not (out / MARKER).is_file():
         raise UserError(f"{out} holds no comparison of fields (it has no {MARKER}); choose another folder")
     if overwrite:
         return
-    former = read_json(out / MARKER)
+    former = read_json(out / MARKER, settings=dict, fingerprint=str, arms=dict)
     mend = "use the former value, another folder, or --overwrite"
     for name in sorted(set(former["settings"]) | set(plan.settings)):
-        old, new = former["settings"].get(name, "(absent)"), _plain(plan.settings.get(name, "(absent)"))
+        old, new = former["settings"].get(name, "(absent)"), plan.settings.get(name, "(absent)")
         if old != new:
             raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
     if former["fingerprint"] != fingerprint:
@@ -156,13 +139,12 @@ def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool
         out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(out)
         if overwrite:
-            clear_folder(out, last=MARKER, keep=".lock")
+            clear_folder(out, last=MARKER)
         arms = arm_settings(plan.arms)
         if (out / MARKER).is_file():
-            arms = read_json(out / MARKER)["arms"] | arms
-        settings = {name: _plain(value) for name, value in plan.settings.items()}
+            arms = read_json(out / MARKER, arms=dict)["arms"] | arms
         write_json(
-            out / MARKER, {"settings": settings, "fingerprint": fingerprint, "arms": arms, "versions": versions()}
+            out / MARKER, {"settings": plan.settings, "fingerprint": fingerprint, "arms": arms, "versions": versions()}
         )
     except OSError as error:
         raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error
@@ -172,8 +154,3 @@ def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool
 def arm_settings(arms: Iterable[FieldArm]) -> dict[str, str]:
     """What an arm is, without init and rate, which are in each run's path."""
     return {arm.name: str(replace(arm.method, init="kaiming_sqrt5")) for arm in arms}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value

@@ -9,7 +9,6 @@ any seed leaves all arms with the same n. After each seed the record, the pictur
     out/results.json   the record      out/report.md, out/rate.png, out/strip.png    made from it
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,17 +19,18 @@ from rich.console import Console
 from torch import nn
 
 from ..analysis.timing import interleaved_step_times
+from ..environment import cpu_threads
 from ..errors import DivergedError
 from ..fields.fit import FitResult, build, fit, load_weights
-from ..fields.folder import read_json
 from ..fields.problem import FieldMethod, Init, Problem
 from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
-from ..storage import TEMPORARY, write_json
+from ..storage import read_json, write_json
 from .field_pictures import plot_rates, plot_strip
 from .field_plan import FieldArm, FieldPlan, check_folder, open_folder
 from .field_record import FieldArmRecord, FieldRun, build_record
 from .field_report import render_report, render_table
+from .folder import copy_report, write_text
 from .record import command_line
 
 _DIVERGED = "diverged.json"
@@ -50,13 +50,7 @@ class FieldComparison:
             folder: an existing folder, of a study for example. Files of these names in it are replaced.
             name: how the files' names begin.
         """
-        folder = Path(folder)
-        text = (self.out / "report.md").read_text(encoding="utf-8")
-        for picture in ("rate.png", "strip.png"):
-            text = text.replace(f"({picture})", f"({name}-{picture})")
-            shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
-        shutil.copyfile(self.out / "results.json", folder / f"{name}.json")
-        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+        copy_report(self.out, ("rate.png", "strip.png"), Path(folder), name)
 
     def __str__(self) -> str:
         return f"{render_table(self.results)}\nIn {self.out}: report.md, rate.png, strip.png, results.json"
@@ -185,10 +179,10 @@ class _Runs:
     def find(self, arm: FieldArm, init: Init, rate: float, seed: int) -> FieldRun | None:
         folder = self.folder(arm, init, rate, seed)
         if (folder / _DIVERGED).is_file():
-            return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED)["step"])
+            return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED, step=int)["step"])
         if not (folder / "result.json").is_file():
             return None
-        found = read_json(folder / "result.json")
+        found = read_json(folder / "result.json", score=str, metrics=dict, curve=list, seconds=float)
         self._slowest[arm.name] = max(self._slowest.get(arm.name, 0.0), found["seconds"])
         return FieldRun(
             init=init,
@@ -283,7 +277,8 @@ def _step_times(problem: Problem, plan: FieldPlan, recipe: FieldRecipe, rounds: 
         stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed), recipe.train)
         return lambda: stepper.take(0)
 
-    return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds)
+    with cpu_threads(recipe.train.threads):
+        return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds)
 
 
 def _size(model: nn.Module) -> int:
@@ -301,6 +296,4 @@ def _write(out: Path, results: dict[str, Any], problem: Problem, runs: _Runs, pl
         if run is not None and run.value is not None:
             shown.append((record, run.value, problem.picture(runs.model(arm, run))))
     plot_strip(out / "strip.png", results, problem.picture(None), shown)
-    staged = out / f"{TEMPORARY}report.md"
-    staged.write_text(render_report(results), encoding="utf-8")
-    staged.replace(out / "report.md")
+    write_text(out / "report.md", render_report(results))

@@ -4,7 +4,6 @@ Nothing here trains. A folder is refused before anything in it is touched; what 
 must be equal for that, is decided here.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from ..environment import machine, versions
 from ..errors import UserError
-from ..storage import TEMPORARY, FolderLock, describe_disk_error, write_json
+from ..storage import TEMPORARY, FolderLock, describe_disk_error, is_free, read_json, write_json
 from ..training.recipe import Arm, Recipe
 from .matching import Match, settle_matches
 from .record import clean, flatten
@@ -59,19 +58,9 @@ class Plan:
     ) -> "Plan":
         chosen = tuple(arms) if arms is not None else tuple(Arm.parse(text) for text in recipe.arms)
         count = recipe.seeds if seeds is None else seeds
-        grid = _grid(recipe.tune_lr if tune_lr is None else tune_lr)
+        grid = tidy_grid(recipe.tune_lr if tune_lr is None else tune_lr)
         names = [arm.name for arm in chosen]
-        if len(chosen) < 2:
-            raise UserError("a comparison needs at least two arms, such as: baseline noble:rank=64")
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"seeds must be a whole number of at least 1, not {count!r}")
-        if any(not 0 < rate < float("inf") for rate in grid):
-            raise UserError("every rate of tune_lr must be a finite number above 0")
-        if len(grid) == 1 or len(set(grid)) < len(grid):
-            raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
+        check_choices(names, count, grid, example="baseline noble:rank=64")
         if reference is not None and reference not in names:
             raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
         chosen, matches = settle_matches(recipe, chosen)
@@ -92,17 +81,40 @@ class Plan:
                 "train.lr": recipe.train.lr,
                 "train.seed": recipe.train.seed,
                 "tune_lr": list(grid),
-                **{f"grid of {arm.name}": list(_grid(arm.grid)) for arm in chosen if arm.grid},
+                **{f"grid of {arm.name}": list(tidy_grid(arm.grid)) for arm in chosen if arm.grid},
                 "seeds": count,
             },
         )
 
     def grid_of(self, arm: Arm) -> tuple[float, ...]:
         """The rates that an arm is tuned over; none where it names its rate, or none are given."""
-        return () if arm.lr is not None else _grid(arm.grid) or self.grid
+        return () if arm.lr is not None else tidy_grid(arm.grid) or self.grid
 
 
-def _grid(rates: Iterable[float]) -> tuple[float, ...]:
+def check_choices(names: Sequence[str], seeds: object, grid: Sequence[float], *, example: str) -> None:
+    """Raises UserError for arms, seeds or rates that make no comparison.
+
+    Args:
+        names: of the arms.
+        seeds: how many.
+        grid: rates to tune over; none: no tuning.
+        example: two arms, for the message.
+    """
+    if len(names) < 2:
+        raise UserError(f"a comparison needs at least two arms, such as: {example}")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
+        raise UserError(f"seeds must be a whole number of at least 1, not {seeds!r}")
+    if any(not 0 < rate < float("inf") for rate in grid):
+        raise UserError("every rate of tune_lr must be a finite number above 0")
+    if len(grid) == 1 or len(set(grid)) < len(grid):
+        raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
+
+
+def tidy_grid(rates: Iterable[float]) -> tuple[float, ...]:
+    """Rates in order, each `tidy`."""
     return tuple(sorted(tidy(rate) for rate in rates))
 
 
@@ -140,17 +152,18 @@ def arm_settings(arms: Iterable[Arm]) -> dict[str, dict[str, Any]]:
     return {arm.name: describe(arm) for arm in arms}
 
 
+def is_new(out: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Whether a comparison's folder is new or empty; a used one is refused unless it is to be used."""
+    free = is_free(out, resume=resume, overwrite=overwrite)
+    if not free and not resume and not overwrite:
+        raise UserError(f"{out} is not empty; choose another folder, --resume to go on or --overwrite to replace")
+    return free
+
+
 def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:
     """Refuses a folder that is not ours to continue or to replace; changes nothing."""
-    if resume and overwrite:
-        raise UserError("--resume keeps what is there and --overwrite deletes it; choose one")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; name a folder")
-    # What a killed process left of its first write does not count, nor does a lock.
-    if not out.exists() or all(file.name == ".lock" or file.name.startswith(TEMPORARY) for file in out.iterdir()):
+    if is_new(out, resume=resume, overwrite=overwrite):
         return
-    if not resume and not overwrite:
-        raise UserError(f"{out} is not empty; choose another folder, --resume to go on or --overwrite to replace")
     ours = (out / _MARKER).exists()
     if overwrite:
         if not ours and (out / "runs").exists():
@@ -158,13 +171,11 @@ def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> Non
         return
     if not ours:
         raise UserError(f"{out} holds no comparison to go on with; choose an empty folder")
-    _check_same(out, _read_json(out / _MARKER), plan)
+    _check_same(out, read_json(out / _MARKER, settings=dict), plan)
 
 
-def _check_same(out: Path, former: Any, plan: Plan) -> None:
+def _check_same(out: Path, former: dict[str, Any], plan: Plan) -> None:
     """Raises UserError naming the first field that differs from the runs already there."""
-    if not isinstance(former, dict) or not isinstance(former.get("settings"), dict):
-        raise UserError(f"{out / _MARKER} is not a comparison's settings; choose another folder or --overwrite")
     mend = "use the former value, another folder, or --overwrite"
     before = former["settings"]
     for name in sorted(set(before) | set(plan.settings)):
@@ -181,7 +192,7 @@ def _check_same(out: Path, former: Any, plan: Plan) -> None:
 
 def check_text(out: Path, fingerprint: str) -> None:
     """Refuses to go on with another text than the runs in the folder were trained on."""
-    if (out / _MARKER).exists() and _read_json(out / _MARKER).get("fingerprint") != fingerprint:
+    if (out / _MARKER).exists() and read_json(out / _MARKER).get("fingerprint") != fingerprint:
         raise UserError(f"the runs in {out} were trained on other text or data; bring it back or use another folder")
 
 
@@ -201,7 +212,7 @@ def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> 
         arms = arm_settings(plan.arms)
         sessions = [versions()]
         if (out / _MARKER).exists():
-            former = _read_json(out / _MARKER)
+            former = read_json(out / _MARKER)
             arms = former.get("arms", {}) | arms
             sessions = [session for session in former.get("versions", []) if session != sessions[0]] + sessions
         marker = {"settings": plan.settings, "fingerprint": fingerprint, "arms": arms, "versions": sessions}
@@ -213,7 +224,7 @@ def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> 
 
 def version_notes(out: Path) -> list[str]:
     """A sentence for each package whose version changed between the sessions of this folder."""
-    seen = _read_json(out / _MARKER).get("versions", [])
+    seen = read_json(out / _MARKER).get("versions", [])
     names = sorted({name for session in seen for name in session})
     found = {name: list(dict.fromkeys(session.get(name, "absent") for session in seen)) for name in names}
     return [
@@ -228,7 +239,7 @@ def load_timing(out: Path, plan: Plan, rounds: int) -> dict[str, list[float]] | 
     path = out / "timing.json"
     if not path.exists() or rounds == 0:
         return None
-    record = _read_json(path)
+    record = read_json(path)
     if record.get("arms") != arm_settings(plan.arms) or record.get("machine") != machine(plan.threads):
         return None
     times = record["times"]
@@ -240,8 +251,28 @@ def save_timing(out: Path, plan: Plan, times: dict[str, list[float]]) -> None:
     write_json(out / "timing.json", {"arms": arm_settings(plan.arms), "machine": machine(plan.threads), "times": times})
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); delete it or choose another folder") from None
+def write_text(path: Path, text: str) -> None:
+    """Writes a text at once: readers see the old one or the new one."""
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
+
+
+def copy_report(out: Path, pictures: Sequence[str], folder: Path, name: str) -> None:
+    """Copies record, report and pictures as `name`.json, .md and -picture.png; a picture that is not there goes.
+
+    Args:
+        out: a comparison's folder.
+        pictures: the names of its pictures.
+        folder: an existing one.
+        name: how the copies' names begin.
+    """
+    text = (out / "report.md").read_text(encoding="utf-8")
+    for picture in pictures:
+        text = text.replace(f"({picture})", f"({name}-{picture})")
+        if (out / picture).exists():
+            shutil.copyfile(out / picture, folder / f"{name}-{picture}")
+        else:
+            (folder / f"{name}-{picture}").unlink(missing_ok=True)
+    shutil.copyfile(out / "results.json", folder / f"{name}.json")
+    write_text(folder / f"{name}.md", text)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
+from ..environment import cpu_threads
 from ..tasks.task import collate_of, tokens_per_example, training_collate_of
 from ..training.recipe import Arm, Recipe
 from ..training.run import apply_arm, build_model, count_parameters, optimizer_settings
@@ -65,15 +66,13 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
     notes = [f"`{name}`: its FLOPs could not be counted." for name in lacking]
     times = None
     if rounds:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(recipe.train.threads or threads)
         try:
-            steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
-            times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
+            with cpu_threads(recipe.train.threads):
+                steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
+                times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
         except torch.OutOfMemoryError:
             notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
         finally:
-            torch.set_num_threads(threads)
             steppers = {}
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

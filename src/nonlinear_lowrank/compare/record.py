@@ -9,11 +9,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..environment import machine, versions
+from ..settings import flatten as flat
 from ..tasks.task import LOSS, Measure
 from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, paired_mean, summarise_ratios
 
@@ -307,15 +308,8 @@ def command_line() -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one flat mapping with dotted names, its values as JSON would give them back."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        flat: dict[str, Any] = {}
-        for name, inner in value.items():
-            flat |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
-        return flat
-    return {prefix: clean(value)}
+    """Nested settings as one flat mapping with dotted names, as they may be written down (`clean`)."""
+    return {name: clean(each) for name, each in flat(value, prefix).items()}
 
 
 def clean(value: Any) -> Any:

@@ -24,7 +24,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ..storage import TEMPORARY
 from ..tasks.task import measure_of, scored_split
 from ..training.checkpoints import on_first_process
 from ..training.recipe import Arm, Recipe
@@ -34,10 +33,12 @@ from .folder import (
     arm_settings,
     check_folder,
     check_text,
+    copy_report,
     load_timing,
     open_folder,
     save_timing,
     version_notes,
+    write_text,
 )
 from .measure import Measurement, measure_arms
 from .plots import ArmCurves, plot_curves, plot_rate_sweep
@@ -62,17 +63,7 @@ class Comparison:
             folder: an existing folder, of a study for example. Files of these names in it are replaced.
             name: how the files' names begin.
         """
-        folder = Path(folder)
-        pictures = ("curves.png", "rates.png")
-        for picture in pictures:
-            (folder / f"{name}-{picture}").unlink(missing_ok=True)
-            if (self.out / picture).exists():
-                shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
-        shutil.copyfile(self.out / "results.json", folder / f"{name}.json")
-        text = (self.out / "report.md").read_text(encoding="utf-8")
-        for picture in pictures:
-            text = text.replace(f"({picture})", f"({name}-{picture})")
-        _write_text(folder / f"{name}.md", text)
+        copy_report(self.out, ("curves.png", "rates.png"), Path(folder), name)
 
     def __rich__(self) -> Any:
         return render_tables(self.results)
@@ -258,15 +249,9 @@ def _write(out: Path, results: dict[str, Any]) -> None:
     """Record, pictures and report; each file whole or not at all."""
     # A curve is a list of pairs: one pair a line, not four lines.
     text = re.sub(r"\[\s+([^\s\[\]]+),\s+([^\s\[\]]+)\s+\]", r"[\1, \2]", json.dumps(results, indent=1))
-    _write_text(out / "results.json", text + "\n")
+    write_text(out / "results.json", text + "\n")
     draw(out, results)
-    _write_text(out / "report.md", render_report(results))
-
-
-def _write_text(path: Path, text: str) -> None:
-    staged = path.with_name(f"{TEMPORARY}{path.name}")
-    staged.write_text(text, encoding="utf-8")
-    os.replace(staged, path)
+    write_text(out / "report.md", render_report(results))
 
 
 def draw(out: Path, results: Mapping[str, Any]) -> None:

@@ -11,12 +11,11 @@ Nothing random is carried from step to step (a step's batch comes from the seed 
 goes on from a checkpoint gives the same bits as one that was never stopped.
 """
 
-import contextlib
 import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..environment import cpu_threads
 from ..errors import DivergedError, UserError
 from ..layers.sine import SineLowRankLinear
-from ..storage import describe_disk_error, is_disk_error, newest_valid, prune, staged_folder, write_json
-from .folder import PICTURES, FitFolder, read_json
+from ..storage import describe_disk_error, is_disk_error, newest_valid, prune, read_json, staged_folder, write_json
+from .folder import PICTURES, FitFolder
 from .problem import FieldMethod, Problem
 from .progress import FitProgress
 from .step import FitConfig, Stepper
@@ -106,7 +106,7 @@ def fit(
         load_weights(model, folder.path)
         return FitResult(**former, model=model.to(device))
     try:
-        with folder.opened(overwrite=overwrite), _threads(config.threads):
+        with folder.opened(overwrite=overwrite), cpu_threads(config.threads):
             run = _Run(problem, model.to(device), config, folder, device)
             run.train(FitProgress(title or problem.name, config.steps, quiet=quiet))
             return run.finish(pictures)
@@ -294,13 +294,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
     return device
-
-
-@contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

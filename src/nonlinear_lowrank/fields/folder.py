@@ -8,9 +8,10 @@ from typing import Any
 
 from ..environment import versions
 from ..errors import UserError
-from ..storage import TEMPORARY, FolderLock, clear_folder, remove_temporaries, write_json
+from ..settings import flatten
+from ..storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
 
-SETTINGS, RESULT, PICTURES, CHECKPOINTS, LOCK = "fit.json", "result.json", "pictures", "checkpoints", ".lock"
+SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
 
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding.
 _FREE = {"train.save_every", "train.keep_checkpoints", "train.threads", "train.device"}
@@ -37,14 +38,7 @@ class FitFolder:
         Raises:
             UserError: the folder is not empty, not a fit's, or of another fit.
         """
-        if resume and overwrite:
-            raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file; name a folder")
-        # what a killed process left of its first write does not count, nor does a lock
-        if not self.path.exists() or all(
-            child.name == LOCK or child.name.startswith(TEMPORARY) for child in self.path.iterdir()
-        ):
+        if is_free(self.path, resume=resume, overwrite=overwrite):
             return None
         ours = (self.path / SETTINGS).is_file()
         if not resume and not overwrite:
@@ -54,7 +48,7 @@ class FitFolder:
             raise UserError(f"{self.path} holds no fit (it has no {SETTINGS}); choose another folder")
         if overwrite:
             return None
-        before = flatten(read_json(self.path / SETTINGS)["settings"])
+        before = flatten(read_json(self.path / SETTINGS, settings=dict)["settings"])
         for name, value in flatten(self.settings).items():
             if name in _FREE or before.get(name) == value:
                 continue
@@ -67,7 +61,7 @@ class FitFolder:
                 "go on with that, or choose another folder"
             )
         result = self.path / RESULT
-        return read_json(result) if result.is_file() else None
+        return read_json(result, score=str, metrics=dict, curve=list) if result.is_file() else None
 
     @contextlib.contextmanager
     def opened(self, *, overwrite: bool) -> Iterator[None]:
@@ -80,7 +74,7 @@ class FitFolder:
         lock = FolderLock(self.path)
         try:
             if overwrite:
-                clear_folder(self.path, last=SETTINGS, keep=LOCK)
+                clear_folder(self.path, last=SETTINGS)
             remove_temporaries(self.path)
             remove_temporaries(self.checkpoints)
             if not (self.path / SETTINGS).is_file():
@@ -92,23 +86,3 @@ class FitFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """The last file of a fit: while it is missing, the fit is not finished."""
         write_json(self.path / RESULT, result)
-
-
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file.
-
-    Raises:
-        UserError: it is no JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); choose another folder or --overwrite") from None
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

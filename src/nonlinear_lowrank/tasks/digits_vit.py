@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from ..environment import cpu_threads
 from ..errors import UserError
 from ..hub.pooled import quiet_loading
 from ..storage import staged_folder
@@ -84,24 +85,20 @@ def _train() -> Any:
     """Plain supervised training, AdamW with a linear decay, from a fixed seed."""
     from transformers import ViTForImageClassification
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     images, labels = digits(CLASSES)
     pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
     targets = torch.from_numpy(labels)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = ViTForImageClassification(config()).train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.01)
-            for step in range(_STEPS):
-                for group in optimizer.param_groups:
-                    group["lr"] = _RATE * min((step + 1) / 20, 1 - step / _STEPS)
-                chosen = torch.randint(len(targets), (_BATCH,))
-                loss = model(pixel_values=pixels[chosen], labels=targets[chosen]).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-    finally:
-        torch.set_num_threads(threads)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    with cpu_threads(None if threads is None else int(threads)), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ViTForImageClassification(config()).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.01)
+        for step in range(_STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = _RATE * min((step + 1) / 20, 1 - step / _STEPS)
+            chosen = torch.randint(len(targets), (_BATCH,))
+            loss = model(pixel_values=pixels[chosen], labels=targets[chosen]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return model.eval()

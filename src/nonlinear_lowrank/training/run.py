@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
+from ..environment import cpu_threads
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process
@@ -181,11 +182,9 @@ def run_training(
 def _surroundings(train: TrainConfig) -> Iterator[None]:
     """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
     environment = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
-    threads = torch.get_num_threads()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with contextlib.ExitStack() as stack:
-        if train.threads is not None:
-            torch.set_num_threads(train.threads)
+        stack.enter_context(cpu_threads(train.threads))
         if train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -195,7 +194,6 @@ def _surroundings(train: TrainConfig) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
                 del os.environ[key]

@@ -1,17 +1,18 @@
 """The folder of one training run: may it be written to, what is in it, and its files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ..environment import versions
 from ..errors import UserError
+from ..settings import flatten
 from ..storage import (
-    TEMPORARY,
     FolderLock,
     clear_folder,
     describe_disk_error,
     is_disk_error,
+    is_free,
+    read_json,
     remove_temporaries,
     staged_folder,
     write_json,
@@ -20,7 +21,7 @@ from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe
 from .usage import write_usage
 
-RECIPE, RESULT, MODEL, LOCK = "recipe.json", "result.json", "model", ".lock"
+RECIPE, RESULT, MODEL = "recipe.json", "result.json", "model"
 BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
 
 # Fields that a resumed run may have otherwise: they change no number, or only by rounding.
@@ -54,11 +55,7 @@ class RunFolder:
         Raises:
             UserError: the folder is not empty, not ours, or of another recipe.
         """
-        if resume and overwrite:
-            raise UserError("resume keeps what is in the folder and overwrite deletes it; choose one")
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file; name a folder")
-        if not self._occupied():
+        if is_free(self.path, resume=resume, overwrite=overwrite):
             return None
         ours = (self.path / RECIPE).is_file()
         if not resume and not overwrite:
@@ -77,7 +74,7 @@ class RunFolder:
 
     def check_fingerprint(self, fingerprint: str, *, resume: bool) -> None:
         """Refuses to go on with another text than the run began with."""
-        if resume and self._occupied() and self._former().get("fingerprint") != fingerprint:
+        if (self.path / RECIPE).is_file() and resume and self._former().get("fingerprint") != fingerprint:
             raise UserError(
                 f"the text is no longer the one that the run in {self.path} was started on; "
                 "bring the former one back, or use another folder"
@@ -93,7 +90,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path)
             if overwrite:
-                clear_folder(self.path, last=RECIPE, keep=LOCK)
+                clear_folder(self.path, last=RECIPE)
             remove_temporaries(self.path)
             if not (self.path / RECIPE).is_file():
                 about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint, "versions": versions()}
@@ -151,25 +148,13 @@ class RunFolder:
                 f"cannot write {self.path / RESULT}: {describe_disk_error(error)}; make room and go on with --resume"
             ) from error
 
-    def _occupied(self) -> bool:
-        # A process killed before its first file leaves an empty folder, a lock, or a half-written recipe.
-        return self.path.is_dir() and any(
-            not child.name.startswith(TEMPORARY) and child.name != LOCK for child in self.path.iterdir()
-        )
-
     def _former(self) -> dict[str, Any]:
-        try:
-            former = json.loads((self.path / RECIPE).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{self.path / RECIPE} is damaged; use another folder, or --overwrite") from error
-        if not isinstance(former, dict) or not isinstance(former.get("recipe"), dict):
-            raise UserError(f"{self.path / RECIPE} is not a run's recipe; use another folder")
-        return former
+        return read_json(self.path / RECIPE, recipe=dict)
 
 
 def _check_same(path: Path, former: Recipe, recipe: Recipe) -> None:
     """Raises UserError naming the first field that would change the result."""
-    before, now = _flat(former.to_dict()), _flat(recipe.to_dict())
+    before, now = flatten(former.to_dict()), flatten(recipe.to_dict())
     for name in sorted(before.keys() | now.keys()):
         if name in _FREE or name in _FREE_OF_COMPARISONS or before.get(name) == now.get(name):
             continue
@@ -177,14 +162,3 @@ def _check_same(path: Path, former: Recipe, recipe: Recipe) -> None:
             f"{name} was {before.get(name)!r} when the run in {path} started and is {now.get(name)!r} now; "
             "resume with the former value, use another folder, or --overwrite"
         )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts with dotted names; sequences as lists, which is what JSON makes of them."""
-    if isinstance(value, dict):
-        return {
-            name: item
-            for key, inner in value.items()
-            for name, item in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-        }
-    return {prefix: list(value) if isinstance(value, tuple) else value}
