@@ -135,6 +135,15 @@ def test_compiles_fullgraph_with_equal_gradients(form, tails, anchored):
         torch.testing.assert_close(compiled(*inputs, *rest), eager[0].detach())
 
 
+@pytest.mark.parametrize(("form", "tails"), CASES, ids=CASE_IDS)
+def test_custom_ops_pass_opcheck(form, tails):
+    x, numerator, denominator = (each.detach() for each in make_inputs(form, dtype=torch.float32))
+    rest = (x, numerator, denominator, form, None if tails is None else list(tails))
+    ops = torch.ops.nonlinear_lowrank
+    torch.library.opcheck(ops.rational_forward.default, rest)
+    torch.library.opcheck(ops.rational_backward.default, (torch.randn_like(x), *rest, [True] * 3))
+
+
 def test_compiles_with_a_changing_batch():
     torch.compiler.reset()
     compiled = torch.compile(rational, fullgraph=True, backend="aot_eager", dynamic=True)

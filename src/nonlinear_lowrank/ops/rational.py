@@ -22,7 +22,6 @@ stay in cache. On NVIDIA GPUs `rational` is the kernels of `triton/rational.py`,
 """
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .activations import FORMULAS, activation, activation_slope
-from .kernels import kernels
+from .rational_gpu import gradients_on_gpu, kernel, on_gpu, opaque
 
 FORMS = ("abs_of_sum", "sum_of_abs")
 
@@ -325,7 +324,7 @@ def _moments(weight: Tensor, x: Tensor, count: int, total: Callable[[Tensor], Te
 def value(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: tuple | None, *anchor: Any) -> Tensor:
     """R(x), or the anchored sum (base coefficients and formula in `anchor`)."""
     if not anchor and opaque(x):
-        return torch.ops.nonlinear_lowrank.rational_forward(x, None, numerator, denominator, form, limits)
+        return torch.ops.nonlinear_lowrank.rational_forward(x, numerator, denominator, form, limits)
     if not anchor and (fast := kernel(x, numerator, denominator)) is not None:
         return on_gpu(fast, x, None, numerator, denominator, form, limits)
     y = _in_pieces(_forward, x, numerator, denominator, form, limits, *anchor)[0]
@@ -345,74 +344,13 @@ def gradients(
 ) -> list[Tensor | None]:
     """Of x, numerator and denominator; None where not wanted."""
     if not anchor and opaque(x):
-        run = torch.ops.nonlinear_lowrank.rational_backward
-        found = run(dy, x, None, numerator, denominator, form, limits, [wanted[0], False, *wanted[1:]])
-        return [each if want else None for each, want in zip([found[0], *found[2:]], wanted, strict=True)]
+        found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, numerator, denominator, form, limits, list(wanted))
+        return [each if want else None for each, want in zip(found, wanted, strict=True)]
     if not anchor and (fast := kernel(x, dy, numerator, denominator)) is not None:
         sums = wanted[1] or wanted[2]
         dx, _, *others = gradients_on_gpu(fast, dy, x, None, numerator, denominator, form, limits, sums)
         return [dx, *others]
     return _in_pieces(_backward, x, numerator, denominator, form, limits, *anchor, dy=dy, wanted=wanted)
-
-
-# What `rational` and `rational_gated` (rational_gated.py) share on a GPU; `up` is the latter's other factor or None.
-
-
-def opaque(x: Tensor) -> bool:
-    """Whether torch.compile shall see this as one call; Inductor fuses the PyTorch code on everything but NVIDIA."""
-    return torch.compiler.is_compiling() and x.is_cuda and torch.version.cuda is not None
-
-
-def kernel(x: Tensor, *others: Tensor) -> ModuleType | None:
-    """`triton/rational.py` where all tensors are its own to read."""
-    same = all(each.dtype == x.dtype for each in others if each.shape == x.shape)
-    return kernels("rational", x, *others) if same and not torch.compiler.is_compiling() else None
-
-
-def on_gpu(
-    fast: ModuleType,
-    x: Tensor,
-    up: Tensor | None,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: Sequence[float] | None,
-) -> Tensor:
-    """R(x), times up where given, by the kernel."""
-    channels = x.shape[-1]
-    rows = [None if each is None else fast.plain_rows(each, channels) for each in (x, up)]
-    return fast.forward(*rows, *_coefficients(numerator, denominator, form), form, limits).view(x.shape)
-
-
-def gradients_on_gpu(
-    fast: ModuleType,
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: Sequence[float] | None,
-    sums: bool,
-) -> list[Tensor | None]:
-    """Of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
-    channels = x.shape[-1]
-    rows = [None if each is None else fast.plain_rows(each, channels) for each in (dy, x, up)]
-    coefficients = _coefficients(numerator, denominator, form)
-    dx, dup, da, db = fast.backward(*rows, *coefficients, form, limits, coefficients=sums)
-    if db is not None and form == "sum_of_abs":
-        db = torch.where(denominator < 0, -db, db)
-    return [
-        dx.view(x.shape),
-        None if dup is None else dup.view(x.shape),
-        None if da is None else da.to(numerator.dtype),
-        None if db is None else db.to(denominator.dtype),
-    ]
-
-
-def _coefficients(numerator: Tensor, denominator: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    a, b = numerator.float().contiguous(), denominator.float().contiguous()
-    return a, b.abs() if form == "sum_of_abs" else b
 
 
 def _in_pieces(
@@ -544,3 +482,44 @@ def _check_anchor(
             raise UserError(
                 f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
             )
+
+
+# The opaque ops under torch.compile on NVIDIA; plain registrations, as in cosnet.py.
+
+
+def _forward_body(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None) -> Tensor:
+    return value(x, numerator, denominator, form, None if limits is None else tuple(limits))
+
+
+def _backward_body(
+    dy: Tensor,
+    x: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    form: str,
+    limits: list[float] | None,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """As `gradients`, with empty tensors where not wanted."""
+    tails = None if limits is None else tuple(limits)
+    found = gradients(dy, x, numerator, denominator, form, tails, wanted=wanted)
+    return [x.new_empty(0) if each is None or not want else each for each, want in zip(found, wanted, strict=True)]
+
+
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+_SETTINGS = "Tensor numerator, Tensor denominator, str form, float[]? limits"
+_LIBRARY.define(f"rational_forward(Tensor x, {_SETTINGS}) -> Tensor")
+_LIBRARY.define(f"rational_backward(Tensor dy, Tensor x, {_SETTINGS}, bool[] wanted) -> Tensor[]")
+_LIBRARY.impl("rational_forward", _forward_body, "CompositeExplicitAutograd")
+_LIBRARY.impl("rational_backward", _backward_body, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("nonlinear_lowrank::rational_forward")
+def _(x, numerator, denominator, form, limits):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("nonlinear_lowrank::rational_backward")
+def _(dy, x, numerator, denominator, form, limits, wanted):
+    made = zip((x, numerator, denominator), wanted, strict=True)
+    return [each.new_empty(each.shape if want else 0) for each, want in made]

@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .rational import (
-    LinearTails,
-    check,
-    gradients,
-    gradients_on_gpu,
-    kernel,
-    needs_gradient,
-    on_gpu,
-    opaque,
-    rational_reference,
-    value,
-)
+from .rational import LinearTails, check, gradients, needs_gradient, rational_reference, value
+from .rational_gpu import gradients_on_gpu, kernel, on_gpu, opaque
 
 
 def rational_gated_reference(
@@ -103,7 +93,7 @@ def _forward(
     gate: Tensor, up: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: Sequence[float] | None
 ) -> Tensor:
     if opaque(gate):
-        return torch.ops.nonlinear_lowrank.rational_forward(gate, up, numerator, denominator, form, limits)
+        return torch.ops.nonlinear_lowrank.rational_gated_forward(gate, up, numerator, denominator, form, limits)
     if (fast := kernel(gate, up, numerator, denominator)) is not None:
         return on_gpu(fast, gate, up, numerator, denominator, form, limits)
     return value(gate, numerator, denominator, form, None if limits is None else tuple(limits)) * up
@@ -122,7 +112,7 @@ def _backward(
     """Gradients of gate, up, numerator, denominator."""
     rest = numerator, denominator, form, limits
     if opaque(gate):
-        return list(torch.ops.nonlinear_lowrank.rational_backward(dy, gate, up, *rest, wanted))
+        return list(torch.ops.nonlinear_lowrank.rational_gated_backward(dy, gate, up, *rest, wanted))
     if (fast := kernel(gate, up, dy, numerator, denominator)) is not None:
         return gradients_on_gpu(fast, dy, gate, up, *rest, wanted[2] or wanted[3])
     tails = None if limits is None else tuple(limits)
@@ -134,53 +124,38 @@ def _backward(
     return [dgate, dup, *others]
 
 
-# The opaque ops of both operators under torch.compile on NVIDIA; plain registrations, as in cosnet.py.
-
-
-def _forward_body(
-    x: Tensor, up: Tensor | None, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None
-) -> Tensor:
-    tails = None if limits is None else tuple(limits)
-    if up is not None:
-        return _forward(x, up, numerator, denominator, form, tails)
-    return value(x, numerator, denominator, form, tails)
+# The opaque ops under torch.compile on NVIDIA; plain registrations, as in cosnet.py.
 
 
 def _backward_body(
     dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
+    gate: Tensor,
+    up: Tensor,
     numerator: Tensor,
     denominator: Tensor,
     form: str,
     limits: list[float] | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x, up, numerator, denominator; empty tensors where not wanted."""
-    rest = numerator, denominator, form, None if limits is None else tuple(limits)
-    if up is not None:
-        found = _backward(dy, x, up, *rest, wanted)
-    else:
-        first, *others = gradients(dy, x, *rest, wanted=[wanted[0], *wanted[2:]])
-        found = [first, None, *others]
-    return [x.new_empty(0) if each is None or not want else each for each, want in zip(found, wanted, strict=True)]
+    """As `_backward`, with empty tensors where not wanted."""
+    found = _backward(dy, gate, up, numerator, denominator, form, limits, wanted)
+    return [gate.new_empty(0) if each is None or not want else each for each, want in zip(found, wanted, strict=True)]
 
 
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_SETTINGS = "Tensor? up, Tensor numerator, Tensor denominator, str form, float[]? limits"
-_LIBRARY.define(f"rational_forward(Tensor x, {_SETTINGS}) -> Tensor")
-_LIBRARY.define(f"rational_backward(Tensor dy, Tensor x, {_SETTINGS}, bool[] wanted) -> Tensor[]")
-_LIBRARY.impl("rational_forward", _forward_body, "CompositeExplicitAutograd")
-_LIBRARY.impl("rational_backward", _backward_body, "CompositeExplicitAutograd")
+_INPUTS = "Tensor gate, Tensor up, Tensor numerator, Tensor denominator, str form, float[]? limits"
+_LIBRARY.define(f"rational_gated_forward({_INPUTS}) -> Tensor")
+_LIBRARY.define(f"rational_gated_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]")
+_LIBRARY.impl("rational_gated_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("rational_gated_backward", _backward_body, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("nonlinear_lowrank::rational_forward")
-def _(x, up, numerator, denominator, form, limits):
-    return x.new_empty(x.shape)
+@torch.library.register_fake("nonlinear_lowrank::rational_gated_forward")
+def _(gate, up, numerator, denominator, form, limits):
+    return gate.new_empty(gate.shape)
 
 
-@torch.library.register_fake("nonlinear_lowrank::rational_backward")
-def _(dy, x, up, numerator, denominator, form, limits, wanted):
-    like = (x, up, numerator, denominator)
-    made = zip(like, wanted, strict=True)
-    return [each.new_empty(each.shape) if want and each is not None else x.new_empty(0) for each, want in made]
+@torch.library.register_fake("nonlinear_lowrank::rational_gated_backward")
+def _(dy, gate, up, numerator, denominator, form, limits, wanted):
+    made = zip((gate, up, numerator, denominator), wanted, strict=True)
+    return [each.new_empty(each.shape if want else 0) for each, want in made]
