@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode, make_decoder
+from nonlinear_lowrank.analysis.bench_methods import METHODS, BenchArm
 from nonlinear_lowrank.analysis.bench_model import make_model
 from nonlinear_lowrank.analysis.timing import paired_ratio
 from nonlinear_lowrank.cli import main
@@ -32,7 +33,7 @@ def test_report():
     data = json.loads(result.to_json())
     for row in result.rows:
         times = data["times"][f"eager, {row.batch_size}"]
-        assert row.step == paired_ratio(times["r=4"], times["baseline"])
+        assert row.step == paired_ratio(times["noble r=4"], times["baseline"])
         assert row.parameter_ratio > 1
         assert str(row.step) in str(result)
     assert "one token after 9" in str(result)
@@ -43,7 +44,7 @@ def test_report():
 @pytest.mark.parametrize("rank", [4])
 def test_a_step_is_the_next_token_and_leaves_the_cache_as_it_was(mode, rank):
     torch._dynamo.reset()
-    model = make_model(TINY, rank, 16, cache=True).eval()
+    model = make_model(TINY, BenchArm(method=METHODS["noble"], rank=rank), 16, cache=True).eval()
     step = make_decoder(TINY, mode, model, 3)
     inner = step.__wrapped__
     cells = dict(zip(inner.__code__.co_freevars, [cell.cell_contents for cell in inner.__closure__], strict=True))

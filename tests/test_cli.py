@@ -403,15 +403,19 @@ def test_inspect_refuses_what_is_no_model(capsys, monkeypatch, tmp_path, argumen
 def test_bench_step_measures_and_records(capsys, tmp_path):
     small = ["--width", "32", "--heads", "2", "--hidden", "48", "--layers", "1", "--sequence-length", "8"]
     options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--output", tmp_path / "b.json"]
-    code, out, err = run(capsys, "bench", "step", *small, *options)
+    code, out, err = run(capsys, "bench", "step", *small, *options, "--picture", tmp_path / "b.png")
     assert code == 0, err
     assert "step / FLOPs" in out
+    assert (tmp_path / "b.png").is_file()
     assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
     assert_refused(capsys, ["bench", "stop"], "stop", "nlr bench step")
     assert_refused(capsys, ["bench"], "nlr bench step")
     assert_refused(capsys, ["bench", "step", "--ranks", "0"], "rank")
     assert_refused(capsys, ["bench", "step", "--device", "tpu9"], "tpu9")
     assert_refused(capsys, ["bench", "step", "--output", "/no/such/folder/b.json"], "/no/such/folder")
+    assert_refused(capsys, ["bench", "memory", "--picture", "/no/such/folder/b.png"], "/no/such/folder")
+    assert_refused(capsys, ["bench", "kernels", "--picture", str(tmp_path / "k.png")], "draws no picture")
+    assert_refused(capsys, ["bench", "op", "--operators", "magic"], "magic")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,17 @@ import torch
 from torch import nn
 
 
+class PReLU(nn.Module):
+    """x for x >= 0, a slope of its channel times x below, from 0.25: nn.PReLU for channels that come last."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((channels,), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() - (-x).relu() * self.slope
+
+
 class AReLU(nn.Module):
     """(1 + sigmoid(beta)) x for x >= 0, clip(alpha, 0.01, 0.99) x below (arXiv 2006.13858): two numbers a layer."""
 
@@ -34,8 +45,8 @@ class LearnableELU(nn.Module):
 
 
 def prelu(model: nn.Module) -> nn.Module:
-    """PReLU, one slope a channel, from 0.25."""
-    return _swap(model, nn.PReLU)
+    """PReLU."""
+    return _swap(model, PReLU)
 
 
 def arelu(model: nn.Module) -> nn.Module:

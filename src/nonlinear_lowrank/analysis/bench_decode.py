@@ -1,8 +1,8 @@
-"""`nlr bench decode`: what a NOBLE branch adds to the time of generating one token (noble_notes_zh.md, section 6.3).
+"""`nlr bench decode`: what a method adds to the time of generating one token (noble_notes_zh.md, section 6.3).
 
 Every sequence of a batch has the same context in its cache of keys and values; a step is the forward pass of one more
-token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal. Baseline
-and NOBLE take turns step by step; the ratio of a round is NOBLE's time over the baseline's.
+token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal. The arms
+take turns step by step; the ratio of a round is a method's time over the plain model's.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,19 @@ from transformers import DynamicCache
 
 from ..environment import cpu_threads
 from ..errors import UserError
+from .bench_methods import BASELINE, BenchArm, bench_arms
 from .bench_model import (
-    BASELINE,
     BenchResult,
     Mode,
     ModelBenchConfig,
+    Point,
     check_at_least_1,
     describe,
     describe_machine,
+    in_mode,
     make_model,
     table_with,
 )
-from .cost import model_cost
 from .timing import Ratio, interleaved_step_times, paired_ratio
 
 
@@ -38,7 +39,7 @@ class DecodeBenchConfig(ModelBenchConfig):
     """
 
     modes: tuple[Mode, ...] = ("eager",)
-    """With torch.compile (its default backend), or without."""
+    """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
     context: int = 256
     """Tokens of each sequence that are in the cache."""
     batch_sizes: tuple[int, ...] = (1, 8, 32)
@@ -62,17 +63,19 @@ class DecodeBenchConfig(ModelBenchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRow:
-    """NOBLE at one rank over the baseline, at one batch size."""
+    """One arm over the plain model, at one batch size."""
 
     mode: str
     batch_size: int
-    rank: int
+    arm: str
+    method: str
+    rank: int | None
     parameter_ratio: float
-    """What a step at batch 1 reads, over the baseline's."""
+    """What a step at batch 1 reads, over the plain model's."""
     step: Ratio
     """Of the times of a token."""
     baseline_seconds: float
-    """Median time of a step of the baseline."""
+    """Median time of a step of the plain model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,12 @@ class DecodeBench(BenchResult):
     rows: list[DecodeRow]
 
     def __str__(self) -> str:
-        table = table_with("mode", "batch", "r", "parameters x", "token time x [95 %]", "quartiles", "baseline ms")
+        table = table_with("mode", "batch", "arm", "parameters x", "token time x [95 %]", "quartiles", "plain, ms")
         for row in self.rows:
             table.add_row(
                 row.mode,
                 str(row.batch_size),
-                str(row.rank),
+                row.arm,
                 f"{row.parameter_ratio:.4f}",
                 str(row.step),
                 f"{row.step.lower_quartile:.3f} to {row.step.upper_quartile:.3f}",
@@ -96,6 +99,11 @@ class DecodeBench(BenchResult):
             )
         what = f"one token after {self.config.context}, {self.config.dtype}"
         return describe(self.config, table, what, self.machine)
+
+    def points(self) -> tuple[str, list[Point]]:
+        """Token time ratios by mode and batch size."""
+        marks = [Point.of_ratio(f"{row.mode}, batch {row.batch_size}", row.arm, row.step) for row in self.rows]
+        return "token time ratio", marks
 
 
 def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object] | None = None) -> DecodeBench:
@@ -109,12 +117,12 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
         UserError: the clock does not fit the machine.
     """
     say = progress or (lambda line: None)
+    arms = {arm.name: arm for arm in (BenchArm(), *bench_arms(config.methods, config.ranks))}
     with cpu_threads(config.threads):
         rows: list[DecodeRow] = []
         times: dict[str, dict[str, list[float]]] = {}
-        ranks: dict[str, int | None] = {BASELINE: None, **{f"r={rank}": rank for rank in config.ranks}}
-        models = {name: _model(config, rank) for name, rank in ranks.items()}
-        costs = {name: model_cost(model, 1) for name, model in models.items()}
+        models = {name: _model(config, arm) for name, arm in arms.items()}
+        sizes = {name: sum(each.numel() for each in model.parameters()) for name, model in models.items()}
         for mode in config.modes:
             for size in config.batch_sizes:
                 torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
@@ -127,19 +135,22 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
                     DecodeRow(
                         mode=mode,
                         batch_size=size,
-                        rank=rank,
-                        parameter_ratio=costs[f"r={rank}"].parameter_ratio,
-                        step=paired_ratio(found[f"r={rank}"], base),
+                        arm=name,
+                        method=arm.method.name,
+                        rank=arm.rank,
+                        parameter_ratio=sizes[name] / sizes[BASELINE],
+                        step=paired_ratio(found[name], base),
                         baseline_seconds=sorted(base)[len(base) // 2],
                     )
-                    for rank in config.ranks
+                    for name, arm in arms.items()
+                    if arm.method is not None
                 ]
-        machine = describe_machine()
+        machine = describe_machine(config)
     return DecodeBench(config=config, rows=rows, times=times, machine=machine)
 
 
-def _model(config: DecodeBenchConfig, rank: int | None) -> Any:
-    model = make_model(config, rank, config.context + 2, cache=True)
+def _model(config: DecodeBenchConfig, arm: BenchArm) -> Any:
+    model = make_model(config, arm, config.context + 2, cache=True)
     return model.to(getattr(torch, config.dtype)).eval()
 
 
@@ -148,13 +159,13 @@ def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -
 
     Args:
         config: length of the context.
-        mode: "eager" or "compiled".
+        mode: as in the settings.
         model: a language model in evaluation mode.
         size: sequences.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (size, config.context), generator=generator).to(config.device)
-    forward: Callable[..., Any] = torch.compile(model) if mode == "compiled" else model
+    forward = in_mode(model, mode)
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
         token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)

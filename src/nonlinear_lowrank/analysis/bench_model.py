@@ -1,24 +1,31 @@
-"""What the benchmarks of `nlr bench` share: the model they measure, and the settings of a measurement."""
+"""What the benchmarks of `nlr bench` share: the model they measure, and the settings of a measurement.
+
+The model is the paper's backbone (GLM), or a Llama, in small, with a vocabulary so small that the linears inside the
+blocks are what is measured.
+"""
 
 import json
 import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from importlib.metadata import version
+from typing import Any, Literal, Self, get_args
 
 import torch
 from rich.table import Table
 from torch import nn
-from transformers import GlmConfig, GlmForCausalLM
+from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ..augmentation import augment
 from ..errors import UserError
 from ..layers import NobleConfig
+from .bench_methods import BenchArm, bench_arms
 from .inspect import render_table
-from .timing import Clock
+from .machine_rates import MachineRates
+from .timing import Clock, Ratio
 
-Mode = Literal["eager", "compiled"]
-
-BASELINE = "baseline"
+Mode = Literal["eager", "compiled", "graphs"]
+Family = Literal["glm", "llama"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +42,19 @@ class ModelBenchConfig:
     """Transformer blocks."""
     heads: int = 8
     """Attention heads."""
+    kv_heads: int | None = None
+    """Heads of keys and values; None: as many as of queries."""
     hidden: int = 1376
-    """Width of the GeGLU."""
+    """Width of the gated feed-forward."""
     vocab_size: int = 256
     """Small, so that the head hardly counts."""
+    family: Family = "glm"
+    """glm: gate and up projection in one linear, GELU. llama: two linears, SiLU."""
+    methods: tuple[str, ...] = ("noble",)
+    """What is put on it: noble, sine-lowrank, nonlinear-query, lora (over the plain model, all of it trained), dora,
+    sine-lora, sine-dora, peanut, noble-adapter, nora, nora++ (over LoRA)."""
     ranks: tuple[int, ...] = (32, 64)
-    """NOBLE's r, each an arm of its own."""
+    """r, each an arm of its own."""
     activation: str = "cosine"
     """NOBLE's bottleneck."""
     depth: int = 2
@@ -50,7 +64,7 @@ class ModelBenchConfig:
     share_down: Literal["none", "qkv"] = "none"
     """Whether query, key and value share one down projection."""
     modes: tuple[Mode, ...] = ("compiled", "eager")
-    """With torch.compile (its default backend), or without."""
+    """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
     rounds: int = 30
     """Timed steps of each arm."""
     warmup: int = 4
@@ -65,8 +79,11 @@ class ModelBenchConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "modes", tuple(self.modes))
+        object.__setattr__(self, "methods", tuple(self.methods))
         for name in ("width", "layers", "heads", "hidden", "vocab_size", "rounds", "warmup"):
             check_at_least_1(name, getattr(self, name))
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise UserError(f"kv_heads must divide the {self.heads} heads, not {self.kv_heads!r}")
         if self.width % (2 * self.heads):
             raise UserError(f"width {self.width} must be a multiple of 2 x heads ({2 * self.heads})")
         if not self.ranks or len(set(self.ranks)) < len(self.ranks):
@@ -75,15 +92,10 @@ class ModelBenchConfig:
             self.noble(rank)
             if rank >= min(self.width, self.hidden):
                 raise UserError(f"rank {rank} is not low; choose a rank below {min(self.width, self.hidden)}")
-        for name, known in (("modes", get_args(Mode)), ("clock", get_args(Clock))):
-            given = getattr(self, name)
-            for value in (given,) if isinstance(given, str) else given:
-                if value not in known:
-                    raise UserError(f"unknown {name} {value!r}; choose {' or '.join(known)}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads must be at least 1, not {self.threads!r}")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {self.device!r} is not there; use --device cpu")
+        bench_arms(self.methods, self.ranks)
+        if self.family not in get_args(Family):
+            raise UserError(f"unknown family {self.family!r}; choose {' or '.join(get_args(Family))}")
+        check_timing(self)
 
     def noble(self, rank: int) -> NobleConfig:
         """The branches of an arm."""
@@ -102,47 +114,96 @@ def check_at_least_1(name: str, value: Any) -> None:
         raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
-def make_model(config: ModelBenchConfig, rank: int | None, positions: int, *, cache: bool = False) -> nn.Module:
-    """The backbone of the paper (GLM), the same numbers in all arms, with branches of a rank (None: the baseline).
+def check_timing(config: Any) -> None:
+    """Raises UserError: modes, clock, threads or device of a benchmark cannot be."""
+    for name, known in (("modes", get_args(Mode)), ("clock", get_args(Clock))):
+        given = getattr(config, name)
+        for value in (given,) if isinstance(given, str) else given:
+            if value not in known:
+                raise UserError(f"unknown {name} {value!r}; choose {' or '.join(known)}")
+    if config.threads is not None and config.threads < 1:
+        raise UserError(f"threads must be at least 1, not {config.threads!r}")
+    if torch.device(config.device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {config.device!r} is not there; use --device cpu")
+
+
+def in_mode(function: Callable[..., Any], mode: Mode, *, dynamic: bool | None = None) -> Callable[..., Any]:
+    """The function as it is, or compiled."""
+    if mode == "eager":
+        return function
+    return torch.compile(function, mode="reduce-overhead" if mode == "graphs" else None, dynamic=dynamic)
+
+
+def make_model(
+    config: ModelBenchConfig,
+    arm: BenchArm,
+    positions: int,
+    *,
+    cache: bool = False,
+    frozen_dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """The model with an arm's method on it; the plain weights are the same numbers in all arms.
 
     Args:
         config: sizes and device.
-        rank: NOBLE's r.
+        arm: one of `bench_arms`.
         positions: tokens of the longest sequence.
         cache: keep keys and values.
+        frozen_dtype: type of the weights that the method does not train.
     """
     torch.manual_seed(0)
-    model: nn.Module = GlmForCausalLM(glm_config(config, positions, cache))
-    model.to(config.device)
-    if rank is not None:
-        augment(model, config.noble(rank), verbose=False)
-    return model
+    with torch.device(config.device):
+        model = _plain_model(config, positions, cache)
+    if arm.method is None:
+        return model
+    if arm.method.frozen:
+        model.to(frozen_dtype)
+    return arm.method.apply(model, arm.rank or 0, config)
 
 
-def glm_config(config: ModelBenchConfig, positions: int, cache: bool) -> GlmConfig:
-    """Separate q, k, v, o, one fused gate-up projection, no biases."""
-    return GlmConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        head_dim=config.width // config.heads,
-        hidden_act="gelu",
-        attention_bias=False,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,  # GLM's own three lie far outside this vocabulary
-        use_cache=cache,
-    )
+def _plain_model(config: ModelBenchConfig, positions: int, cache: bool) -> nn.Module:
+    """Separate q, k, v, o, no biases."""
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "head_dim": config.width // config.heads,
+        "attention_bias": False,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 0,  # GLM's own three lie far outside this vocabulary
+        "use_cache": cache,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    if config.family == "llama":
+        return LlamaForCausalLM(LlamaConfig(hidden_act="silu", rope_parameters=rope, **common))
+    rope |= {"partial_rotary_factor": 1.0}
+    return GlmForCausalLM(GlmConfig(hidden_act="gelu", rope_parameters=rope, **common))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
+class Point:
+    """One mark of a picture, with its interval where there is one."""
+
+    panel: str
+    label: str
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_ratio(cls, panel: str, label: str, ratio: Ratio) -> Self:
+        """The median with its interval."""
+        return cls(panel=panel, label=label, value=ratio.median, low=ratio.low, high=ratio.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(ABC):
     """What every benchmark hands back; `print(result)` gives its table."""
 
     config: Any
@@ -155,14 +216,25 @@ class BenchResult:
         """Everything, as text."""
         return json.dumps(asdict(self), indent=2)
 
+    @abstractmethod
+    def points(self) -> tuple[str, list[Point]]:
+        """What a picture shows: the name of its axis, and the points."""
 
-def describe_machine() -> dict[str, Any]:
-    """What a time must be read with."""
+
+def describe_machine(config: Any) -> dict[str, Any]:
+    """What a time must be read with: versions, and how fast this machine copies and multiplies in the same minute.
+
+    Args:
+        config: with a `device`; `bf16` says in which type products are measured.
+    """
+    dtype = torch.bfloat16 if getattr(config, "bf16", False) else torch.float32
     return {
         "torch": torch.__version__,
+        "package": version("nonlinear-lowrank"),
         "processor": platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
+        "control": asdict(MachineRates.measure(config.device, dtype)),
     }
 
 
@@ -174,12 +246,18 @@ def table_with(*columns: str) -> Table:
     return table
 
 
-def describe(config: ModelBenchConfig, table: Table, what: str, machine: dict[str, Any]) -> str:
+def describe(config: ModelBenchConfig, table: Table, what: str, machine: dict[str, Any], *, timed: bool = True) -> str:
     """The table, with what was measured under it."""
-    threads = machine.get("threads")
-    return (
-        f"{render_table(table, 120)}\n"
-        f"GLM blocks: d {config.width}, {config.layers} layers, {what}, {config.device}, "
-        f"{threads} thread{'s' if threads != 1 else ''}\n"
-        f"median of {config.rounds} paired ratios, arms interleaved, clock: {config.clock}"
-    )
+    names = {"glm": "GLM", "llama": "Llama"}
+    model = f"{names[config.family]} blocks: d {config.width}, {config.layers} layers, {what}"
+    return f"{render_table(table, 140)}\n{model}, {where(config, machine, timed=timed)}"
+
+
+def where(config: Any, machine: dict[str, Any], *, timed: bool = True) -> str:
+    """Device and threads, and, for times, how they were taken and how fast the machine was meanwhile."""
+    threads = machine["threads"]
+    place = f"{config.device}, {threads} thread{'s' if threads != 1 else ''}"
+    if not timed:
+        return place
+    how = f"median of {config.rounds} paired ratios, arms interleaved, clock: {config.clock}"
+    return f"{place}\n{how}; {MachineRates(**machine['control'])}"

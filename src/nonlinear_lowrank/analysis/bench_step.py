@@ -1,70 +1,49 @@
-"""`nlr bench step`: what a NOBLE branch adds to the time of a training step, beside what it adds in FLOPs.
+"""`nlr bench step`: what a method adds to the time of a training step, beside what it adds in FLOPs.
 
-The model is the paper's backbone (GLM) in small, with a vocabulary so small that the linears inside the
-blocks are what is measured. A step is forward, loss, backward, AdamW and zero_grad. Baseline and NOBLE take
-turns step by step (timing.py); the ratio of a round is NOBLE's time over the baseline's.
+The arms take turns step by step (timing.py); the ratio of a round is a method's time over that of the arm it is
+measured against (bench_methods.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from ..environment import cpu_threads
-from ..optim import param_groups
-from .bench_model import (
-    BASELINE,
-    BenchResult,
-    Mode,
-    ModelBenchConfig,
-    check_at_least_1,
-    describe,
-    describe_machine,
-    make_model,
-    table_with,
-)
-from .cost import ModelCost, model_cost
+from .bench_methods import bench_arms
+from .bench_model import BenchResult, Point, describe, describe_machine, table_with
+from .bench_training import TrainBenchConfig, make_stepper
 from .timing import Ratio, interleaved_step_times, paired_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(ModelBenchConfig):
+class StepBenchConfig(TrainBenchConfig):
     """What `nlr bench step` measures.
 
     Raises:
         UserError: a value is out of range.
     """
 
-    sequence_length: int = 128
-    """Tokens of a sequence."""
-    batch_size: int = 8
-    """Sequences of a step."""
-    bf16: bool = False
-    """Train under bfloat16 autocast."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("sequence_length", "batch_size"):
-            check_at_least_1(name, getattr(self, name))
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """NOBLE at one rank over the baseline, in one mode."""
+    """One arm over the one it is measured against, in one mode."""
 
     mode: str
-    rank: int
+    arm: str
+    over: str
+    method: str
+    rank: int | None
     parameter_ratio: float
+    """Of trained parameters."""
     flop_ratio: float
-    """Of forward FLOPs: linears, attention scores and values, head."""
+    """Of the matrix products of forward and backward, as eager mode calls them."""
     step: Ratio
     """Of step times."""
     step_over_flops: float
-    """step.median / flop_ratio: 1 means that a branch costs just what its FLOPs do."""
-    baseline_seconds: float
-    """Median step of the baseline."""
+    """step.median / flop_ratio: 1 means that a method costs just what its FLOPs do."""
+    over_seconds: float
+    """Median step of the arm it is measured against."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +52,31 @@ class StepBench(BenchResult):
 
     config: StepBenchConfig
     rows: list[StepRow]
+    flops: dict[str, int]
+    """arm -> FLOPs of the matrix products of one forward and backward pass."""
 
     def __str__(self) -> str:
         table = table_with(
-            "mode", "r", "parameters x", "FLOPs x", "step time x [95 %]", "quartiles", "step / FLOPs", "baseline ms"
+            "mode", "arm", "over", "trained x", "FLOPs x", "step time x [95 %]", "quartiles", "step / FLOPs", "over, ms"
         )
         for row in self.rows:
             table.add_row(
                 row.mode,
-                str(row.rank),
+                row.arm,
+                row.over,
                 f"{row.parameter_ratio:.4f}",
                 f"{row.flop_ratio:.4f}",
                 str(row.step),
                 f"{row.step.lower_quartile:.3f} to {row.step.upper_quartile:.3f}",
                 f"{row.step_over_flops:.3f}",
-                f"{1000 * row.baseline_seconds:.1f}",
+                f"{1000 * row.over_seconds:.1f}",
             )
-        config = self.config
-        tokens = f"{config.batch_size} x {config.sequence_length} tokens a step"
-        kind = "bfloat16 autocast" if config.bf16 else "float32"
-        return describe(config, table, f"{tokens}, {kind}, fused AdamW included", self.machine)
+        return describe(self.config, table, f"{self.config.setting}, fused AdamW included", self.machine)
+
+    def points(self) -> tuple[str, list[Point]]:
+        """Step time ratios by mode."""
+        marks = [Point.of_ratio(row.mode, f"{row.arm} / {row.over}", row.step) for row in self.rows]
+        return "step time ratio", marks
 
 
 def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | None = None) -> StepBench:
@@ -103,85 +87,41 @@ def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | N
         progress: called with a line now and then, e.g. `print`.
 
     Raises:
-        UserError: the clock does not fit the machine.
+        UserError: the clock does not fit the machine, or a method does not fit the model.
     """
     say = progress or (lambda line: None)
+    arms = {arm.name: arm for arm in bench_arms(config.methods, config.ranks)}
     with cpu_threads(config.threads):
         rows: list[StepRow] = []
         times: dict[str, dict[str, list[float]]] = {}
+        flops: dict[str, int] = {}
         for mode in config.modes:
             torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
-            arms = {BASELINE: make_stepper(config, mode, None)}
-            arms |= {f"r={rank}": make_stepper(config, mode, rank) for rank in config.ranks}
+            steppers = {name: make_stepper(config, mode, arm) for name, arm in arms.items()}
+            flops = flops or {name: stepper.flops() for name, stepper in steppers.items()}
             say(f"{mode}: {len(arms)} arms, {config.warmup} warm-up and {config.rounds} timed steps each")
-            times[mode] = interleaved_step_times(
-                {name: stepper.step for name, stepper in arms.items()}, config.rounds, config.warmup, config.clock
+            found = interleaved_step_times(
+                {name: stepper.step for name, stepper in steppers.items()}, config.rounds, config.warmup, config.clock
             )
-            base = times[mode][BASELINE]
-            for rank in config.ranks:
-                cost, step = arms[f"r={rank}"].cost, paired_ratio(times[mode][f"r={rank}"], base)
+            times[mode] = found
+            for name, arm in arms.items():
+                if arm.method is None or arm.over not in arms:
+                    continue  # what others are measured against, and is over nothing here
+                over = found[arm.over]
+                flop_ratio, step = flops[name] / flops[arm.over], paired_ratio(found[name], over)
                 rows.append(
                     StepRow(
                         mode=mode,
-                        rank=rank,
-                        parameter_ratio=cost.parameter_ratio,
-                        flop_ratio=cost.flop_ratio,
+                        arm=name,
+                        over=arm.over,
+                        method=arm.method.name,
+                        rank=arm.rank,
+                        parameter_ratio=steppers[name].trained / steppers[arm.over].trained,
+                        flop_ratio=flop_ratio,
                         step=step,
-                        step_over_flops=step.median / cost.flop_ratio,
-                        baseline_seconds=sorted(base)[len(base) // 2],
+                        step_over_flops=step.median / flop_ratio,
+                        over_seconds=sorted(over)[len(over) // 2],
                     )
                 )
-        machine = describe_machine()
-    return StepBench(config=config, rows=rows, times=times, machine=machine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stepper:
-    """One arm, ready to take steps."""
-
-    model: nn.Module
-    cost: ModelCost
-    optimizer: torch.optim.Optimizer
-    step: Callable[[], torch.Tensor]
-    """Trains on one batch and returns the loss (a tensor: reading it would wait for the device)."""
-
-
-def make_stepper(
-    config: StepBenchConfig,
-    mode: Mode,
-    rank: int | None,
-    *,
-    batch: Callable[[], torch.Tensor] | None = None,
-    lr: float = 1e-6,
-) -> Stepper:
-    """The arm of a rank (None: the baseline), equal batches and equal seed in all arms.
-
-    Args:
-        config: sizes, device and type.
-        mode: "eager" or "compiled".
-        rank: NOBLE's r.
-        batch: gives the token ids (batch_size, sequence_length) of each step; None: the same random ids.
-        lr: of AdamW. On one batch again and again, a rate that trains would end in subnormal numbers, whose
-            arithmetic is slow.
-    """
-    model = make_model(config, rank, config.sequence_length)
-    model.train()
-    groups = param_groups(model, lr, weight_decay=0.01, verbose=False)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-    forward: Callable[..., Any] = torch.compile(model) if mode == "compiled" else model
-    generator = torch.Generator().manual_seed(0)
-    shape = (config.batch_size, config.sequence_length)
-    ids = torch.randint(0, config.vocab_size, shape, generator=generator).to(config.device)
-    kind = torch.device(config.device).type
-
-    def step() -> torch.Tensor:
-        tokens = ids if batch is None else batch()
-        with torch.autocast(kind, torch.bfloat16, enabled=config.bf16):
-            loss = forward(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    cost = model_cost(model, config.sequence_length)
-    return Stepper(model=model, cost=cost, optimizer=optimizer, step=step)
+        machine = describe_machine(config)
+    return StepBench(config=config, rows=rows, times=times, flops=flops, machine=machine)

@@ -143,7 +143,7 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
     if cost.kept_bytes is not None:
         lines.append(
             f"kept bytes: for backward, {cost.batch_size} x {cost.sequence_length:,} tokens, {cost.kept_dtype}; "
-            f"{_readable(cost.kept_bytes)} in all; parameters, gradients and optimizer not included"
+            f"{readable_bytes(cost.kept_bytes)} in all; parameters, gradients and optimizer not included"
         )
     return "\n".join(lines + [f"note: {note}" for note in cost.notes])
 
@@ -277,7 +277,7 @@ def render_table(table: Table, width: int) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _readable(nbytes: int) -> str:
+def readable_bytes(nbytes: int) -> str:
     """Bytes in the unit that leaves 1 to 3 digits before the point."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):

@@ -1,5 +1,6 @@
 """`nlr bench WHAT`: measures one thing on this machine."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,10 +11,17 @@ from .checkpoint import choose_device
 from .options import parse
 
 BENCHES = {
-    "step": "Step time of NOBLE over its baseline, interleaved, beside the ratio of FLOPs.",
-    "decode": "Time of generating one token with NOBLE over its baseline, interleaved.",
+    "step": "Step time of a method over its baseline, interleaved, beside the ratio of FLOPs.",
+    "memory": "Bytes kept for backward and peak memory of a training step, beside the baseline's.",
+    "op": "Time and memory of single operators against their plain formulas, LoRA, DoRA, PEANuT, GELU, SwiGLU and KAT.",
+    "decode": "Time of generating one token with a method over the plain model, interleaved.",
     "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
 }
+
+
+PICTURED = ("step", "memory", "op", "decode")
+
+_CLASSES = {"step": "Step", "memory": "Memory", "op": "Op", "decode": "Decode", "kernels": "Kernel"}
 
 
 def run(arguments: list[str]) -> None:
@@ -34,6 +42,8 @@ def run(arguments: list[str]) -> None:
 
         output: str | None = None
         """Write every measured step to this JSON file too."""
+        picture: str | None = None
+        """Draw the result as a PNG too."""
 
         def __post_init__(self) -> None:
             if hasattr(self, "device"):
@@ -42,25 +52,24 @@ def run(arguments: list[str]) -> None:
 
     default: Any = Options()
     options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what], default=default)
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
-        raise UserError(f"no such folder: {Path(options.output).parent} (--output)")
+    for name in ("output", "picture"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"no such folder: {Path(path).parent} (--{name})")
+    if options.picture is not None and what not in PICTURED:
+        raise UserError(f"nlr bench {what} draws no picture; leave --picture out")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
     result = measure(config, progress=print)
     print(result)
     if options.output is not None:
         Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
+    if options.picture is not None:
+        from ..analysis.bench_picture import draw
+
+        draw(result, Path(options.picture))
 
 
 def _bench(what: str) -> tuple[type, Callable[..., Any]]:
     """Settings and measurement of a benchmark; torch is imported here."""
-    if what == "step":
-        from ..analysis.bench_step import StepBenchConfig, bench_step
-
-        return StepBenchConfig, bench_step
-    if what == "kernels":
-        from ..analysis.bench_kernels import KernelBenchConfig, bench_kernels
-
-        return KernelBenchConfig, bench_kernels
-    from ..analysis.bench_decode import DecodeBenchConfig, bench_decode
-
-    return DecodeBenchConfig, bench_decode
+    module = importlib.import_module(f"..analysis.bench_{what}", __package__)
+    return getattr(module, f"{_CLASSES[what]}BenchConfig"), getattr(module, f"bench_{what}")

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .canvas import COLOURS, GREYS, new_figure, save
+from ..canvas import COLOURS, GREYS, new_figure, save
 
 _NAMES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
 _STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from .canvas import COLOURS, GREYS, new_figure, save
+from ..canvas import COLOURS, GREYS, new_figure, save
 
 _MARKERS = "osD^vP"
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ..analysis.rank_figures import heat_maps
 from ..analysis.rank_report import LayerRank
-from .canvas import COLOURS, GREYS, save
+from ..canvas import COLOURS, GREYS, save
 
 
 def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..storage import TEMPORARY
+from .storage import TEMPORARY
 
 # Okabe and Ito's palette: told apart by colour-blind readers. Greys are kept for the baselines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")

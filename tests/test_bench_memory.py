@@ -1,0 +1,64 @@
+"""`nlr bench memory` and peak memory at toy sizes, against what can be counted by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nonlinear_lowrank.analysis.bench_memory import MemoryBenchConfig, bench_memory
+from nonlinear_lowrank.analysis.bench_picture import draw
+from nonlinear_lowrank.analysis.peak import peak_bytes
+
+TINY = MemoryBenchConfig(
+    width=64,
+    layers=2,
+    heads=2,
+    hidden=96,
+    vocab_size=67,
+    sequence_length=32,
+    batch_size=4,
+    methods=("noble", "sine-lora", "sine-dora", "dora", "nora"),
+    ranks=(4,),
+    modes=("eager",),
+)
+
+
+def test_peak_of_what_can_be_counted():
+    x = torch.randn(1 << 16, requires_grad=True)
+    assert x.nbytes <= peak_bytes(lambda: x.detach() + 1, "cpu") <= x.nbytes + 1024
+    # sin(x) and cos(x) are kept, their product is the third; of the backward pass one at a time on top
+    peak = peak_bytes(lambda: (torch.sin(x) * torch.cos(x)).sum().backward(), "cpu")
+    assert 3 * x.nbytes <= peak <= 6 * x.nbytes
+    assert peak_bytes(lambda: None, "cpu") == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_report(mode, tmp_path):
+    lines = []
+    result = bench_memory(replace(TINY, modes=(mode,)), progress=lines.append)
+    rows = {row.arm: row for row in result.rows}
+    assert list(rows) == [
+        "baseline",
+        *(f"{name} r=4" for name in ("lora", "noble", "sine-lora", "sine-dora", "dora", "nora")),
+    ]
+    # NOBLE keeps h alone: r numbers a token for each of the six linears of a block
+    h = 2 * 6 * 4 * 32 * 4 * 4
+    extra = rows["noble r=4"].kept - rows["baseline"].kept
+    assert h <= extra <= 1.05 * h
+    assert rows["noble r=4"].kept_ratio == rows["noble r=4"].kept / rows["baseline"].kept
+    # sine keeps what LoRA keeps, or less; nothing as large as a weight
+    for name in ("sine-lora r=4", "sine-dora r=4"):
+        assert rows[name].over == "lora r=4"
+        assert rows[name].kept <= 1.01 * rows["lora r=4"].kept
+    assert rows["nora r=4"].trained < rows["lora r=4"].trained
+    for row in rows.values():
+        assert row.peak > row.kept * 0.9
+        assert row.arm in str(result)
+    weights = 4 * rows["baseline"].trained
+    assert weights <= rows["baseline"].weights <= weights + 1024  # buffers
+    assert json.loads(result.to_json())["rows"][0]["arm"] == "baseline"
+    assert len(lines) == len(rows)
+    draw(result, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
