@@ -58,6 +58,7 @@ class NoraActivation(AdapterLayer):
         self._neighbour = (site.neighbour,)
         self._original: tuple[nn.Module, ...] = ()
         self._theta: dict[str, tuple[Tensor, Tensor]] = {}
+        self._settings: dict[str, RationalConfig] = {}
 
     def original(self) -> nn.Module:
         """The activation as it was before any adapter."""
@@ -66,8 +67,12 @@ class NoraActivation(AdapterLayer):
     # An adapter's tensors.
 
     def update_layer(self, name: str, config: Any) -> None:
-        """As in `AdapterLayer`; also keeps the fit that the adapter shifts."""
-        if not isinstance(self.original(), RationalActivation):
+        """As in `AdapterLayer`; also keeps the rational function that the adapter shifts, and its fit."""
+        plain = self.original()
+        if isinstance(plain, RationalActivation):
+            self._settings[name] = plain.rational_config
+        else:
+            self._settings[name] = config.rational(self.formula, self.channel_dim)
             fit = config.fit(self.formula)
             device, _ = self._get_base_layer_device_and_dtype(None)
             # Not buffers: they are the config's, and must survive construction on the meta device.
@@ -79,10 +84,7 @@ class NoraActivation(AdapterLayer):
 
     def rational(self, name: str) -> RationalConfig:
         """The rational function that an adapter shifts, as a config."""
-        plain = self.original()
-        if isinstance(plain, RationalActivation):
-            return plain.rational_config
-        return self.configs[name].rational(self.formula, self.channel_dim)
+        return self._settings[name]
 
     def add_parameters(self, name: str, config: NoraConfig) -> None:
         """Undrawn tensors of this file's table."""
@@ -169,7 +171,7 @@ class NoraActivation(AdapterLayer):
             UserError: the adapters shift different rational functions.
         """
         settings = [self.rational(name) for name in names]
-        for name, other in zip(names, settings, strict=True):
+        for name, other in zip(names[1:], settings[1:], strict=True):
             if replace(other, groups=1) != replace(settings[0], groups=1):
                 raise UserError(
                     f"the adapters {names[0]!r} and {name!r} shift different rational functions (form, degrees, "

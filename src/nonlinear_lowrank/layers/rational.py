@@ -85,6 +85,8 @@ class RationalConfig:
         """The fit that the coefficients start from."""
         return fit_rational(self.activation, form=self.form, degrees=self.degrees, fit_range=self.fit_range)
 
+    # Settings never change, and torch.compile(dynamic=True) would make symbols of their floats.
+    @torch.compiler.assume_constant_result
     def straight_tails(self) -> LinearTails | None:
         """The operator's `tails`."""
         low, high = self.fit_range  # type: ignore[misc]
