@@ -29,11 +29,14 @@ TINY = DecodeBenchConfig(
 
 def test_report():
     result = bench_decode(TINY)
-    assert [(row.mode, row.batch_size, row.rank) for row in result.rows] == [("eager", 1, 4), ("eager", 3, 4)]
+    arms = ("noble r=4", "noble r=4, optimized")
+    assert [(row.mode, row.batch_size, row.arm) for row in result.rows] == [
+        ("eager", size, arm) for size in (1, 3) for arm in arms
+    ]
     data = json.loads(result.to_json())
     for row in result.rows:
         times = data["times"][f"eager, {row.batch_size}"]
-        assert row.step == paired_ratio(times["noble r=4"], times["baseline"])
+        assert row.step == paired_ratio(times[row.arm], times["baseline"])
         assert row.parameter_ratio > 1
         assert str(row.step) in str(result)
     assert "one token after 9" in str(result)

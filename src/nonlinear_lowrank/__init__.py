@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .adapters.nora import NoraConfig
     from .adapters.sine import SineLoraConfig
     from .augmentation import AugmentReport, augment, branches_disabled
+    from .inference import optimize_for_inference
     from .layers import (
         NobleConfig,
         NobleConv1D,
@@ -58,6 +59,7 @@ __all__ = [
     "augment",
     "branches_disabled",
     "hub",
+    "optimize_for_inference",
     "param_groups",
 ]
 
@@ -69,6 +71,7 @@ _FILES = {
     **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "layers"),
     **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "layers"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
+    "optimize_for_inference": "inference",
     **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
 }
 """Where a name of `__all__` is; the others are here, or are files themselves."""

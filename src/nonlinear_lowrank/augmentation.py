@@ -22,6 +22,7 @@ from .layers import (
     method_of_config,
     method_of_layer,
 )
+from .layers.swapping import replace_modules
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
@@ -332,11 +333,8 @@ def _swap(model: nn.Module, method: Method, config: Any, names: Sequence[str]) -
         layers = method.build_all(modules, config)
     else:
         layers = {name: method.build(name, module, config) for name, module in modules.items()}
-    built = {id(module): layers[name] for name, module in modules.items()}
-    for parent in list(model.modules()):
-        for child_name, child in list(parent._modules.items()):  # named_children skips repeats
-            if id(child) in built:
-                setattr(parent, child_name, built[id(child)])
+    built = {module: layers[name] for name, module in modules.items()}
+    replace_modules(model, built)
     return list(built.values())
 
 

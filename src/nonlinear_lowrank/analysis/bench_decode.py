@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from ..environment import cpu_threads
 from ..errors import UserError
+from ..inference import optimize_for_inference
 from .bench_methods import BASELINE, BenchArm, bench_arms
 from .bench_model import (
     BenchResult,
@@ -46,6 +47,8 @@ class DecodeBenchConfig(ModelBenchConfig):
     """Sequences that are generated at once; each is measured."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
+    optimized: bool = True
+    """Also measure each arm after `nlr.optimize_for_inference`."""
     rounds: int = 50
     """Timed steps of each arm."""
 
@@ -71,7 +74,7 @@ class DecodeRow:
     method: str
     rank: int | None
     parameter_ratio: float
-    """What a step at batch 1 reads, over the plain model's."""
+    """Numbers in the model, which a step at batch 1 reads, over the plain model's."""
     step: Ratio
     """Of the times of a token."""
     baseline_seconds: float
@@ -121,8 +124,10 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
     with cpu_threads(config.threads):
         rows: list[DecodeRow] = []
         times: dict[str, dict[str, list[float]]] = {}
-        models = {name: _model(config, arm) for name, arm in arms.items()}
-        sizes = {name: sum(each.numel() for each in model.parameters()) for name, model in models.items()}
+        if config.optimized:
+            arms |= {f"{name}, optimized": arm for name, arm in arms.items() if arm.method is not None}
+        models = {name: _model(config, arm, name.endswith("optimized")) for name, arm in arms.items()}
+        sizes = {name: _numbers(model) for name, model in models.items()}
         for mode in config.modes:
             for size in config.batch_sizes:
                 torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
@@ -149,9 +154,15 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
     return DecodeBench(config=config, rows=rows, times=times, machine=machine)
 
 
-def _model(config: DecodeBenchConfig, arm: BenchArm) -> Any:
+def _model(config: DecodeBenchConfig, arm: BenchArm, optimized: bool) -> Any:
     model = make_model(config, arm, config.context + 2, cache=True)
-    return model.to(getattr(torch, config.dtype)).eval()
+    model = model.to(getattr(torch, config.dtype)).eval()
+    return optimize_for_inference(model) if optimized else model
+
+
+def _numbers(model: Any) -> int:
+    """Of parameters and, where an optimized model has its weights, buffers."""
+    return sum(each.numel() for each in (*model.parameters(), *model.buffers()))
 
 
 def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -> Callable[[], torch.Tensor]:

@@ -17,7 +17,7 @@ Under torch.compile the whole forward and the whole backward are opaque custom o
 partitioner would otherwise decide again what to keep, and keeps more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -40,6 +40,11 @@ _PLAIN = {
 def _wide(tensor: Tensor) -> Tensor:
     """At least float32: phases of low-precision arguments lose the cosine entirely."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def bottleneck_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """One of `ACTIVATIONS` as a function of its argument."""
+    return torch.cos if name == "cosine" else _PLAIN[name]
 
 
 def bottleneck(
