@@ -18,11 +18,9 @@ then the other seeds. The command continues where it was interrupted, also with 
 the record, the report and the pictures are copied beside this file.
 """
 
-import argparse
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
@@ -70,28 +68,21 @@ def recipe(data: Path, steps: int, threads: int | None) -> Recipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
+    parser = study_parser(__doc__, "budget_matched", "data")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3, help="beside the one that rates are tuned on")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/budget_matched"))
-    arguments = parser.parse_args()
-    try:
-        found = compare(
-            recipe(arguments.data, arguments.steps, arguments.threads),
-            arguments.work,
+    given = parser.parse_args()
+    with one_line_errors():
+        run_study(
+            recipe(given.data, given.steps, given.threads),
+            given.work,
+            HERE,
+            "table",
             arms=[Arm.parse(text) for text in ARMS],
-            seeds=arguments.seeds,
+            seeds=given.seeds,
             tune_lr=RATES,
-            resume=arguments.work.exists(),
             max_extensions=2,
-            command=f"python studies/budget_matched/run.py DATA --steps {arguments.steps} --seeds {arguments.seeds}",
+            command=f"python studies/budget_matched/run.py DATA --steps {given.steps} --seeds {given.seeds}",
         )
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
-    found.copy_to(HERE, "table")
-    print(found)
 
 
 if __name__ == "__main__":

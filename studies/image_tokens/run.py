@@ -10,12 +10,10 @@ again; record, report and pictures are copied beside this file. `--smoke` takes 
 nothing.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.image_token_data import ImageTokenData
 from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
 from nonlinear_lowrank.tasks.language_model import GlmBackbone
@@ -59,35 +57,23 @@ def arms(size: str) -> list[Arm]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cifar", type=Path)
-    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/image_tokens"))
-    parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
+    given = study_parser(__doc__, "image_tokens", "cifar", sized=True).parse_args()
     base = recipe(given.cifar, given.size, given.threads if given.size == "cpu" else None)
     if given.smoke:
         base = replace(base, train=replace(base.train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
-    out = given.work / (f"{given.size}-smoke" if given.smoke else given.size)
-    try:
-        found = compare(
+    with one_line_errors():
+        run_study(
             base,
-            out,
+            given.work / given.size,
+            HERE,
+            given.size,
+            smoke=given.smoke,
             arms=arms(given.size),
-            seeds=1 if given.smoke else given.seeds,
-            tune_lr=RATES[given.size][: 2 if given.smoke else None],
-            resume=out.exists(),
-            timing_rounds=0 if given.smoke else 30,
-            max_extensions=0 if given.smoke else 2,
+            seeds=given.seeds,
+            tune_lr=RATES[given.size],
+            max_extensions=2,
             command=f"python studies/image_tokens/run.py CIFAR --size {given.size} --seeds {given.seeds}",
         )
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
-    if not given.smoke:
-        found.copy_to(HERE, given.size)
-    print(found)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ What is finished is kept in FOLDER and used again: run it again to go on. Each p
 are copied beside this file, and summary.md has the table of all that are there.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.fields.image import ImageSettings
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
@@ -38,19 +36,17 @@ def study(photograph: Path, seeds: int, steps: int, threads: int, work: Path, in
         problem=ImageSettings(source=str(photograph), crop=128, points=1024),
         train=FitConfig(steps=steps, eval_every=max(steps // 5, 1), save_every=500, threads=threads, device="cpu"),
     )
-    out = work / photograph.stem
-    found = compare_fields(
+    run_study(
         recipe,
-        out,
+        work / photograph.stem,
+        into,
+        photograph.stem,
         arms=[FieldArm.parse(text) for text in ARMS],
         seeds=seeds,
         tune_lr=RATES,
-        resume=out.exists(),
         timing_rounds=0,
         command=f"python studies/images/run.py KODAK --images {photograph.stem} --seeds {seeds} --steps {steps}",
     )
-    found.copy_to(into, photograph.stem)
-    print(found)
 
 
 def summary(into: Path) -> str:
@@ -87,25 +83,19 @@ def _delta(pair: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kodak", type=Path)
+    parser = study_parser(__doc__, "images", "kodak")
     parser.add_argument("--images", nargs="+", default=[])
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/images"))
     parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")
     arguments = parser.parse_args()
     photographs = [arguments.kodak / f"{name}.png" for name in arguments.images]
     photographs = photographs or sorted(arguments.kodak.glob("kodim*.png"))
     if not photographs:
         raise SystemExit(f"there is no kodim*.png in {arguments.kodak}")
-    try:
+    with one_line_errors():
         for each in photographs:
             study(each, arguments.seeds, arguments.steps, arguments.threads, arguments.work, arguments.into)
             (arguments.into / "summary.md").write_text(summary(arguments.into), encoding="utf-8")
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
     print(summary(arguments.into))
 
 

@@ -10,13 +10,11 @@ three on one seed (at the edge of its grid the grid is extended, at most twice);
 Finished runs are kept in FOLDER and used again; record, report and pictures are copied beside this file.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.recipes import get_recipe
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
@@ -74,35 +72,25 @@ def study(checkpoint: Path, source: Path, seeds: int, threads: int, work: Path) 
         task=replace(task, instructions=data, model=replace(task.model, checkpoint=str(checkpoint))),
         train=replace(recipe.train, epochs=1, eval_every=0, threads=threads, tracker="none"),
     )
-    out = work / "tuned"
-    found = compare(
+    run_study(
         recipe,
-        out,
+        work / "tuned",
+        HERE,
+        "tuned",
         arms=[Arm.parse(text) for text in ARMS],
         seeds=seeds,
         tune_lr=(1e-2, 3e-2, 1e-1),
-        resume=out.exists(),
         timing_rounds=0,
         max_extensions=2,
         command=f"python studies/instruct_small/run.py TEXT INSTRUCTIONS --seeds {seeds}",
     )
-    found.copy_to(HERE, "tuned")
-    print(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("instructions", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/instruct_small"))
-    arguments = parser.parse_args()
-    try:
+    arguments = study_parser(__doc__, "instruct_small", "text", "instructions").parse_args()
+    with one_line_errors():
         checkpoint = language_model(arguments.text, arguments.threads, arguments.work)
         study(checkpoint, arguments.instructions, arguments.seeds, arguments.threads, arguments.work)
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
 
 
 if __name__ == "__main__":

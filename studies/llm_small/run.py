@@ -18,12 +18,13 @@ unchanged on one GPU. Width / rank is 16, 8 and 4 in both, as in the paper.
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import Comparison, compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
@@ -86,15 +87,11 @@ def recipe(data: Path, size: str) -> Recipe:
     )
 
 
-def keep(comparison: Comparison, name: str) -> None:
-    """Copies a stage's record, report and pictures beside this file."""
-    comparison.copy_to(HERE, name)
-    print(comparison)
-
-
-def command(size: str, stage: str) -> str:
-    """How to repeat a stage, for its report."""
-    return f"python studies/llm_small/run.py DATA --size {size} --stage {stage}"
+def run(stage: str, recipe: Recipe, size: str, work: Path, arms: Sequence[Arm], **options: Any) -> None:
+    """One stage."""
+    how = f"python studies/llm_small/run.py DATA --size {size} --stage {stage}"
+    name = f"{size}-{stage}"
+    run_study(recipe, work / name, HERE, name, arms=arms, command=how, **options)
 
 
 def table_arms(size: str, work: Path) -> dict[str, dict[str, Any]]:
@@ -109,27 +106,13 @@ def setting(base: Recipe, size: str, work: Path) -> None:
     """Embedding std 0.02, transformers' own: one seed, each arm at its best rate."""
     task = replace(base.task, backbone=replace(base.task.backbone, embedding_std=0.02))
     arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
-    out = work / f"{size}-setting"
-    found = compare(
-        replace(base, task=task),
-        out,
-        arms=arms,
-        seeds=1,
-        tune_lr=RATES[size],
-        resume=out.exists(),
-        timing_rounds=0,
-        command=command(size, "setting"),
-    )
-    keep(found, f"{size}-setting")
+    run("setting", replace(base, task=task), size, work, arms, seeds=1, tune_lr=RATES[size], timing_rounds=0)
 
 
 def table(base: Recipe, size: str, work: Path) -> None:
     """Table 1 and Figure 3 in small."""
     arms = [Arm.parse(text) for text in (*CONTROLS, *(f"noble:rank={rank}" for rank in RANKS[size]))]
-    out = work / f"{size}-table"
-    how = command(size, "table")
-    found = compare(base, out, arms=arms, seeds=3, tune_lr=RATES[size], resume=out.exists(), command=how)
-    keep(found, f"{size}-table")
+    run("table", base, size, work, arms, seeds=3, tune_lr=RATES[size])
 
 
 def ablation(base: Recipe, size: str, work: Path) -> None:
@@ -138,11 +121,8 @@ def ablation(base: Recipe, size: str, work: Path) -> None:
     rate = table_arms(size, work)[f"noble-r{rank}"]["lr"]
     texts = ["baseline:init=noble,name=baseline", *(f"noble:rank={rank},{each}" for each in BOTTLENECKS)]
     arms = [Arm.parse(text) for text in texts]
-    out = work / f"{size}-ablation"
     base = replace(base, train=replace(base.train, lr=rate))
-    how = command(size, "ablation")
-    found = compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0, command=how)
-    keep(found, f"{size}-ablation")
+    run("ablation", base, size, work, arms, seeds=3, timing_rounds=0)
 
 
 def long(base: Recipe, size: str, work: Path) -> None:
@@ -152,14 +132,11 @@ def long(base: Recipe, size: str, work: Path) -> None:
     best = min(controls, key=lambda arm: arm["final_loss"]["mean"])["name"]
     arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
     arms = [replace(arm, lr=tuned[arm.name]["lr"]) for arm in arms if arm.name == best or arm.method == "noble"]
-    out = work / f"{size}-long"
     steps, warmup = 4 * base.train.steps, 4 * base.train.warmup_steps
     base = replace(
         base, train=replace(base.train, steps=steps, warmup_steps=warmup, eval_every=4 * base.train.eval_every)
     )
-    how = command(size, "long")
-    found = compare(base, out, arms=arms, seeds=3, resume=out.exists(), timing_rounds=0, command=how)
-    keep(found, f"{size}-long")
+    run("long", base, size, work, arms, seeds=3, timing_rounds=0)
 
 
 def main() -> None:
@@ -173,10 +150,8 @@ def main() -> None:
     stages = {"table": table, "ablation": ablation, "long": long, "setting": setting}
     for name, stage in stages.items():
         if arguments.stage in (name, "all"):
-            try:
+            with one_line_errors(name):
                 stage(base, arguments.size, arguments.work)
-            except UserError as error:
-                raise SystemExit(f"{name}: {error}") from None
 
 
 if __name__ == "__main__":

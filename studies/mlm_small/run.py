@@ -9,12 +9,10 @@ of the grid it grows, at most twice), then three other seeds. Finished runs are 
 report and pictures are copied beside this file. `--smoke` takes a few steps of everything and copies nothing.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
@@ -64,35 +62,23 @@ def arms(size: str) -> list[Arm]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/mlm_small"))
-    parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
+    given = study_parser(__doc__, "mlm_small", "data", sized=True).parse_args()
     base = recipe(given.data, given.size, given.threads if given.size == "cpu" else None)
     if given.smoke:
         base = replace(base, train=replace(base.train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
-    out = given.work / (f"{given.size}-smoke" if given.smoke else given.size)
-    try:
-        found = compare(
+    with one_line_errors():
+        run_study(
             base,
-            out,
+            given.work / given.size,
+            HERE,
+            given.size,
+            smoke=given.smoke,
             arms=arms(given.size),
-            seeds=1 if given.smoke else given.seeds,
-            tune_lr=RATES[given.size][: 2 if given.smoke else None],
-            resume=out.exists(),
-            timing_rounds=0 if given.smoke else 30,
-            max_extensions=0 if given.smoke else 2,
+            seeds=given.seeds,
+            tune_lr=RATES[given.size],
+            max_extensions=2,
             command=f"python studies/mlm_small/run.py DATA --size {given.size} --seeds {given.seeds}",
         )
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
-    if not given.smoke:
-        found.copy_to(HERE, given.size)
-    print(found)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.fields.nerf import NerfSettings
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
@@ -48,19 +48,17 @@ def stage(
         threads=options.threads,
         device="cpu",
     )
-    out = options.work / name
-    found = compare_fields(
+    run_study(
         replace(get_recipe("nerf-fern"), name=f"nerf-{name}", problem=problem, train=config),
-        out,
+        options.work / name,
+        options.into,
+        name,
         arms=arms,
         seeds=seeds,
         tune_lr=RATES,
-        resume=out.exists(),
         timing_rounds=0,
         command=f"python studies/nerf/run.py FERN LEGO --stage {name}",
     )
-    found.copy_to(options.into, name)
-    print(found)
 
 
 def chosen(record: Path) -> list[FieldArm]:
@@ -76,15 +74,12 @@ def chosen(record: Path) -> list[FieldArm]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "nerf")
     parser.add_argument("fern")
     parser.add_argument("lego")
     parser.add_argument("--stage", choices=("fern", "lego", "size", "all"), default="all")
     parser.add_argument("--steps", type=int, default=600, help="of the runs at half size")
     parser.add_argument("--full-steps", type=int, default=3000, help="of the runs at full size")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/nerf"))
     parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")
     options = parser.parse_args()
     scenes = {
@@ -92,7 +87,7 @@ def main() -> None:
         "lego": NerfSettings(source=options.lego, held_out=LEGO_VIEWS, **SMALL),
     }
     wanted = ("fern", "lego", "size") if options.stage == "all" else (options.stage,)
-    try:
+    with one_line_errors():
         for name in wanted:
             if name == "size":
                 record = options.into / "fern.json"
@@ -102,8 +97,6 @@ def main() -> None:
                 stage(name, settings, options.full_steps, chosen(record), 1, options)
             else:
                 stage(name, scenes[name], options.steps, None, options.seeds, options)
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ extended, at most twice); then three other seeds. Finished runs are kept in FOLD
 pictures are copied beside this file.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.image_classification import ImageData, ImageTask
 from nonlinear_lowrank.tasks.pretrained import Pretrained
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
@@ -121,38 +119,29 @@ def stage(name: str, checkpoint: Path, source: Path, seeds: int, threads: int, w
             eval_batch_size=250,
         ),
     )
-    out = work / name
-    found = compare(
+    run_study(
         recipe,
-        out,
+        work / name,
+        HERE,
+        name,
         arms=[Arm.parse(text) for text in STAGES[name]],
         seeds=seeds,
         tune_lr=(1e-3, 3e-3, 1e-2),
-        resume=out.exists(),
         timing_rounds=0,
         max_extensions=2,
         command=f"python studies/nora_vit/run.py CIFAR MNIST --stage {name} --seeds {seeds}",
     )
-    found.copy_to(HERE, name)
-    print(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cifar", type=Path)
-    parser.add_argument("mnist", type=Path)
+    parser = study_parser(__doc__, "nora_vit", "cifar", "mnist")
     parser.add_argument("--stage", choices=("pretrain", *STAGES, "all"), default="all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/nora_vit"))
     arguments = parser.parse_args()
     chosen: Any = STAGES if arguments.stage == "all" else [arguments.stage] if arguments.stage in STAGES else []
-    try:
+    with one_line_errors():
         checkpoint = pretrained(arguments.cifar, arguments.threads, arguments.work)
         for name in chosen:
             stage(name, checkpoint, arguments.mnist, arguments.seeds, arguments.threads, arguments.work)
-    except UserError as error:
-        raise SystemExit(f"{error}") from None
 
 
 if __name__ == "__main__":

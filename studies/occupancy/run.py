@@ -16,9 +16,8 @@ Records, reports and pictures are copied to `--out`, beside this file unless giv
 import argparse
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.fields.occupancy import OccupancySettings
 from nonlinear_lowrank.fields.problem import FieldMethod
 from nonlinear_lowrank.fields.recipe import FieldRecipe
@@ -53,34 +52,28 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
             threads=arguments.threads,
         ),
     )
-    out = arguments.work / name
-    found = compare_fields(
+    run_study(
         recipe,
-        out,
+        arguments.work / name,
+        arguments.out,
+        name,
         arms=[FieldArm.parse(text) for text in arms],
         seeds=arguments.seeds,
         tune_lr=RATES,
-        resume=out.exists(),
         timing_rounds=0,
         command=f"python studies/occupancy/run.py MESHES --seeds {arguments.seeds}",
     )
-    found.copy_to(arguments.out, name)
-    print(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("meshes", type=Path)
+    parser = study_parser(__doc__, "occupancy", "meshes")
     parser.add_argument("--stage", choices=("shapes", "omega", "all"), default="all")
     parser.add_argument("--full", default="lucy", help="the mesh of all ranks and of the sweep")
     parser.add_argument("--only", nargs="*", default=[], help="meshes by name; all of the folder unless given")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--points", type=int, default=2048)
     parser.add_argument("--resolution", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/occupancy"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
     meshes = sorted(path.stem for path in arguments.meshes.glob("*.npz"))
@@ -89,7 +82,7 @@ def main() -> None:
         parser.error(f"there is no {arguments.full}.npz in {arguments.meshes}, or --only leaves it out")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with one_line_errors("error"):
         if arguments.stage in ("shapes", "all"):
             for mesh in sorted(meshes, key=lambda name: name != arguments.full):
                 arms = ["dense", *both((1, 2, 5, 20))] if mesh == arguments.full else both((1, 5))
@@ -97,8 +90,6 @@ def main() -> None:
         if arguments.stage in ("omega", "all"):
             arms = ["low-rank:rank=1", *(f"sine:rank=1,omega={omega}" for omega in OMEGAS)]
             compare_shape(f"omega-{arguments.full}", arguments.full, arms, arguments)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ are kept in FOLDER and used again; records, reports and pictures are copied besi
 steps of everything and copies nothing.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.image_augmentation import Augmentation
 from nonlinear_lowrank.tasks.image_backbones import VitBackbone
 from nonlinear_lowrank.tasks.image_data import ImageSource
@@ -77,14 +75,8 @@ def arms(size: str) -> list[Arm]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cifar", type=Path)
-    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
+    parser = study_parser(__doc__, "vit_small", "cifar", sized=True)
     parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path("runs/vit_small"))
-    parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     for stage in STAGES if given.stage == "all" else [given.stage]:
         base = recipe(given.cifar, given.size, stage, given.threads if given.size == "cpu" else None)
@@ -92,25 +84,21 @@ def main() -> None:
             few = replace(base.task.images, train_rows=300, test_rows=100)
             base = replace(base, task=replace(base.task, images=few), train=replace(base.train, epochs=1))
         name = f"{given.size}-{stage}"
-        out = given.work / (f"{name}-smoke" if given.smoke else name)
-        try:
-            found = compare(
+        with one_line_errors(stage):
+            run_study(
                 base,
-                out,
+                given.work / name,
+                HERE,
+                name,
+                smoke=given.smoke,
                 arms=arms(given.size),
-                seeds=1 if given.smoke else given.seeds,
-                tune_lr=RATES[given.size][: 2 if given.smoke else None],
-                resume=out.exists(),
-                timing_rounds=30 if stage == "mixed" and not given.smoke else 0,
-                max_extensions=0 if given.smoke else 2,
+                seeds=given.seeds,
+                tune_lr=RATES[given.size],
+                timing_rounds=30 if stage == "mixed" else 0,
+                max_extensions=2,
                 command=f"python studies/vit_small/run.py CIFAR --size {given.size} --stage {stage} "
                 f"--seeds {given.seeds}",
             )
-        except UserError as error:
-            raise SystemExit(f"{stage}: {error}") from None
-        if not given.smoke:
-            found.copy_to(HERE, name)
-        print(found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""What the scripts under studies/ share around their designs: the command line, going on, copies, one-line errors.
+
+parser = study_parser(__doc__, "rates", "data")
+given = parser.parse_args()
+with one_line_errors():
+    run_study(recipe(given.data), given.work / "table", HERE, "table", arms=ARMS, seeds=given.seeds, command=...)
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..fields.recipe import FieldRecipe
+from ..training.recipe import Recipe
+from .fields import FieldComparison, compare_fields
+from .run import Comparison, compare
+
+
+def study_parser(
+    doc: str | None, name: str, *data: str, seeds: int = 3, sized: bool = False
+) -> argparse.ArgumentParser:
+    """A study's options: its data, `--seeds`, `--threads` and `--work`; the script adds those of its own.
+
+    Args:
+        doc: the script's docstring, printed by `--help` as it is.
+        name: of the study; it works in runs/`name` unless `--work` says otherwise.
+        data: names of the files or folders to give first, in order; each becomes a Path.
+        seeds: the default of `--seeds`.
+        sized: whether the study has two sizes (`--size`) and can be tried in a few steps (`--smoke`).
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for each in data:
+        parser.add_argument(each, type=Path)
+    if sized:
+        parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
+        parser.add_argument("--smoke", action="store_true", help="a few steps of everything; copies nothing")
+    parser.add_argument("--seeds", type=int, default=seeds, help="beside the one that rates are tuned on")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs") / name, help="where finished runs are kept")
+    return parser
+
+
+@contextmanager
+def one_line_errors(part: str = "") -> Iterator[None]:
+    """Ends the script with what a UserError says, after the name of the study's part if one is given.
+
+    Raises:
+        SystemExit: in the place of a UserError.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"{part}: {error}" if part else str(error)) from None
+
+
+def run_study(
+    recipe: Recipe | FieldRecipe, out: Path, into: Path, name: str, *, smoke: bool = False, **options: Any
+) -> None:
+    """Compares in `out`, going on with what is there; copies the report and prints the tables.
+
+    Args:
+        recipe: what the arms share; a recipe of a field is compared by `compare_fields`, any other by `compare`.
+        out: the comparison's folder.
+        into: where record, report and pictures are copied; an existing folder.
+        name: how the copies' names begin.
+        smoke: only try it: in the folder `out`-smoke, one seed, two rates, no step times, and nothing copied.
+        options: what `compare` or `compare_fields` takes besides: arms, seeds, rates, the command.
+
+    Raises:
+        UserError: as `compare` and `compare_fields`.
+    """
+    if smoke:
+        out = out.with_name(f"{out.name}-smoke")
+        options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
+        options |= {"max_extensions": 0} if isinstance(recipe, Recipe) else {}
+    resume = out.exists()
+    found: Comparison | FieldComparison
+    if isinstance(recipe, FieldRecipe):
+        found = compare_fields(recipe, out, resume=resume, **options)
+    else:
+        found = compare(recipe, out, resume=resume, **options)
+    if not smoke:
+        found.copy_to(into, name)
+    print(found)

@@ -1,0 +1,135 @@
+"""What the scripts under studies/ share: their options, their folders, smoke runs and errors; and that all start."""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nonlinear_lowrank.compare.field_plan import FieldArm
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.fields.image import ImageSettings
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+from nonlinear_lowrank.fields.recipe import FieldRecipe
+from nonlinear_lowrank.fields.step import FitConfig
+from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
+from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+
+SCRIPTS = sorted((Path(__file__).parents[1] / "studies").glob("*/run.py"))
+
+
+@pytest.fixture
+def photo(tmp_path):
+    """A field's recipe with two arms."""
+    pixels = np.random.default_rng().integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    field = FieldConfig(in_features=2, out_features=3, width=16)
+    return FieldRecipe(
+        name="photo",
+        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
+        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        train=FitConfig(steps=4, eval_every=2, save_every=0, threads=1, device="cpu"),
+        arms=("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero"),
+    )
+
+
+@pytest.fixture
+def novel(tmp_path):
+    """A language model's recipe."""
+    words = np.random.default_rng().choice(["an", "old", "house", "by", "the", "sea", "."], 3000)
+    (tmp_path / "novel.txt").write_text(" ".join(words))
+    text = TextData(
+        source=str(tmp_path / "novel.txt"),
+        vocab_size=270,
+        sequence_length=16,
+        eval_sequences=4,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
+    train = TrainConfig(steps=4, batch_size=4, lr=1e-3, eval_every=2, tracker="none", threads=1)
+    return Recipe(name="novel", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+
+
+def test_a_study_is_copied_and_goes_on(photo, tmp_path, capsys):
+    out, into = tmp_path / "runs" / "photo", tmp_path / "study"
+    into.mkdir()
+    options = {"timing_rounds": 0, "command": "python run.py", "quiet": True}
+    run_study(photo, out, into, "small", seeds=1, **options)
+    assert "sine-k1" in capsys.readouterr().out
+    assert {path.name for path in into.iterdir()} == {"small.json", "small.md", "small-rate.png", "small-strip.png"}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
+    run_study(photo, out, into, "small", seeds=2, **options)
+    after = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
+    assert len(after) == len(before) + 2
+    assert {path: after[path] for path in before} == before
+    assert "python run.py" in (into / "small.md").read_text()
+
+
+def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):
+    recipe = replace(photo, tune_lr=(1e-3, 1e-2, 1e-1), arms=())
+    arms = [FieldArm.parse(text) for text in photo.arms]
+    run_study(recipe, tmp_path / "runs" / "photo", tmp_path / "absent", "small", smoke=True, arms=arms, quiet=True)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["photo-smoke"]
+    rates = {path.name for path in tmp_path.glob("runs/photo-smoke/runs/*/*/lr-*")}
+    assert rates == {"lr-0.001", "lr-0.01"}
+    assert {path.name for path in tmp_path.glob("runs/photo-smoke/runs/*/*/*/seed-*")} == {"seed-0", "seed-1"}
+
+
+def test_a_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
+    run_study(
+        novel,
+        tmp_path / "runs" / "cpu",
+        tmp_path / "absent",
+        "cpu",
+        smoke=True,
+        arms=[Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")],
+        seeds=3,
+        max_extensions=2,
+        timing_rounds=30,
+        quiet=True,
+    )
+    assert "noble-r2" in capsys.readouterr().out
+    folder = tmp_path / "runs" / "cpu-smoke"
+    assert {path.name for path in folder.glob("runs/*/lr-*/seed-*")} == {"seed-1"}
+    assert not (folder / "timing.json").exists()
+    assert not (tmp_path / "runs" / "cpu").exists()
+
+
+def test_options_are_the_studys(capsys):
+    parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
+    given = parser.parse_args(["a.txt", "b"])
+    assert (given.text, given.rows, given.work) == (Path("a.txt"), Path("b"), Path("runs/tiny"))
+    assert (given.size, given.smoke, given.seeds, given.threads) == ("cpu", False, 2, 1)
+    given = parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"])
+    assert (given.size, given.smoke, given.seeds, given.threads, given.work) == ("gpu", True, 5, 4, Path("w"))
+    with pytest.raises(SystemExit):
+        study_parser("", "tiny", "text").parse_args(["a.txt", "--smoke"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "What it asks.\n\n    python run.py\n" in capsys.readouterr().out
+
+
+def test_a_users_error_is_one_line_and_others_stay():
+    with pytest.raises(SystemExit, match=r"^table: no rates$") as left, one_line_errors("table"):
+        raise UserError("no rates")
+    assert left.value.__suppress_context__
+    with pytest.raises(SystemExit, match=r"^no rates$"), one_line_errors():
+        raise UserError("no rates")
+    with pytest.raises(KeyError), one_line_errors("table"):
+        raise KeyError
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.parent.name for script in SCRIPTS])
+def test_every_script_says_what_it_is(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    assert left.value.code == 0
+    assert f"python studies/{script.parent.name}/run.py" in capsys.readouterr().out
