@@ -4,13 +4,10 @@ Only the pointwise linears of the last stage are factored, two in each of its th
 parameters. Arms are those of `sine_vit`. The paper prints batch, rate and epochs; the rest is as in `sine_vit`.
 """
 
-from ..tasks.image_augmentation import Augmentation
 from ..tasks.image_backbones import ConvNextBackbone
-from ..tasks.image_data import ImageSource
-from ..tasks.image_pretraining import ImagePretrainingTask
-from ..training.recipe import Recipe, TrainConfig
+from ..training.recipe import Recipe
 from . import RECIPES
-from .sine_vit import training, weight_arm, weight_arms
+from .sine_weights import cifar100_task, demo_training, digits_task, training, weight_arm, weight_arms
 
 _LAST = r".*stages\.3\..*pwconv[12]"
 
@@ -26,23 +23,9 @@ def sine_convnext_demo() -> Recipe:
     return Recipe(
         name="sine-convnext-demo",
         description=RECIPES["sine-convnext-demo"].summary,
-        task=ImagePretrainingTask(
-            images=ImageSource(source="digits", size=8),
-            backbone=ConvNextBackbone(depths=(1, 1, 2, 1), widths=(16, 32, 64, 128), patch=1, channels=1),
-            augmentation=Augmentation(crop="shift", randaugment=0, mixup=0.0, cutmix=0.0),
-        ),
+        task=digits_task(ConvNextBackbone(depths=(1, 1, 2, 1), widths=(16, 32, 64, 128), patch=1, channels=1)),
         arm=weight_arm("sine-lowrank", 2, _LAST, "omega=300"),
-        train=TrainConfig(
-            epochs=20,
-            batch_size=64,
-            lr=4e-3,
-            weight_decay=0.05,
-            warmup_share=0.05,
-            schedule="cosine",
-            eval_every=40,
-            save_every=200,
-            log_every=10,
-        ),
+        train=demo_training(lr=4e-3),
         arms=weight_arms(2, 300, _LAST),
         seeds=3,
     )
@@ -62,12 +45,7 @@ def sine_convnext_cifar100() -> Recipe:
     return Recipe(
         name="sine-convnext-cifar100",
         description=RECIPES["sine-convnext-cifar100"].summary,
-        task=ImagePretrainingTask(
-            images=ImageSource(source="uoft-cs/cifar100", size=32),
-            backbone=ConvNextBackbone(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)),
-            augmentation=Augmentation(crop="shift", flip=True, randaugment=0, mixup=0.0, cutmix=0.0),
-            meta_classes=100,
-        ),
+        task=cifar100_task(ConvNextBackbone(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768))),
         arm=weight_arm("sine-lowrank", 1, _LAST, "omega=400"),
         train=training(epochs=150, batch_size=512, lr=5e-3),
         arms=weight_arms(1, 400, _LAST),

@@ -10,8 +10,9 @@ from ..tasks.image_augmentation import Augmentation
 from ..tasks.image_backbones import VitBackbone
 from ..tasks.image_data import ImageSource
 from ..tasks.image_pretraining import ImagePretrainingTask
-from ..training.recipe import Arm, Recipe, TrainConfig
+from ..training.recipe import Recipe
 from . import RECIPES
+from .sine_weights import cifar100_task, demo_training, digits_task, training, weight_arm, weight_arms
 
 _MLPS = r".*mlp\.fc[12]"
 
@@ -27,23 +28,9 @@ def sine_vit_demo() -> Recipe:
     return Recipe(
         name="sine-vit-demo",
         description=RECIPES["sine-vit-demo"].summary,
-        task=ImagePretrainingTask(
-            images=ImageSource(source="digits", size=8),
-            backbone=VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1),
-            augmentation=Augmentation(crop="shift", randaugment=0, mixup=0.0, cutmix=0.0),
-        ),
+        task=digits_task(VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1)),
         arm=weight_arm("sine-lowrank", 2, _MLPS, "omega=300"),
-        train=TrainConfig(
-            epochs=20,
-            batch_size=64,
-            lr=2e-3,
-            weight_decay=0.05,
-            warmup_share=0.05,
-            schedule="cosine",
-            eval_every=40,
-            save_every=200,
-            log_every=10,
-        ),
+        train=demo_training(lr=2e-3),
         arms=weight_arms(2, 300, _MLPS),
         seeds=3,
     )
@@ -62,12 +49,7 @@ def sine_vit_cifar100() -> Recipe:
     return Recipe(
         name="sine-vit-cifar100",
         description=RECIPES["sine-vit-cifar100"].summary,
-        task=ImagePretrainingTask(
-            images=ImageSource(source="uoft-cs/cifar100", size=32),
-            backbone=VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=4),
-            augmentation=Augmentation(crop="shift", flip=True, randaugment=0, mixup=0.0, cutmix=0.0),
-            meta_classes=100,
-        ),
+        task=cifar100_task(VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=4)),
         arm=weight_arm("sine-lowrank", 1, _MLPS, "omega=500"),
         train=training(epochs=200, batch_size=512, lr=1e-3),
         arms=weight_arms(1, 500, _MLPS),
@@ -104,42 +86,4 @@ def sine_vit_base() -> Recipe:
         train=training(epochs=300, batch_size=1024, lr=3e-4),
         arms=weight_arms(150, 150, _MLPS),
         seeds=1,
-    )
-
-
-def weight_arm(method: str, rank: int, where: str, *more: str) -> Arm:
-    """One arm on the linears that match `where`, named by its settings."""
-    words = [each.partition("=")[2] for each in more]
-    settings = ",".join((f"rank={rank}", *more, f"include={where}"))
-    return Arm.parse(f"{method}:{settings},name={'-'.join((method, f'r{rank}', *words))}")
-
-
-def weight_arms(rank: int, omega: int, where: str) -> tuple[str, ...]:
-    """The dense model; plain low rank and the sine at both inits; sigmoid and ReLU of the low-rank product."""
-    other = "init=kaiming_zero"
-    low = [weight_arm("low-rank", rank, where, init) for init in ("init=kaiming_sqrt5", other)]
-    controls = [
-        weight_arm("sigmoid-low-rank", rank, where, f"omega={omega}"),
-        weight_arm("relu-low-rank", rank, where),
-    ]
-    sine = [weight_arm("sine-lowrank", rank, where, f"omega={omega}", *more) for more in ((), (other,))]
-    return ("baseline", *map(str, (*low, *controls, *sine)))
-
-
-def training(*, epochs: float, batch_size: int, lr: float) -> TrainConfig:
-    """What the paper's sizes share here."""
-    return TrainConfig(
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        weight_decay=0.05,
-        betas=(0.9, 0.999),
-        warmup_share=0.025,
-        schedule="cosine",
-        bf16=True,
-        compile=True,
-        eval_every=0,
-        save_every=0,
-        log_every=50,
-        dataloader_workers=16,
     )
