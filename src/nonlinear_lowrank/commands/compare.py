@@ -5,9 +5,8 @@ from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
-from ..errors import UserError
 from ..recipes import RECIPES
-from .options import is_main_process, parse_recipe, take_recipe
+from .options import comparison_defaults, is_main_process, parse_recipe, seconds_of, take_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -58,15 +57,9 @@ def run(arguments: list[str]) -> None:
         CompareOptions,
         arguments,
         command="compare",
-        defaults=lambda recipe: {
-            "out": f"runs/compare-{recipe.name}",
-            "arms": recipe.arms,
-            "seeds": recipe.seeds,
-            "tune_lr": recipe.tune_lr,
-        },
+        defaults=comparison_defaults,
     )
-    if options.max_minutes is not None and options.max_minutes <= 0:
-        raise UserError(f"--max-minutes must be above 0, not {options.max_minutes:g}")
+    max_seconds = seconds_of(options.max_minutes)
 
     from pathlib import Path
 
@@ -83,7 +76,7 @@ def run(arguments: list[str]) -> None:
         resume=options.resume,
         overwrite=options.overwrite,
         timing_rounds=options.timing_rounds,
-        max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
+        max_seconds=max_seconds,
     )
     if is_main_process():
         print(comparison)

@@ -5,8 +5,7 @@ from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
-from ..errors import UserError
-from .options import parse_recipe
+from .options import comparison_defaults, parse_recipe, seconds_of
 
 Problem = TypeVar("Problem")
 Train = TypeVar("Train")
@@ -45,16 +44,10 @@ def run_fields(arguments: list[str]) -> None:
         CompareFieldOptions,
         arguments,
         command="compare",
-        defaults=lambda recipe: {
-            "out": f"runs/compare-{recipe.name}",
-            "arms": recipe.arms,
-            "seeds": recipe.seeds,
-            "tune_lr": recipe.tune_lr,
-        },
+        defaults=comparison_defaults,
         nested=("problem", "train"),
     )
-    if options.max_minutes is not None and options.max_minutes <= 0:
-        raise UserError(f"--max-minutes must be above 0, not {options.max_minutes:g}")
+    max_seconds = seconds_of(options.max_minutes)
 
     from ..compare.field_plan import FieldArm
     from ..compare.fields import compare_fields
@@ -69,6 +62,6 @@ def run_fields(arguments: list[str]) -> None:
             resume=options.resume,
             overwrite=options.overwrite,
             timing_rounds=options.timing_rounds,
-            max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
+            max_seconds=max_seconds,
         )
     )

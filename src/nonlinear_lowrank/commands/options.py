@@ -130,6 +130,27 @@ def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]
     return arguments[0], list(arguments[1:])
 
 
+def comparison_defaults(recipe: Any) -> dict[str, Any]:
+    """The options of `nlr compare` that a recipe sets, of whatever kind it is."""
+    return {
+        "out": f"runs/compare-{recipe.name}",
+        "arms": recipe.arms,
+        "seeds": recipe.seeds,
+        "tune_lr": recipe.tune_lr,
+    }
+
+
+def seconds_of(max_minutes: float | None) -> float | None:
+    """A time limit as `compare` and `compare_fields` take it; None: no limit.
+
+    Raises:
+        UserError: it is not above 0.
+    """
+    if max_minutes is not None and max_minutes <= 0:
+        raise UserError(f"--max-minutes must be above 0, not {max_minutes:g}")
+    return None if max_minutes is None else 60 * max_minutes
+
+
 def table_width() -> int:
     """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
     return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200
