@@ -279,6 +279,29 @@ def test_a_broken_marker_is_one_clear_line(compared, recipe, tmp_path, text):
         _compare(recipe, tmp_path / "out", resume=True)
 
 
+def test_the_strip_is_drawn_when_what_it_shows_has_changed(recipe, tmp_path, monkeypatch):
+    drawn = []
+
+    def note(path, results, truth, shown):
+        drawn.append([record["name"] for record, *_ in shown])
+        plot_strip(path, results, truth, shown)
+
+    plot_strip = compare_module.plot_strip
+    monkeypatch.setattr(compare_module, "plot_strip", note)
+    recipe = replace(recipe, tune_lr=(), train=replace(recipe.train, steps=2))
+    arms = [FieldArm.parse(f"{kind}:rank=1,init=kaiming_zero") for kind in ("low-rank", "sine")]
+    more = [*arms, FieldArm.parse("dense:init=kaiming_zero")]
+    _compare(recipe, tmp_path / "whole", arms=more, seeds=3)
+    assert drawn == [["low-rank-k1", "sine-k1", "dense"]]  # once, though three seeds were published
+    stopped = tmp_path / "stopped"
+    _compare(recipe, stopped, arms=arms, seeds=1)
+    _compare(recipe, stopped, arms=more, seeds=2, resume=True)
+    assert drawn[1:] == [["low-rank-k1", "sine-k1"], ["low-rank-k1", "sine-k1", "dense"]]
+    (stopped / "strip.png").unlink()
+    _compare(recipe, stopped, arms=more, seeds=3, resume=True)
+    assert (stopped / "strip.png").read_bytes() == (tmp_path / "whole" / "strip.png").read_bytes()
+
+
 def test_step_times_are_those_of_the_fits_threads(recipe, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(

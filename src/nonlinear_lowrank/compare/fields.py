@@ -2,7 +2,8 @@
 
 Order of work: read the data; build every arm (a bad one fails before anything is written); time interleaved steps;
 tune each arm's init and rate on a seed of its own; then seed by seed, every arm within a seed, so that stopping after
-any seed leaves all arms with the same n. After each seed the record, the pictures and the report are written anew.
+any seed leaves all arms with the same n. After each seed the record, the curves and the report are written anew; the
+strip shows the first seed's fits, and is drawn again only when those have changed.
 
     out/fields.json    the settings that every run in this folder shares
     out/runs/<arm>/<init>/lr-<rate>/seed-<k>/    one fit each (`fields.fit`)
@@ -105,6 +106,7 @@ def compare_fields(
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
         runs = _Runs(problem, recipe, out, console)
+        strip = _Strip(out / "strip.png", problem, runs, plan)
         notes: list[str] = []
         times = _step_times(problem, plan, recipe, timing_rounds) if timing_rounds else None
 
@@ -143,7 +145,7 @@ def compare_fields(
                 command=command or command_line(),
                 seconds=clock() - started,
             )
-            _write(out, results, problem, runs, plan)
+            _write(out, results, strip)
             return FieldComparison(out, results)
 
         going = [(arm, choice) for arm in plan.arms if (choice := best[arm.name]) is not None]
@@ -285,15 +287,36 @@ def _size(model: nn.Module) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-def _write(out: Path, results: dict[str, Any], problem: Problem, runs: _Runs, plan: FieldPlan) -> None:
+class _Strip:
+    """The pictures of the first seed's fits beside the truth, drawn when they are others than those drawn last.
+
+    A picture can take longer than a fit (a shape is a mesh, a scene its rays), and further seeds change none.
+    """
+
+    def __init__(self, path: Path, problem: Problem, runs: _Runs, plan: FieldPlan) -> None:
+        self.path, self.problem, self.runs, self.plan = path, problem, runs, plan
+        self._drawn: object = None  # nothing yet in this session, whatever an earlier one left
+
+    def draw(self, results: dict[str, Any]) -> None:
+        seed = self.plan.seeds[0]
+        shown = []
+        for arm, record in zip(self.plan.arms, results["arms"], strict=True):
+            run = None if record["lr"] is None else self.runs.find(arm, record["init"], record["lr"], seed)
+            if run is not None and run.value is not None:
+                shown.append((arm, record, run.value, run))
+        now = [(arm, record["percent"], run) for arm, record, _, run in shown]
+        if now == self._drawn:
+            return
+        pictures = [
+            (record, value, self.problem.picture(self.runs.model(arm, run))) for arm, record, value, run in shown
+        ]
+        plot_strip(self.path, results, self.problem.picture(None), pictures)
+        self._drawn = now
+
+
+def _write(out: Path, results: dict[str, Any], strip: _Strip) -> None:
     """Record, pictures and report; each file whole or not at all."""
     write_json(out / "results.json", results)
     plot_rates(out / "rate.png", results)
-    seed = plan.seeds[0]
-    shown = []
-    for arm, record in zip(plan.arms, results["arms"], strict=True):
-        run = None if record["lr"] is None else runs.find(arm, record["init"], record["lr"], seed)
-        if run is not None and run.value is not None:
-            shown.append((record, run.value, problem.picture(runs.model(arm, run))))
-    plot_strip(out / "strip.png", results, problem.picture(None), shown)
+    strip.draw(results)
     write_text(out / "report.md", render_report(results))
