@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from nonlinear_lowrank.ops import rational, rational_gated, rational_gated_reference, rational_reference
 from nonlinear_lowrank.ops.kernels import load
 
 KERNELS = ("cosnet", "rational", "sine")
@@ -37,3 +38,23 @@ def assert_as_good_as_plain(fast, plain, exact):
         scale = truth.abs().max().clamp(min=1e-30)
         error, allowed = ((each.double() - truth).norm() / scale for each in (ours, reference))
         assert error <= 2 * allowed + 1e-6, f"number {index}: {error:.2e}, the plain formula {allowed:.2e}"
+
+
+def compare(fast, plain, leaves, dy):
+    """The fast one twice: within the bound, and two runs equal to the bit. Returns its y and gradients."""
+    first, again = (with_gradients(fast, leaves, dy) for _ in range(2))
+    reference = with_gradients(plain, leaves, dy)
+    exact = with_gradients(plain, cast(leaves, torch.float64), dy)
+    assert_as_good_as_plain(first, reference, exact)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    return first
+
+
+def rational_pair(form, tails, gated):
+    """The fast rational and the plain one, of flat tensors."""
+
+    def by(function):
+        return lambda *tensors: function(*tensors, form, tails)
+
+    return (by(rational_gated), by(rational_gated_reference)) if gated else (by(rational), by(rational_reference))

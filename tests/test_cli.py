@@ -15,18 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli_kit import run
 from nonlinear_lowrank import UserError, cli
 from nonlinear_lowrank.commands import COMMANDS
 from nonlinear_lowrank.commands.options import parse
 from nonlinear_lowrank.commands.train import TrainOptions
 from nonlinear_lowrank.recipes import RECIPES
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout, stderr of one command in this process."""
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def assert_refused(capsys, arguments, *words):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from cli_kit import run
 from nonlinear_lowrank import NobleConfig, augment
 from nonlinear_lowrank.cli import main
 from nonlinear_lowrank.evaluation import find_local_tasks, score_documents, score_tasks
@@ -46,14 +47,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(capsys, *arguments):
-    code = main(["evaluate", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def refused(capsys, *arguments):
-    code, out, err = run(capsys, *arguments)
+    code, out, err = run(capsys, "evaluate", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("nlr: ")
     assert err.count("\n") == 1
@@ -64,7 +59,7 @@ def refused(capsys, *arguments):
 def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, tmp_path, name):
     tasks = ["mmlu_local", "piqa_local"]
     arguments = [folder / name, "--tasks", *tasks, "--data", folder / "data", "--output", tmp_path / "out.json"]
-    code, out, err = run(capsys, *arguments)
+    code, out, err = run(capsys, "evaluate", *arguments)
     assert code == 0, err
     if name.startswith("adapter"):
         model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / name)
@@ -93,7 +88,7 @@ def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, 
 def test_generated_answers_and_lm_eval_in_one_call(folder, capsys, tmp_path):
     arguments = ["--tasks", "boolq_local", "mmlu_local_anatomy", "--data", folder / "data", "--format", "generate"]
     more = ["--beams", "1", "--prompt", "alpaca", "--output", tmp_path / "out.json"]
-    code, out, err = run(capsys, folder / "adapter", *arguments, *more)
+    code, out, err = run(capsys, "evaluate", folder / "adapter", *arguments, *more)
     assert code == 0, err
     written = json.loads((tmp_path / "out.json").read_text())
     assert "answered,none" in written["tasks"]["boolq_local"]
@@ -110,7 +105,7 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = [tmp_path / "adapter", "--text", tmp_path / "text.txt"]
     assert "/no/such/base" in refused(capsys, *arguments)
-    code, out, err = run(capsys, *arguments, "--base", folder / "base")
+    code, out, err = run(capsys, "evaluate", *arguments, "--base", folder / "base")
     assert code == 0, err
     model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
     score = score_documents(model, byte_tokenizer(), [TEXT], sequence_length=1024, separator="<end>")
@@ -120,7 +115,9 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
 
 def test_the_adapter_is_on(folder, capsys, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    losses = [run(capsys, folder / name, "--text", tmp_path / "text.txt")[1] for name in ("base", "adapter")]
+    losses = [
+        run(capsys, "evaluate", folder / name, "--text", tmp_path / "text.txt")[1] for name in ("base", "adapter")
+    ]
     assert losses[0] != losses[1]
 
 
@@ -135,7 +132,7 @@ def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
         adapted.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
     (tmp_path / "text.txt").write_text("a <new> stone <new>")
-    code, out, err = run(capsys, tmp_path / "adapter", "--text", tmp_path / "text.txt")
+    code, out, err = run(capsys, "evaluate", tmp_path / "adapter", "--text", tmp_path / "text.txt")
     assert code == 0, err
     score = score_documents(adapted, tokenizer, ["a <new> stone <new>"], sequence_length=1024, separator="<end>")
     assert f"loss {score.loss:.4f}" in out

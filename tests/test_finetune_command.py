@@ -3,7 +3,7 @@
 import pytest
 
 import finetune_kit as kit
-from nonlinear_lowrank import cli
+from cli_kit import run
 from nonlinear_lowrank.recipes import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -13,12 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 def root(tmp_path_factory):
     """Tiny checkpoints and data, made once."""
     return kit.root(tmp_path_factory.mktemp("data"))
-
-
-def run(capsys, *arguments):
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def options(root, out, *more):

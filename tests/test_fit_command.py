@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nonlinear_lowrank.cli import main
+from cli_kit import run
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.fields.fit import build
 from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
@@ -17,12 +17,6 @@ from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
 FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]
 DEMOS = [name for name in FIELDS if name.endswith("-demo")]
 SHORT = ("--steps", "6", "--points", "50", "--crop", "24", "--size", "0", "--width", "16", "--device", "cpu")
-
-
-def run(capsys, *arguments):
-    code = main(list(arguments))
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
+from cli_kit import run_python
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub import classes as hub_classes
 from nonlinear_lowrank.hub.classes import augmented_layers
@@ -45,11 +44,6 @@ def augmented(name, **settings):
 
 def auto_class(name):
     return AUTO.get(name, AutoModelForCausalLM)
-
-
-def run_python(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from nonlinear_lowrank.tasks.image_files import read_images
 from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask, classification_loss
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.training.result import TrainResult
+from zoo import parameters
 
 RNG = np.random.default_rng()
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
@@ -54,10 +55,6 @@ def recipe(own, arm="noble:rank=4", **train):
     settings = {"steps": 6, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "save_every": 3, "log_every": 1}
     settings = {**settings, "tracker": "none", "threads": 1, **train}
     return Recipe(name="tiny", task=own, arm=Arm.parse(arm), train=TrainConfig(**settings))
-
-
-def parameters(model):
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- RandAugment and crops -----------------------------------------------------------------------------------

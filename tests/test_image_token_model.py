@@ -1,8 +1,6 @@
 """The language model of image tokens: rotary positions on the grid, the class token, files, and generation."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
 
 import nonlinear_lowrank as nlr
+from cli_kit import run_python
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM, ImageTokensModel
 from nonlinear_lowrank.layers.rotary import GridRotary, grid_angles, grid_places
 
@@ -234,11 +233,6 @@ for name in ("plain", "augmented"):
     assert torch.equal(drawn, check["drawn"]), name
     print(type(model).__name__)
 """
-
-
-def run_python(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_fresh_process_loads_and_generates_the_same(saved):

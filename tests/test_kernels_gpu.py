@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from kernel_kit import assert_as_good_as_plain, cast, with_gradients
+from kernel_kit import compare, rational_pair, with_gradients
 from nonlinear_lowrank.ops import (
     SineFactors,
     noble_linear,
     noble_linear_reference,
-    rational,
     rational_gated,
-    rational_gated_reference,
-    rational_reference,
     sine_layer,
     sine_layer_reference,
     use_kernels,
@@ -21,16 +18,6 @@ from nonlinear_lowrank.ops.rational import LinearTails, denominator_size
 
 pytestmark = pytest.mark.gpu
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-
-
-def compare(fast, plain, leaves, dy):
-    """Within the bound, and two runs equal to the bit."""
-    first, again = (with_gradients(fast, leaves, dy) for _ in range(2))
-    assert_as_good_as_plain(
-        first, with_gradients(plain, leaves, dy), with_gradients(plain, cast(leaves, torch.float64), dy)
-    )
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
 
 
 def leaves_of(dtype, *tensors):
@@ -60,13 +47,8 @@ def test_rational(dtype, form, groups, channels, gated):
     tensors = [both[:, :channels], both[:, channels:]][: 1 + gated]
     coefficients = [0.3 * torch.randn(groups, 6), 0.3 * torch.randn(groups, denominator_size(4, form))]
     leaves = leaves_of(dtype, *tensors) + leaves_of(torch.float32, *coefficients)
-    fast, plain = (rational_gated, rational_gated_reference) if gated else (rational, rational_reference)
-    tails = LinearTails(-2.0, 1.5, 0.25, -1.5)
-
-    def by(function):
-        return lambda *tensors: function(*tensors, form, tails)
-
-    compare(by(fast), by(plain), leaves, torch.randn(333, channels, device="cuda"))
+    fast, plain = rational_pair(form, LinearTails(-2.0, 1.5, 0.25, -1.5), gated)
+    compare(fast, plain, leaves, torch.randn(333, channels, device="cuda"))
 
 
 @dtypes

@@ -6,15 +6,13 @@ torch.empty is NaN here (conftest.py), shapes are odd and inputs are not contigu
 import pytest
 import torch
 
-from kernel_kit import assert_as_good_as_plain, cast, route, with_gradients
+from kernel_kit import compare, rational_pair, route
 from nonlinear_lowrank.ops import (
     SineFactors,
     effective_weight,
     noble_linear,
     noble_linear_reference,
     rational,
-    rational_gated,
-    rational_gated_reference,
     rational_reference,
     sine_layer,
     sine_layer_reference,
@@ -37,15 +35,9 @@ def calls(monkeypatch):
     return asked
 
 
-def compare(fast, plain, leaves, dy):
-    """Twice the fast one: within the bound, and equal to the bit."""
-    first, again = (with_gradients(fast, leaves, dy) for _ in range(2))
-    reference = with_gradients(plain, leaves, dy)
-    exact = with_gradients(plain, cast(leaves, torch.float64), dy)
-    assert_as_good_as_plain(first, reference, exact)
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
-        assert one.dtype == torch.float32
+def compare_float32(fast, plain, leaves, dy):
+    """`compare`, of float32 and to float32."""
+    assert {each.dtype for each in compare(fast, plain, leaves, dy)} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +60,7 @@ def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
         return run
 
     leaves = [each.detach().requires_grad_() for each in leaves]
-    compare(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
+    compare_float32(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
     assert calls == ["cosnet"] * 4
 
 
@@ -82,12 +74,8 @@ def test_rational(calls, form, groups, channels, gated):
     leaves = [both[:, :channels], both[:, channels:]][: 1 + gated]
     leaves += [0.3 * torch.randn(groups, 6), 0.3 * torch.randn(groups, denominator_size(4, form))]
     leaves = [each.detach().requires_grad_() for each in leaves]
-    fast, plain = (rational_gated, rational_gated_reference) if gated else (rational, rational_reference)
-
-    def by(function):
-        return lambda *tensors: function(*tensors, form, tails)
-
-    compare(by(fast), by(plain), leaves, torch.randn(channels, tokens).t())
+    fast, plain = rational_pair(form, tails, gated)
+    compare_float32(fast, plain, leaves, torch.randn(channels, tokens).t())
     assert calls == ["rational"] * 4
 
 
@@ -139,7 +127,7 @@ def test_sine(calls, base, dora, transposed):
         def fast(*tensors):
             return fast_without(*tensors) + (0 * tensors[1]).sum()
 
-    compare(fast, plain, leaves, torch.randn(tokens, d_out))
+    compare_float32(fast, plain, leaves, torch.randn(tokens, d_out))
     assert calls == ["sine"] * 4
 
 

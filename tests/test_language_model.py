@@ -10,6 +10,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
 from nonlinear_lowrank.training import Arm
+from zoo import parameters
 
 BASE = {"layers": 12, "width": 1024, "heads": 8, "hidden": 2752}
 LARGE = {"layers": 24, "width": 2048, "heads": 16, "hidden": 5504}
@@ -27,19 +28,15 @@ def task(vocab_size: int = 2048, **sizes) -> LanguageModelTask:
     return LanguageModelTask(text=TextData(vocab_size=vocab_size, sequence_length=32), backbone=GlmBackbone(**sizes))
 
 
-def count(model) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(("sizes", "total", "percent"), COUNTS)
 def test_parameter_counts_of_the_paper(sizes, total, percent):
     whole = task(**sizes)
     model = whole.build_on_meta(50257)
-    assert count(model) == total
+    assert parameters(model) == total
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     for rank, expected in percent.items():
         changed = Arm.parse(f"noble:rank={rank}").apply(whole.build_on_meta(50257))
-        added = count(changed) - total
+        added = parameters(changed) - total
         assert round(100 * added / total, 2) == pytest.approx(expected)
         d, h = sizes["width"], sizes["hidden"]
         linears = [(d, d)] * 4 + [(d, 2 * h), (h, d)]

@@ -26,6 +26,7 @@ from nonlinear_lowrank.tasks.masked_language_model import (
 from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 from training_kit import SEEN
+from zoo import parameters
 
 LENGTH, VOCABULARY, MASK, SPECIAL = 512, 1000, 4, (0, 1, 2, 3, 4)
 SIZES = {"layers": 2, "width": 32, "heads": 2, "hidden": 48}
@@ -125,21 +126,17 @@ def task(source="stdlib", **fields):
     )
 
 
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def test_the_papers_sizes_on_meta():
     paper = task(sizes={"layers": 12, "width": 768, "heads": 12, "hidden": 2048})
     model = paper.build_on_meta(30522)
     block = 4 * 768 * 768 + 3 * 768 * 2048 + 2 * 768
-    assert count(model) == 2 * 30522 * 768 + 12 * block + 768 == 131_835_648
+    assert parameters(model) == 2 * 30522 * 768 + 12 * block + 768 == 131_835_648
     assert all(parameter.is_meta for parameter in model.parameters())
     for rank in (64, 128, 256):
         changed = Arm.parse(f"noble:rank={rank}").apply(paper.build_on_meta(30522))
         linears = [(768, 768)] * 4 + [(768, 2048)] * 2 + [(2048, 768)]
         added = 12 * sum(rank * (a + b) + rank * rank + 4 * rank for a, b in linears)
-        assert count(changed) - count(model) == added
+        assert parameters(changed) - parameters(model) == added
 
 
 def test_attention_goes_both_ways_and_positions_matter():

@@ -19,7 +19,7 @@ from transformers import (
 
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
-from nonlinear_lowrank import cli
+from cli_kit import run
 from nonlinear_lowrank.analysis.omega import guess_omega, stable_rank
 from nonlinear_lowrank.analysis.rank import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 from nonlinear_lowrank.analysis.rank_report import rank_report
@@ -40,13 +40,6 @@ def plain_ranks(weight):
 
 def by_name(report):
     return {layer.name: layer for layer in report.layers}
-
-
-def run(capsys, *arguments):
-    capsys.readouterr()  # progress of save_pretrained
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 # --- what is measured ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
 from nonlinear_lowrank.training import Arm, Recipe
+from zoo import parameters
 
 # noble.txt, table 1 and section 4.1.1; the totals follow from the architecture.
 PAPER = {
@@ -29,10 +30,6 @@ _OTHERS = ("gpt3", "sine")  # methods with controls of their own, tested by them
 MODELS = [name for name, entry in RECIPES.items() if entry.command != "fit"]  # fields: test_fit_command.py
 PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train" and not name.startswith(_OTHERS)]
 TUNING = [name for name, entry in RECIPES.items() if entry.command == "finetune"]
-
-
-def parameters(model):
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

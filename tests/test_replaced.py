@@ -3,8 +3,6 @@ training, resuming."""
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -13,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 import nonlinear_lowrank as nlr
+from cli_kit import run_python
 from nonlinear_lowrank.hub.classes import augmented_layers
 from zoo import ALL, batch
 
@@ -45,11 +44,6 @@ def replaced(row, family):
 
 def auto_class(family):
     return AUTO.get(family, AutoModelForCausalLM)
-
-
-def run_python(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="module")

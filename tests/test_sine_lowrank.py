@@ -16,13 +16,9 @@ from nonlinear_lowrank.analysis.inspect import format_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.layers.sine import OMEGA_BY_RANK
 from nonlinear_lowrank.training import Arm
-from zoo import FAMILIES
+from zoo import FAMILIES, parameters
 
 ACTIVATIONS = ("sine", "identity", "sigmoid", "relu")
-
-
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def stable_rank(matrix):
@@ -149,7 +145,7 @@ def test_published_parameter_counts(name):
             model = build()
         report = nlr.augment(model, SineLowRankConfig(rank=rank), **choice, verbose=False)
         assert report.parameters_before == full
-        assert count(model) == expected == full + report.parameters_added
+        assert parameters(model) == expected == full + report.parameters_added
         assert all(parameter.is_meta for parameter in model.parameters())
         cost = model_cost(model, 65)
         assert (cost.parameters, cost.branch_parameters) == (expected, expected - full)

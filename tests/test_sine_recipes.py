@@ -5,12 +5,9 @@ import pytest
 from nonlinear_lowrank import SineLowRankConfig, cli
 from nonlinear_lowrank.recipes import RECIPES, get_recipe
 from nonlinear_lowrank.training import Arm, Recipe
+from zoo import parameters
 
 NAMES = [name for name in RECIPES if name.startswith("sine-")]
-
-
-def parameters(model):
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_counts_and_settings_of_the_document():

@@ -109,3 +109,8 @@ def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str
     if hasattr(model.config, "image_size"):
         return {"pixel_values": torch.randn(size, 3, model.config.image_size, model.config.image_size)}
     return {"input_ids": torch.randint(2, model.config.vocab_size, (size, length))}
+
+
+def parameters(model: torch.nn.Module) -> int:
+    """How many numbers the model has."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,20 @@
+"""Commands in this process, and Python in a new one."""
+
+import subprocess
+import sys
+
+from nonlinear_lowrank import cli
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout, stderr of one command in this process."""
+    capsys.readouterr()  # what went before is none of the command's
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_python(code, *arguments):
+    """The finished process of a new interpreter."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
