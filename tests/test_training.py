@@ -46,7 +46,7 @@ def test_files_and_numbers(tmp_path):
     recipe = make_recipe(tracker="tensorboard")
     result = train(tmp_path / "out", recipe)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("recipe.json", "result.json", "model", "checkpoints", "tensorboard", ".lock")
+        *("recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock")
     }
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
     assert TrainResult.from_json(result.to_json()) == result

@@ -1,8 +1,11 @@
-"""What a result depends on beside its settings: versions, the kind of machine, and how many threads compute."""
+"""What a result depends on beside its settings: versions, the kind of machine, the state of the user's code, how
+many threads compute, and whether every kernel repeats its bits.
+"""
 
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -11,7 +14,14 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("nonlinear-lowrank", "torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy", "scipy")
+from .errors import UserError
+
+_PACKAGES = (
+    *("nonlinear-lowrank", "torch", "triton", "transformers", "accelerate", "peft", "trl", "tokenizers", "datasets"),
+    *("safetensors", "numpy", "scipy", "scikit-learn", "scikit-image", "pillow"),
+)
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def versions() -> dict[str, str]:
@@ -41,6 +51,83 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "device": device,
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def provenance(threads: int | None = None) -> dict[str, Any]:
+    """What the folder of a run says of where it was made: `versions`, `machine` and `git_state`.
+
+    Args:
+        threads: see `machine`.
+    """
+    return {"versions": versions(), "machine": machine(threads), "git": git_state()}
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """The commit that a folder's checkout is at, and whether a tracked file differs from it ("dirty").
+
+    Never fails: None where there is no git, no repository or no commit. Runs none of the repository's own programs.
+
+    Args:
+        folder: None: the working directory.
+    """
+
+    def ask(*command: str) -> str:
+        # A checkout's settings may name a program that watches its files: not ours to start.
+        quiet = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=", *command]
+        lockless = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        done = subprocess.run(quiet, cwd=folder, env=lockless, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit = ask("rev-parse", "--verify", "HEAD")
+        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only kernels that repeat their bits inside it, where that is wanted; the process's settings are put back after.
+
+    Sets torch.use_deterministic_algorithms, cuDNN's deterministic mode without its search for fast kernels, and
+    cuBLAS's workspace of a fixed size (unless the environment has chosen one).
+
+    Raises:
+        UserError: something in it has no such kernel; the message names the operation.
+    """
+    if not wanted:
+        yield
+        return
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    flags, workspace = (cudnn.deterministic, cudnn.benchmark), os.environ.get(_CUBLAS)
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    cudnn.deterministic, cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _NO_KERNEL.search(str(error))) is None:
+            raise
+        raise UserError(
+            f"{found[1]} has no deterministic kernel on this device; leave --deterministic out, or use another arm"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+        cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+def determinism() -> dict[str, Any]:
+    """The process's settings that decide whether kernels repeat their bits, for the record."""
+    return {
+        "algorithms": torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cublas_workspace": os.environ.get(_CUBLAS),
     }
 
 

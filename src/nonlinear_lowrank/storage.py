@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -56,7 +56,7 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
     mend = "use another folder, or --overwrite"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged, {' '.join(str(error).split())}; {mend}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no JSON object, as ours does; {mend}")
@@ -64,6 +64,12 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
         if not isinstance(found.get(key), kind):
             raise UserError(f"{path} has no {key!r}, as ours has; {mend}")
     return found
+
+
+def hash_file(file: Path) -> str:
+    """sha256 of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
@@ -117,15 +123,43 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         files = manifest["files"].items()
     except FileNotFoundError as error:
         raise UserError(f"{folder} has no {MANIFEST}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / MANIFEST} cannot be read") from error
     for name, entry in files:
-        file = folder / name
-        if not file.is_file():
-            raise UserError(f"{file} is missing")
-        if file.stat().st_size != entry["bytes"] or _describe(file) != entry:
-            raise UserError(f"{file} is damaged (its hash does not match)")
+        if (fault := file_fault(folder, name, entry)) is not None:
+            raise UserError(fault)
     return manifest
+
+
+def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> str | None:
+    """What is wrong with a file that a manifest lists; None: nothing.
+
+    Args:
+        folder: where the manifest lies.
+        name: of the file, as the manifest has it.
+        entry: what the manifest says of it.
+        content: compare the hash too, not the size alone.
+    """
+    if not is_inside(name):
+        return f"{folder / MANIFEST} names {name!r}, which is outside its folder"
+    file = folder / name
+    if not file.is_file():
+        return f"{file} is missing"
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
+        return f"{folder / MANIFEST} does not say how long {name} is"
+    if (size := file.stat().st_size) != entry["bytes"]:
+        return f"{file} is damaged (its hash does not match): {size:,} bytes of {entry['bytes']:,}"
+    if content and hash_file(file) != entry.get("sha256"):
+        return f"{file} is damaged (its hash does not match)"
+    return None
+
+
+def is_inside(name: object) -> bool:
+    """Whether a path out of a file's content stays in the folder it is meant for: relative, and never upwards."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    pure = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
+    return not (pure.is_absolute() or pure.anchor or name.startswith("/") or ".." in pure.parts)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -152,19 +186,37 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:
-    """Keeps checkpoint `newest`, which is good, and the `keep - 1` before it; the others go.
+    """Keeps checkpoint `newest` and the `keep - 1` whole ones before it; the others go.
 
-    What is numbered above `newest` was found damaged when the run resumed from before it.
+    Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
+    others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
+    from before it.
+
+    Raises:
+        UserError: `newest` does not read back as it was written.
     """
     folders = step_folders(folder)
-    kept = [step for step in folders if step <= newest][-keep:]
-    for step, child in folders.items():
-        if step not in kept:
+    before = [child for step, child in folders.items() if step < newest]
+    if len(folders) == 1 + len(before) <= keep:
+        return
+    read_manifest(folders[newest])
+    whole = [child for child in before if _has_its_sizes(child)]
+    kept = [*whole[::-1][: keep - 1], folders[newest]]
+    for child in folders.values():
+        if child not in kept:
             # Renamed first: a kill halfway through must not leave half a checkpoint under a good name.
             doomed = child.with_name(f"{TEMPORARY}old-{child.name}")
             _remove(doomed)
             child.rename(doomed)
             _remove(doomed)
+
+
+def _has_its_sizes(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all(file_fault(folder, name, entry, content=False) is None for name, entry in files)
 
 
 def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -239,8 +291,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
 
 
 def _sync(path: Path) -> None:
@@ -249,6 +300,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
         os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            # What is read back to be checked then comes from the disk, not from memory.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

@@ -1,4 +1,7 @@
-"""`nlr finetune RECIPE`: a pretrained model tuned by one arm of a recipe, to an adapter folder of peft's."""
+"""`nlr finetune RECIPE`: a pretrained model tuned by one arm of a recipe, to an adapter folder of peft's.
+
+`nlr finetune --from RUN` does a run again.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -7,6 +10,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
 from .options import is_main_process, parse_recipe
+from .repeat import is_repetition, take_former
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -34,12 +38,17 @@ class FinetuneOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Tunes, and prints the score, where the adapter is and how it is loaded."""
-    recipe, options = parse_recipe(
-        FinetuneOptions,
-        arguments,
-        command="finetune",
-        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
-    )
+    former = None
+    if is_repetition(arguments):
+        former, options = take_former(arguments, "finetune")
+        recipe = former.recipe
+    else:
+        recipe, options = parse_recipe(
+            FinetuneOptions,
+            arguments,
+            command="finetune",
+            defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
+        )
 
     from pathlib import Path
 
@@ -48,7 +57,7 @@ def run(arguments: list[str]) -> None:
     from ..training.tuning import TUNINGS
     from ..training.usage import loading_code
 
-    arm = Arm.parse(options.arm)
+    arm = Arm.parse(options.arm) if former is None else recipe.arm
     if arm.grid:
         raise UserError(f"grid= is for nlr compare, which tries several rates; give the arm one: {arm.method}:lr=1e-4")
     if arm.method == "baseline":
@@ -66,5 +75,7 @@ def run(arguments: list[str]) -> None:
     print(f"last step: {scores}")
     if result.metric != "loss" and result.best_step != result.steps:
         print(f"best held-out {result.metric} at step {result.best_step}: {result.metric} {result.best_score:.4f}")
+    if former is not None:
+        print(former.verdict(result, Path(options.out)))
     model = Path(options.out) / "model"
     print(f"{model}\nto load it:\n{loading_code(model)}")

@@ -18,6 +18,9 @@ from ..recipes import check_name, get_recipe, recipe_function, recipes_of
 
 Options = TypeVar("Options")
 
+_REPEATED = ("train", "finetune")
+_AGAIN = "\n\n    A run again, with its own recipe and arm: nlr {} --from RUN --out NEW."
+
 # tyro draws a box where stdout is UTF-8, and dashes elsewhere; the box's top and bottom are rules too.
 _RULE = re.compile(r" *(\u2502 )?[-\u2500]{8,}( \u2502)? *|\u256d.*\u256e|\u2570.*\u256f")
 
@@ -108,7 +111,7 @@ def parse_recipe(
         options[tuple(type(value) for value in own.values())],
         rest,
         command=f"{command} {name}",
-        description=recipe_function(name).__doc__,
+        description=recipe_function(name).__doc__ + (_AGAIN.format(command) if command in _REPEATED else ""),
         default=options(**defaults(recipe), **own),
     )
     return replace(recipe, **{each: getattr(parsed, each) for each in nested}), parsed

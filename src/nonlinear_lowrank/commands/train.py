@@ -1,4 +1,4 @@
-"""`nlr train RECIPE`: one arm of a recipe, to a model folder."""
+"""`nlr train RECIPE`: one arm of a recipe, to a model folder. `nlr train --from RUN`: a run again."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 from tyro.conf import FlagCreatePairsOff
 
 from .options import is_main_process, parse_recipe
+from .repeat import is_repetition, take_former
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -32,12 +33,17 @@ class TrainOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Trains and prints where the model is and what to do with it."""
-    recipe, options = parse_recipe(
-        TrainOptions,
-        arguments,
-        command="train",
-        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
-    )
+    former = None
+    if is_repetition(arguments):
+        former, options = take_former(arguments, "train")
+        recipe = former.recipe
+    else:
+        recipe, options = parse_recipe(
+            TrainOptions,
+            arguments,
+            command="train",
+            defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
+        )
 
     from pathlib import Path
 
@@ -47,7 +53,8 @@ def run(arguments: list[str]) -> None:
     from ..training.recipe import Arm
     from ..training.run import run_training
 
-    recipe = replace(recipe, arm=Arm.parse(options.arm))
+    if former is None:
+        recipe = replace(recipe, arm=Arm.parse(options.arm))
     result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
     if not is_main_process():
         return
@@ -57,6 +64,8 @@ def run(arguments: list[str]) -> None:
     print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
     if result.diverged_at is not None:
         print(f"it diverged: from step {result.diverged_at} the training loss was up and did not come back")
+    if former is not None:
+        print(former.verdict(result, Path(options.out)))
     generate = f"   nlr generate {options.out}" if isinstance(recipe.task, NextTokenTask | ImageTokenTask) else ""
     generate += " --prompt 'def '" if isinstance(recipe.task, NextTokenTask) else ""
     print(f"next: nlr evaluate {options.out}{generate}")

@@ -1,6 +1,6 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
-    out/fit.json                     settings, hash of the data, versions
+    out/fit.json                     settings, hash of the data, versions, machine, git state
     out/checkpoints/step-000500/     model.safetensors, optimizer.safetensors, state.json, manifest.json (hashes);
                                      removed when the fit is finished
     out/model/model.safetensors      the fitted field
@@ -244,7 +244,7 @@ class _Run:
         """Writes the model, the pictures and, last, the result."""
         path, seconds, files = self.folder.path, self.seconds, []
         self.model.eval()
-        with staged_folder(path / "model") as staged:
+        with staged_folder(path / "model", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
         if pictures:
             with staged_folder(path / PICTURES) as staged:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..environment import versions
+from ..environment import provenance
 from ..errors import UserError
 from ..settings import flatten
 from ..storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
@@ -78,7 +78,7 @@ class FitFolder:
             remove_temporaries(self.path)
             remove_temporaries(self.checkpoints)
             if not (self.path / SETTINGS).is_file():
-                write_json(self.path / SETTINGS, {"settings": self.settings, "versions": versions()})
+                write_json(self.path / SETTINGS, {"settings": self.settings, **provenance()})
             yield
         finally:
             lock.release()

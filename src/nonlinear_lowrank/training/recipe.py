@@ -69,7 +69,8 @@ class TrainConfig:
     compile: bool = False
     """torch.compile the model."""
     deterministic: bool = False
-    """On a GPU, only deterministic kernels: runs then repeat bit by bit, more slowly. A CPU always does."""
+    """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
+    one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
     stop_diverged: bool = False
     """Stop a run whose training loss rose and did not come back (`training.divergence` has the rule); one whose loss
     is no longer a number always stops."""

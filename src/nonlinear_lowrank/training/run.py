@@ -1,6 +1,7 @@
 """A recipe -> Trainer -> a folder: `run_training`.
 
-    out/recipe.json                what was asked for, with versions; by it the folder is known as ours
+    out/recipe.json                what was asked for, with versions, machine and git state; by it the folder is ours
+    out/data.json                  the files that were read, with their hashes
     out/checkpoints/step-000100/   whole checkpoints, the newest few
     out/tensorboard/               curves, if that is the tracker
     out/model/                     the final model or adapter, for from_pretrained
@@ -23,7 +24,7 @@ from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, deterministic
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process
@@ -69,7 +70,8 @@ def run_training(
         report: print what the arm changed in the model, unless `quiet`.
 
     Raises:
-        UserError: bad input, with nothing written; or no room for a checkpoint, with the last good one kept.
+        UserError: bad input, with nothing written; no room for a checkpoint, with the last good one kept; or
+            `deterministic` is set and an operation has no such kernel.
         DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
             result.json says so, checkpoints are kept.
     """
@@ -182,19 +184,15 @@ def run_training(
 def _surroundings(train: TrainConfig) -> Iterator[None]:
     """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
     environment = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
-    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_threads(train.threads))
-        if train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        stack.enter_context(deterministic(train.deterministic))
         if train.compile:
             # All batches have one shape; what is compiled must not depend on where a run was resumed.
             stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
                 del os.environ[key]
             os.environ.update(environment)

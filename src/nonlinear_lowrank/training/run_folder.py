@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..environment import versions
+from ..environment import determinism, provenance, versions
 from ..errors import UserError
 from ..settings import flatten
 from ..storage import (
@@ -17,11 +17,12 @@ from ..storage import (
     staged_folder,
     write_json,
 )
+from ..tasks.data_record import data_record
 from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe
 from .usage import write_usage
 
-RECIPE, RESULT, MODEL = "recipe.json", "result.json", "model"
+RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
 
 # Fields that a resumed run may have otherwise: they change no number, or only by rounding.
@@ -93,8 +94,11 @@ class RunFolder:
                 clear_folder(self.path, last=RECIPE)
             remove_temporaries(self.path)
             if not (self.path / RECIPE).is_file():
-                about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint, "versions": versions()}
-                write_json(self.path / RECIPE, about)
+                about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
+                made = {**provenance(self.recipe.train.threads), "deterministic": determinism()}
+                write_json(self.path / RECIPE, {**about, **made})
+            if not (self.path / DATA).is_file():
+                write_json(self.path / DATA, data_record(self.recipe.task, fingerprint))
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {describe_disk_error(error)}") from error
 
@@ -122,7 +126,7 @@ class RunFolder:
             trainer.export(self.path)
             return
         try:
-            with staged_folder(self.path / MODEL) as folder:
+            with staged_folder(self.path / MODEL, {"step": trainer.state.global_step}) as folder:
                 trainer.export(folder)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(folder)
