@@ -229,6 +229,7 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
         ({**good, "frames": [{"file_path": "x"}]}, "frame 0 needs"),
         ({**good, "frames": [{**good["frames"][0], "transform_matrix": [[1, 2], [3]]}]}, "4 x 4 numbers"),
         ({**good, "frames": [{**good["frames"][0], "file_path": "test/gone"}]}, "gone.png is missing"),
+        ({**good, "frames": [{**good["frames"][0], "file_path": "../other/0"}]}, "not in the scene's folder"),
     ]:
         file.write_text(json.dumps(wrong))
         refused(match, lambda: read_scene(tmp_path))

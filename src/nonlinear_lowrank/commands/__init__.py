@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
     "merge": Command(usage="merge ADAPTER OUT", summary="put an adapter into its base's weights: a plain model"),
+    "verify": Command(usage="verify CHECKPOINT", summary="is it whole: hashes, headers, NaN, JSON of every file"),
     "bench": Command(
         usage="bench step|decode|kernels", summary="time of a step or a token over the baseline's; compiled GPU kernels"
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..storage import is_inside
 from .cameras import Cameras
 from .scene import HOLD_OUT, Scene
 from .scene_files import SUFFIXES, Pictures, pictures_of_array, read_json, read_pictures
@@ -76,7 +77,10 @@ def blender_folder(path: Path, downscale: int, held_out: tuple[int, ...] | None,
         for number, frame in enumerate(frames):
             if not isinstance(frame, dict) or not {"file_path", "transform_matrix"} <= set(frame):
                 raise UserError(f"{side}: frame {number} needs file_path and transform_matrix")
-        files = [path / str(frame["file_path"]) for frame in frames]
+        outside = [frame["file_path"] for frame in frames if not is_inside(frame["file_path"])]
+        if outside:
+            raise UserError(f"{side} names {outside[0]!r}, which is not in the scene's folder; name files in it")
+        files = [path / frame["file_path"] for frame in frames]
         named = [each if each.suffix.lower() in SUFFIXES else each.with_name(each.name + ".png") for each in files]
         parts.append(read_pictures(named, downscale))
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..bounds import read_array
 from ..errors import UserError
 from .cameras import Cameras, recentred
 from .scene import HOLD_OUT, Scene
@@ -25,10 +26,7 @@ def llff_folder(path: Path, downscale: int, held_out: tuple[int, ...] | None, nd
     Raises:
         UserError: a file is missing or cannot be read, or holds something that does not fit.
     """
-    try:
-        bounds = np.load(path / "poses_bounds.npy", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path / 'poses_bounds.npy'} cannot be read: {' '.join(str(error).split())}") from error
+    bounds = read_array(path / "poses_bounds.npy")
     _check_shape(path.name, bounds)
     folders = {1: path / "images"} | {
         int(each.name[7:]): each for each in path.glob("images_*") if each.name[7:].isdecimal() and each.name[7:] != "0"

@@ -11,6 +11,7 @@ is taken if every edge is shared by exactly two faces.
 """
 
 import io
+import re
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
+from ..bounds import read_arrays
 from ..errors import UserError
 
 if TYPE_CHECKING:
@@ -73,11 +75,7 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
 
 
 def _of_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # zipfile's, zlib's, numpy's and the system's
-        raise UserError(f"{path} is no .npz file that can be read: {_line(error)}") from None
+    arrays = read_arrays(path)
     for keys in _KEYS:
         if all(key in arrays for key in keys):
             return arrays[keys[0]], arrays[keys[1]]
@@ -85,6 +83,8 @@ def _of_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
+    if path.suffix.lower() == ".ply":
+        _check_counts(path)
     try:
         with redirect_stderr(io.StringIO()):
             mesh = trimesh.load_mesh(path, process=False, maintain_order=True)
@@ -93,6 +93,18 @@ def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
     if not len(getattr(mesh, "faces", ())):
         raise UserError(f"{path} has no faces; give a surface, not points")
     return np.asarray(mesh.vertices), np.asarray(mesh.faces)
+
+
+def _check_counts(path: Path) -> None:
+    """Refuses a .ply file whose header claims more than the file can hold: a parser would take the memory first."""
+    with path.open("rb") as file:
+        head = file.read(1 << 16).partition(b"end_header")[0]
+    for name, count in re.findall(rb"^element\s+(\w+)\s+(\d+)", head, re.MULTILINE):
+        if int(count) > path.stat().st_size:  # each is a byte at least
+            raise UserError(
+                f"{path} claims {int(count):,} of element {name.decode()!r} and has {path.stat().st_size:,} bytes; "
+                "copy or download it again"
+            )
 
 
 def _check_arrays(path: Path, points: np.ndarray, faces: np.ndarray) -> None:

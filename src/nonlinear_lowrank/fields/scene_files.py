@@ -1,7 +1,6 @@
 """Reading what scenes consist of: pictures, .npz and .json files."""
 
 import json
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,20 +91,11 @@ def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
     return blocks.mean((1, 3), dtype=np.float64).astype(np.float32)
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file, none of them unpickled."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no .npz file that can be read: {' '.join(str(error).split())}") from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(table, dict):
         raise UserError(f"{path} must hold a JSON object with frames")

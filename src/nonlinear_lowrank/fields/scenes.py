@@ -15,11 +15,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..bounds import read_arrays
 from ..errors import UserError
 from .blender import blender_folder, blender_npz
 from .llff import llff_folder, llff_scene
 from .scene import Scene
-from .scene_files import pictures_of_array, read_npz
+from .scene_files import pictures_of_array
 
 
 def read_scene(
@@ -51,7 +52,7 @@ def read_scene(
         raise UserError(f"downscale must be a whole number of at least 1, not {downscale!r}")
     out = None if held_out is None else tuple(int(view) for view in held_out)
     if path.is_file():
-        arrays = read_npz(path)
+        arrays = read_arrays(path)
         if {"images", "poses_bounds"} <= set(arrays):
             pictures = pictures_of_array(path.stem, arrays["images"], downscale)
             return llff_scene(path.stem, pictures, arrays["poses_bounds"], downscale, out, ndc)

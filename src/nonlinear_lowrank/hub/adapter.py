@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .files import check_folder, one_line, read_json, tensor_names
+from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import check_causal, check_causal_config, load_model, load_tokenizer
 
 CONFIG = "adapter_config.json"
@@ -62,6 +62,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
         raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
     tensor_names(folder / WEIGHTS)
+    check_hashes(folder)
     named = base_of(folder, base)
     if Path(named).is_dir():
         check_causal(named)

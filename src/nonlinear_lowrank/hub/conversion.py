@@ -21,14 +21,14 @@ from transformers import initialization as init
 from ..augmentation import AugmentReport, augment
 from ..errors import UserError
 from ..layers import method_of_config
-from ..storage import describe_disk_error, is_disk_error, staged_folder
+from ..storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
 from .loading import load_model
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-_REWRITTEN = ("config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
+_REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
 _SEQUENCES, _TOKENS = 2, 32
 
 
@@ -192,7 +192,7 @@ def staged_output(output: Path) -> Iterator[Path]:
     """A folder to fill that appears as `output` when it is whole; disk errors in words."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with staged_folder(output) as folder:
+        with staged_folder(output, {}) as folder:
             yield folder
     except (OSError, SafetensorError) as error:
         if not is_disk_error(error):

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.models.auto import configuration_auto
 
 from ..errors import UserError
+from ..storage import MANIFEST, file_fault
 from .classes import FIELD, TYPE_PREFIX
 
 WEIGHTS = "model.safetensors"
@@ -40,6 +41,7 @@ def check_model_folder(path: str | Path) -> dict[str, Any]:
     if model_type.startswith(TYPE_PREFIX) and not isinstance(config.get(FIELD), list):
         raise UserError(f"{folder / 'config.json'} has model_type {model_type!r} but no list {FIELD!r} of methods")
     _check_weights(folder)
+    check_hashes(folder)
     return config
 
 
@@ -59,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path.parent} has no {path.name}; give a folder that save_pretrained wrote") from error
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is JSON but not an object")
@@ -97,6 +99,21 @@ def weight_files(folder: Path) -> list[Path]:
     if not (files := sorted(folder.glob("*.safetensors"))):
         _check_weights(folder)  # says what is missing
     return files
+
+
+def check_hashes(folder: Path) -> None:
+    """Holds a folder's weights against its manifest, where it has one of ours.
+
+    Raises:
+        UserError: a file is missing, cut short or changed.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return  # none, or another tool's
+    for name, entry in files:
+        if str(name).endswith(".safetensors") and (fault := file_fault(folder, name, entry)) is not None:
+            raise UserError(f"{fault}; copy it again, or delete {folder / MANIFEST} if it was changed on purpose")
 
 
 def _check_weights(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Loading models and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,9 +9,13 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..bounds import safetensors_header
 from ..errors import UserError
 from .classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
-from .files import check_folder, check_model_folder, one_line, read_json
+from .files import check_folder, check_model_folder, one_line, read_json, weight_files
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_MOST_RATIO, _SMALL = 16, 1 << 20  # parameters described for each number held: packed and tied ones are fewer
 
 
 def load_model(path: str | Path, **kwargs: Any) -> Any:
@@ -30,6 +35,7 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
     config = check_model_folder(path)
     folder = str(check_folder(path))
     model_class = _architecture(config, folder)
+    _check_scale(model_class, config, Path(folder))
     kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
     try:
         with _quiet():  # what transformers would warn of is an error here
@@ -95,6 +101,30 @@ def _architecture(config: dict[str, Any], folder: str) -> Any:
     if not model_type.startswith(TYPE_PREFIX):
         return plain
     return twin_of(plain, CONFIG_MAPPING[model_type.removeprefix(TYPE_PREFIX)])
+
+
+def _check_scale(model_class: Any, config: dict[str, Any], folder: Path) -> None:
+    """Refuses a config that describes far more than the files hold, before transformers takes the memory for it."""
+    import torch
+
+    tensors = [entry for file in weight_files(folder) for entry in safetensors_header(file).values()]
+    layers = [config[name] for name in _LAYERS if isinstance(config.get(name), int)]
+    if layers and max(layers) > len(tensors):
+        raise UserError(
+            f"{folder / 'config.json'} describes {max(layers):,} layers, and the files hold {len(tensors):,} tensors; "
+            "copy both again"
+        )
+    try:
+        with _quiet(), torch.device("meta"):
+            described = sum(each.numel() for each in model_class(model_class.config_class(**config)).parameters())
+    except Exception:  # a config that no model can be built from: from_pretrained says what is wrong with it
+        return
+    held = sum(math.prod(entry.shape) for entry in tensors)
+    if described > _MOST_RATIO * held + _SMALL:
+        raise UserError(
+            f"{folder / 'config.json'} describes {described:,} parameters, and the files hold {held:,} numbers; "
+            "copy both again"
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..layers import config_to_dict, method_of_layer
 from .adapter import CONFIG, WEIGHTS, base_of
 from .classes import FIELD
 from .conversion import copy_companions, first_output, random_inputs, staged_output
-from .files import check_folder, one_line, read_json, tensor_names
+from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import load_model
 from .pooled import quiet_loading
 
@@ -94,6 +94,7 @@ def merge_adapter(
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
     tensor_names(folder / WEIGHTS)
+    check_hashes(folder)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     named = base_of(folder, base)

@@ -60,6 +60,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
             num_labels: outputs of the head; 1 is a regression.
             **kwargs: of `AutoModel.from_pretrained` (dtype, ...).
         """
+        kwargs = {"use_safetensors": True, "trust_remote_code": False, **kwargs}
         with quiet_loading():  # an unused pooler is none of the user's business
             try:
                 encoder = AutoModel.from_pretrained(str(folder), add_pooling_layer=False, **kwargs)

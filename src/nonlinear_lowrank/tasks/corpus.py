@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import zstandard
 
+from ..bounds import bounded
 from ..errors import UserError
 
 SEPARATOR = "<|endoftext|>"
@@ -312,7 +313,7 @@ class _Chunks(io.RawIOBase):
 
 def _read(path: Path) -> bytes:
     with _open(path) as file:
-        return file.read()
+        return b"".join(bounded(file, str(path)))
 
 
 def _line_blocks(path: Path) -> Iterator[str]:

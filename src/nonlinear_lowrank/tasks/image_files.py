@@ -12,7 +12,6 @@ A source without a test split gives a fifth of its images, always the same ones.
 """
 
 import io
-import lzma
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bounds import read_arrays
 from ..errors import UserError
 from . import digits_vit
 from .task import hold_out
@@ -80,13 +80,7 @@ def _split(images: Images, classes: tuple[str, ...]) -> ImageSplits:
 
 
 def _of_npz(path: Path) -> ImageSplits:
-    try:
-        data = path.read_bytes()
-        raw = lzma.decompress(data) if path.suffix == ".xz" else data
-        with np.load(io.BytesIO(raw), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, lzma.LZMAError, EOFError) as error:
-        raise UserError(f"{path} is no .npz file that can be read: {' '.join(str(error).split())}") from error
+    arrays = read_arrays(path)
     forms = (("x_train", "y_train", "x_test", "y_test"), ("train_blob", "train_off", "train_y", "test_blob"))
     if set(forms[0]) <= set(arrays):
         sides = [_of_array(path, arrays[f"x_{side}"], arrays[f"y_{side}"]) for side in ("train", "test")]
@@ -190,7 +184,10 @@ def _open(file: Any, where: str) -> Any:
     try:
         with Image.open(file) as image:
             image.load()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
+    except (
+        *(UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError),
+        Image.DecompressionBombError,  # its header claims more pixels than any picture has
+    ) as error:
         raise UserError(f"cannot read the image {where or file}: {' '.join(str(error).split())}") from error
     return image
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bounds import read_bytes
 from ..errors import UserError
 from .corpus import Corpus
 
@@ -81,9 +82,8 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
 def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8-sig")
-    except (UnicodeDecodeError, lzma.LZMAError) as error:
+        text = read_bytes(path).decode("utf-8-sig")
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{path} is no UTF-8 text: {' '.join(str(error).split())}") from error
     if text.lstrip()[:1] == "[":
         yield from _of_array(path, text)

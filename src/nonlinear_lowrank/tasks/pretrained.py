@@ -123,13 +123,13 @@ class Pretrained:
             return AutoConfig.for_model(values.pop("model_type"), **values)
         if self.checkpoint == digits_vit.NAME:
             return digits_vit.config()
-        return self._loaded(lambda where: AutoConfig.from_pretrained(where))
+        return self._loaded(lambda where: AutoConfig.from_pretrained(where, trust_remote_code=False))
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, with a token to pad with."""
         from transformers import AutoTokenizer
 
-        found: Any = self._loaded(lambda where: AutoTokenizer.from_pretrained(where))
+        found: Any = self._loaded(lambda where: AutoTokenizer.from_pretrained(where, trust_remote_code=False))
         if found.pad_token is None:
             found.pad_token = found.eos_token or found.unk_token
         return found
@@ -198,7 +198,7 @@ class Pretrained:
 
     def _new_head(self, kind: Any, labels: int) -> Any:
         def load(where: str) -> Any:
-            config: Any = AutoConfig.from_pretrained(where)
+            config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
             config.problem_type = None  # of an earlier task; the loss follows the labels
             config.num_labels = labels
             return kind.from_pretrained(

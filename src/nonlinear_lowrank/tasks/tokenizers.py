@@ -98,7 +98,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             raise UserError(f"{path} is not a tokenizer.json: {_one_line(error)}") from error
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
+            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
         except Exception as error:
             why = _one_line(error).split(". ")[0]
             raise UserError(
