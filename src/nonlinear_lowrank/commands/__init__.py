@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command(
         usage="inspect MODEL", summary="parameters, FLOPs and kept bytes by layer, without building the model"
     ),
+    "plan": Command(usage="plan RECIPE", summary="memory, traffic and hours of training on given GPUs, arm by arm"),
     "convert": Command(usage="convert IN OUT", summary="add branches to a trained checkpoint, outputs unchanged"),
     "merge": Command(usage="merge ADAPTER OUT", summary="put an adapter into its base's weights: a plain model"),
     "verify": Command(usage="verify CHECKPOINT", summary="is it whole: hashes, headers, NaN, JSON of every file"),
