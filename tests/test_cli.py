@@ -455,11 +455,13 @@ def damage_truncate(model):
 def damage_drop(model):
     tensors = load_file(model / "model.safetensors")
     tensors.pop(next(name for name in tensors if "noble_up" in name))
+    (model / "manifest.json").unlink()  # or their hash would be what is wrong
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def damage_add(model):
     tensors = load_file(model / "model.safetensors")
+    (model / "manifest.json").unlink()
     save_file({**tensors, "model.stray": torch.zeros(2)}, model / "model.safetensors", metadata={"format": "pt"})
 
 
