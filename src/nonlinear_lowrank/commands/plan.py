@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> None:
     subject = _of_size(name) if name in PRESETS else _of_recipe(name)
     arms = [Arm.parse(text) for text in options.arms] or subject.arms
     given = {"batch_size": options.batch_size, "steps": options.steps, "bf16": options.bf16}
-    settings = {key: getattr(subject, key) if value is None else value for key, value in given.items()}
+    settings: dict[str, Any] = {key: getattr(subject, key) if value is None else value for key, value in given.items()}
     if options.steps is None and not subject.steps:
         raise UserError(f"how many steps the epochs of {name} are, only its data say; give --steps")
     length = subject.sequence_length if options.sequence_length is None else options.sequence_length

@@ -33,8 +33,8 @@ def is_repetition(arguments: list[str]) -> bool:
     return any(argument == "--from" or argument.startswith("--from=") for argument in arguments)
 
 
-def take_former(arguments: list[str], command: str) -> tuple[Any, RepeatOptions]:
-    """The run that `--from` names, and the options; prints a warning for all that is not as it was.
+def take_former(arguments: list[str], command: str) -> tuple[Any, Any]:
+    """The `FormerRun` that `--from` names, and the `RepeatOptions`; prints a warning for all that is not as it was.
 
     Raises:
         UserError: no such run, a recipe beside it, or an option that would change it.
