@@ -511,6 +511,8 @@ def test_compare_says_when_choices_fell_on_the_scored_examples(root, tmp_path):
     arms = [Arm.parse("lora:r=2"), Arm.parse("head")]
     comparison = compare(recipe, tmp_path / "out", arms=arms, seeds=1, timing_rounds=0, quiet=True)
     assert any("chosen on the scored examples" in note for note in comparison.results["notes"])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## Speed" not in report  # nothing was timed, and no curve says when a loss was reached
 
 
 def test_compare_by_the_loss_keeps_its_speeds(root, tmp_path):

@@ -1,15 +1,16 @@
-"""NoRA on a small vision transformer: Tables 1 to 5 of nora.txt in small.
+"""NoRA on a small vision transformer: Tables 1, 3, 4, 5 and Figure 2 of nora.txt in small.
 
-    python studies/nora_vit/run.py CIFAR MNIST [--stage pretrain|methods|groups|ablation|all] [--work FOLDER]
+    python studies/nora_vit/run.py CIFAR MNIST [--stage STAGE|all] [--work FOLDER]
 
 A vision transformer of the size of ViT-Tiny (12 layers, width 192; 32 pixels in patches of 8) is trained on CIFAR-10
 by `pretrain`, and adapted to handwritten digits: 900 images to train on, 100 to choose on, 2,000 to score. CIFAR
 and MNIST are .npz files as `nlr finetune --source` takes them. Stages:
 
-    pretrain   all weights on CIFAR-10, 5 epochs, cropped and mirrored; one seed
-    methods    Table 1: all weights, the new head alone, LoRA and DoRA on all linears, NoRA, NoRA++
-    groups     Table 2: NoRA at rank 3 with 8, 16, 32 and 64 groups
-    ablation   Tables 3, 4 and 5: other learnable activations, other ways to train rational ones, one side alone
+    pretrain     all weights on CIFAR-10, 5 epochs, cropped and mirrored; one seed
+    methods      Table 1: all weights, the new head alone, LoRA and DoRA on all linears, NoRA, NoRA++
+    groups       Figure 2: NoRA at rank 3 with 8, 16, 32 and 64 groups
+    activations  Table 3: other learnable activations
+    tuning       Tables 4 and 5: other ways to train rational ones, one side alone
 
 The head of every arm is new, from one draw, and learns at 3e-3; the arm `head` is that head alone. Every arm's own
 learning rate is the best of three on one seed, judged on held-out images (at the edge of its grid the grid is
@@ -42,9 +43,9 @@ STAGES = {
         f"nora++:r=2,groups=8,lora_r=8,lora_alpha=16,{LOW}",
     ),
     "groups": tuple(f"nora:r=3,groups={groups}" for groups in (8, 16, 32, 64)),
-    "ablation": (
+    "activations": (NORA, *(f"activations:{name},name={name}" for name in ("prelu", "arelu", "elu"))),
+    "tuning": (
         NORA,
-        *(f"activations:{name},name={name}" for name in ("prelu", "arelu", "elu")),
         *(f"nora:groups=8,tuning={tuning}" for tuning in ("rational", "zero_init", "gelu_init", "constants")),
         "nora:r=2,groups=8,numerator_only=true,name=numerator-only",
         "nora:r=2,groups=8,denominator_only=true,name=denominator-only",

@@ -198,8 +198,9 @@ def render_tables(results: Record) -> Group:
     n, reference = results["n"], results["reference"]
     sections = [
         (f"{_metric(results)['name'].capitalize()} against {reference} (n = {n})", *_score_table(results)),
-        (f"Speed against {reference} (n = {n})", *_speed_table(results)),
     ]
+    if _has_speed_rows(results):
+        sections.append((f"Speed against {reference} (n = {n})", *_speed_table(results)))
     if training_rows(results):
         sections.append(("Training loss", _TRAINING_HEAD, training_rows(results)))
     if _some_not_reached(results):
@@ -222,6 +223,11 @@ def _score_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 def _speed_table(results: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return (_SPEED_HEAD if _has_speed(results) else _TIME_HEAD), speed_rows(results)
+
+
+def _has_speed_rows(results: Record) -> bool:
+    """Whether anything about speed was measured."""
+    return any(cell != "-" for row in speed_rows(results) for cell in row[1:])
 
 
 def _cell(text: str) -> Text:
@@ -403,7 +409,8 @@ def render_report(results: Record) -> str:
     parts += [*_score_section(results), markdown_table(*_score_table(results))]
     if training_rows(results):
         parts += ["## Training loss", _TRAINING_TEXT, markdown_table(_TRAINING_HEAD, training_rows(results))]
-    parts += ["## Speed", markdown_table(*_speed_table(results))]
+    if _has_speed_rows(results):
+        parts += ["## Speed", markdown_table(*_speed_table(results))]
     if _some_not_reached(results):
         parts += ["At the lowest loss that both reach (below 1x is slower):"]
         parts += [markdown_table(_MATCHED_HEAD, matched_rows(results))]
