@@ -7,9 +7,9 @@ Shapes: x (..., d_in), up (d_out, r), down (r, d_in), bias (d_out) or None, y (.
 | phi      | how it is computed                                                | kept for backward     |
 |----------|-------------------------------------------------------------------|-----------------------|
 | identity | x through down, then through up; W is never formed                | x, x down^T (r wide)  |
-| sine     | `ops.sine`                                                        | x                     |
-| sigmoid, | W is formed in float32 or wider, rounded once to x's type, and    | x                     |
-| relu     | formed again in backward, as in `ops.sine`                        |                       |
+| sine,    | W is formed in float32 or wider, rounded once to x's type, and    | x                     |
+| sigmoid, | formed again in backward, as in `ops.sine`; on a GPU the sine is  |                       |
+| relu     | `ops.sine`, with its kernels                                      |                       |
 
 No d_out x d_in tensor is kept between forward and backward, eager or compiled: under torch.compile the whole
 forward and the whole backward are opaque ops, as in `ops.sine`.
@@ -84,7 +84,7 @@ def lowrank_linear(
 
     Source: sine_lowrank.txt, section 3.2.1.
     """
-    if activation == "sine":
+    if activation == "sine" and x.is_cuda:
         return sine_layer(x, None, bias, [SineFactors(up, down, omega, gain)], base=False)
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
@@ -160,7 +160,7 @@ def _formed(up: Tensor, down: Tensor, activation: str, omega: float, gain: float
     """The weight and its phase, in float32 or wider."""
     dtype = wide_dtype(up, down)
     phase = product(up.to(dtype) * omega, down.to(dtype))
-    return _PHI[activation].value(phase) / gain, phase
+    return _PHI[activation].value(phase).mul_(1 / gain), phase
 
 
 # Plain registrations, as in cosnet.py. CompositeExplicitAutograd is any device; autograd is `_LowRankLinear`'s.
