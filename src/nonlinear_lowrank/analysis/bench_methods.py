@@ -24,16 +24,15 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..augmentation import augment
 from ..errors import UserError
-from ..layers import NonlinearQueryConfig, SineLowRankConfig
+from ..layers import NobleConfig, NonlinearQueryConfig, SineLowRankConfig
 
-if TYPE_CHECKING:
-    from .bench_model import ModelBenchConfig
+Branches = Callable[[int], NobleConfig]
 
 BASELINE, LORA = "baseline", "lora"
 OMEGA = 200.0
@@ -51,8 +50,8 @@ class BenchMethod:
     """Whether it takes a rank."""
     frozen: bool = False
     """Whether the model's own weights are frozen."""
-    apply: Callable[[nn.Module, int, "ModelBenchConfig"], nn.Module]
-    """(plain model, rank, settings) -> the model with the method on it."""
+    apply: Callable[[nn.Module, int, Branches], nn.Module]
+    """(plain model, rank, NOBLE's settings by rank) -> the model with the method on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +116,21 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Fine-tuning methods: module and class of the config, and its fields beside rank and targets."""
 
 
-def _adapter(name: str) -> Callable[[nn.Module, int, "ModelBenchConfig"], nn.Module]:
-    return lambda model, rank, settings: adapted(model, name, rank)
+def _adapter(name: str) -> Callable[[nn.Module, int, Branches], nn.Module]:
+    return lambda model, rank, _branches: adapted(model, name, rank)
 
 
-def _noble(model: nn.Module, rank: int, settings: "ModelBenchConfig") -> nn.Module:
-    augment(model, settings.noble(rank), verbose=False)
+def _noble(model: nn.Module, rank: int, branches: Branches) -> nn.Module:
+    augment(model, branches(rank), verbose=False)
     return model
 
 
-def _sine_lowrank(model: nn.Module, rank: int, _settings: "ModelBenchConfig") -> nn.Module:
+def _sine_lowrank(model: nn.Module, rank: int, _branches: Branches) -> nn.Module:
     augment(model, SineLowRankConfig(rank=rank), include=r".*\.mlp\..*", verbose=False)
     return model
 
 
-def _nonlinear_query(model: nn.Module, _rank: int, _settings: "ModelBenchConfig") -> nn.Module:
+def _nonlinear_query(model: nn.Module, _rank: int, _branches: Branches) -> nn.Module:
     augment(model, NonlinearQueryConfig(), verbose=False)
     return model
 

@@ -158,7 +158,7 @@ def make_model(
         return model
     if arm.method.frozen:
         model.to(frozen_dtype)
-    return arm.method.apply(model, arm.rank or 0, config)
+    return arm.method.apply(model, arm.rank or 0, config.noble)
 
 
 def _plain_model(config: ModelBenchConfig, positions: int, cache: bool) -> nn.Module:
