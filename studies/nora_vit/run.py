@@ -12,10 +12,10 @@ and MNIST are .npz files as `nlr finetune --source` takes them. Stages:
     activations  Table 3: other learnable activations
     tuning       Tables 4 and 5: other ways to train rational ones, one side alone
 
-The head of every arm is new, from one draw, and learns at 3e-2; the arm `head` is that head alone, at its own rate. Every arm's own
-learning rate is the best of three on one seed, judged on held-out images (at the edge of its grid the grid is
-extended, at most twice); then three other seeds. Finished runs are kept in FOLDER and used again; records, reports and
-pictures are copied beside this file.
+The head of every arm is new, from one draw, and learns at 3e-2; the arm `head` is that head alone, at its own rate.
+Every arm's own learning rate is the best of three on one seed, judged on held-out images (at the edge of its grid the
+grid is extended, at most twice); then three other seeds. Finished runs are kept in FOLDER and used again; records,
+reports and pictures are copied beside this file.
 """
 
 from pathlib import Path
