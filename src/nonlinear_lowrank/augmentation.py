@@ -63,6 +63,8 @@ class AugmentReport:
         found = [f"init: {self.config.init}"] if hasattr(self.config, "init") else []
         if getattr(self.config, "share_down", "none") != "none":
             found.append(f"one down projection for each {self.config.share_down}")
+        if getattr(self.config, "fuse_shared_inputs", False):
+            found.append("layers of one input together")
         return f" ({', '.join(found)})" if found else ""
 
 
@@ -74,6 +76,7 @@ def augment(
     exclude: Patterns = None,
     select: Collection[str] | None = None,
     budget: str | None = None,
+    fuse_shared_inputs: bool = False,
     verbose: bool = True,
 ) -> AugmentReport:
     """Swaps a model's linears, in place, for a method's layers.
@@ -93,6 +96,8 @@ def augment(
         select: whole names of the only linears to take, e.g. of `analysis.importance.select_layers`.
         budget: "5%" (of the model's parameters) or "5% flops" (of its linears, per token): the ranks are then as high
             as that allows, the same share of each layer's width (`rank_ratio`), in place of the config's.
+        fuse_shared_inputs: NOBLE's query, key and value, and gate and up, projections are computed together, as with
+            that field of its config.
         verbose: print the report.
 
     Returns:
@@ -106,6 +111,10 @@ def augment(
     if method is None:
         known = ", ".join(sorted(each.config_class.__name__ for each in METHODS.values()))
         raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+    if fuse_shared_inputs:
+        if not hasattr(config, "fuse_shared_inputs"):
+            raise UserError(f"{method.name} has no layers to compute together; leave fuse_shared_inputs out")
+        config = replace(config, fuse_shared_inputs=True)
     if getattr(config, "init", None) == "auto":
         config = replace(config, init="pretrained" if _was_loaded(model) else "scratch")
 

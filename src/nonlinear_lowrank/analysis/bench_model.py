@@ -63,6 +63,8 @@ class ModelBenchConfig:
     """How the branch joins the linear."""
     share_down: Literal["none", "qkv"] = "none"
     """Whether query, key and value share one down projection."""
+    fuse_shared_inputs: bool = False
+    """Whether NOBLE layers that read one input are computed together."""
     modes: tuple[Mode, ...] = ("compiled", "eager")
     """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
     rounds: int = 30
@@ -105,6 +107,7 @@ class ModelBenchConfig:
             depth=self.depth,
             fusion=self.fusion,
             share_down=self.share_down,
+            fuse_shared_inputs=self.fuse_shared_inputs,
         )
 
 

@@ -38,6 +38,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UserError
 from ..ops.cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear
 from .method import Method, Role
+from .noble_group import NobleGroup, group
 from .noble_sharing import SharedDown, checked_groups, share
 
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
@@ -92,6 +93,9 @@ class NobleConfig:
     share_down: Literal["none", "qkv"] = "none"
     """"qkv": query, key and value of an attention, which read the same input, share one noble_down (`noble_sharing`).
     With rank_ratio a group has the smallest of its ranks. (Not of the paper.)"""
+    fuse_shared_inputs: bool = False
+    """Query, key and value projections, and gate and up projections, are computed together (`noble_group`): x is read
+    less often, and its gradients are added up in place. Needs fusion="add" and no dropout."""
     output_scale: float | None = None
     """Multiplies the layer's output. None: 1; and 2 with fusion="gated" on a pretrained model, which undoes the gate's
     one half exactly, so that the outputs do not change."""
@@ -118,6 +122,8 @@ class NobleConfig:
             raise UserError(f"fusion must be 'add' or 'gated', not {self.fusion!r}")
         if self.share_down not in ("none", "qkv"):
             raise UserError(f"share_down must be 'none' or 'qkv', not {self.share_down!r}")
+        if self.fuse_shared_inputs and (self.fusion != "add" or self.dropout):
+            raise UserError("fuse_shared_inputs needs fusion='add' and dropout=0")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         if self.output_scale is not None and not 0 < self.output_scale < float("inf"):
@@ -158,6 +164,8 @@ class _NobleBranch(nn.Module):
         self.branch_enabled = True
         self.noble_shared: SharedDown | None = None
         self.noble_place = 0
+        self.noble_group: NobleGroup | None = None
+        self.noble_group_place = 0
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -213,11 +221,25 @@ class _NobleBranch(nn.Module):
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by nn.DataParallel, whose copies could not find their own owner."""
-        if self.noble_shared is not None:
-            raise UserError("share_down does not work with nn.DataParallel; start the processes with torchrun")
+        if self.noble_shared is not None or self.noble_group is not None:
+            raise UserError(
+                "layers that share an input do not work with nn.DataParallel; start the processes with torchrun"
+            )
         return super()._replicate_for_data_parallel()  # type: ignore[misc]
 
-    def _noble(self, x: Tensor, weight: Tensor) -> Tensor:
+    def dense_weight(self) -> Tensor:
+        """(d_out, d_in)."""
+        return self.weight
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias, with the branch's own in it."""
+        biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
+        return sum(biases[1:], biases[0]) if biases else None
+
+    def _noble(self, x: Tensor) -> Tensor:
+        if self.noble_group is not None and (y := self.noble_group.output(x, self.noble_group_place)) is not None:
+            return y
+        weight = self.dense_weight()
         config, lists = self.noble_config, self._branch_lists()
         down: Tensor | None = self.noble_down
         h: Tensor | None = None
@@ -226,9 +248,7 @@ class _NobleBranch(nn.Module):
             x, h = self.noble_shared.product(x, self.noble_place)
         dropped = config.dropout > 0 and self.training
         if config.fusion == "add" and not dropped:
-            biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
-            bias = sum(biases[1:], biases[0]) if biases else None
-            y = noble_linear(x, weight, bias, down, self.noble_up, *lists, config.activation, h)
+            y = noble_linear(x, weight, self.whole_bias(), down, self.noble_up, *lists, config.activation, h)
             return y if config.scale == 1 else y * config.scale
         if dropped:
             assert down is not None or h is not None
@@ -255,6 +275,7 @@ class _NobleBranch(nn.Module):
             f"rank={self.noble_rank}, activation={config.activation}, depth={config.depth}"
             + (", fusion=gated" if config.fusion == "gated" else "")
             + (", down projection shared" if self.noble_shared is not None else "")
+            + (", computed with its neighbours" if self.noble_group is not None else "")
         )
 
 
@@ -297,7 +318,7 @@ class NobleLinear(_NobleBranch, nn.Linear):
         """(..., in_features) -> (..., out_features)."""
         if not self.branch_enabled:
             return nn.Linear.forward(self, x)
-        return self._noble(x, self.weight)
+        return self._noble(x)
 
 
 class NobleConv1D(_NobleBranch, Conv1D):
@@ -324,7 +345,11 @@ class NobleConv1D(_NobleBranch, Conv1D):
         """(..., nx) -> (..., nf)."""
         if not self.branch_enabled:
             return Conv1D.forward(self, x)
-        return self._noble(x, self.weight.t())
+        return self._noble(x)
+
+    def dense_weight(self) -> Tensor:
+        """(d_out, d_in)."""
+        return self.weight.t()
 
     __repr__ = nn.Module.__repr__
 
@@ -370,17 +395,19 @@ def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dic
         return configs, []
     shapes = {name: _shape(module) for name, module in modules.items()}
     groups = checked_groups(shapes)
-    for group in groups:
-        rank = min(config.rank_of(*shapes[name]) for name in group)
-        configs |= dict.fromkeys(group, replace(config, rank=rank, rank_ratio=None))
+    for names in groups:
+        rank = min(config.rank_of(*shapes[name]) for name in names)
+        configs |= dict.fromkeys(names, replace(config, rank=rank, rank_ratio=None))
     return configs, groups
 
 
 def _build_all(modules: Mapping[str, nn.Module], config: NobleConfig) -> dict[str, nn.Module]:
     configs, groups = _settled(modules, config)
     layers = {name: _build(module, configs[name]) for name, module in modules.items()}
-    for group in groups:
-        share([layers[name] for name in group])
+    for names in groups:
+        share([layers[name] for name in names])
+    if config.fuse_shared_inputs:
+        group(layers)
     return layers
 
 

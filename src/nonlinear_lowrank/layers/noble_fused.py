@@ -22,10 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..ops.cosnet import bottleneck_activation
 from .noble import NobleConv1D, NobleLinear
-from .noble_sharing import qkv_groups
+from .noble_group import input_groups
 from .swapping import replace_modules
-
-_GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class _Tensors(NamedTuple):
@@ -254,13 +252,7 @@ def fuse(model: nn.Module, *, shared_inputs: bool) -> int:
 
 def _groups(layers: dict[str, Any]) -> list[list[str]]:
     """Layers that read one input and have bottlenecks of one kind."""
-    found: list[Sequence[str]] = [*qkv_groups(layers)]
-    parents = dict.fromkeys(name.rpartition(".")[0] for name in layers)
-    for parent in parents:
-        for pair in _GATED:
-            names = [f"{parent}.{own}" if parent else own for own in pair]
-            if all(name in layers for name in names):
-                found.append(names)
+    found = input_groups(list(layers))
     return [list(group) for group in found if len({_kind(layers[name]) for name in group}) == 1]
 
 

@@ -44,7 +44,7 @@ class SharedDown:
     def product(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """x (..., d_in), cast where autocast does, and h (..., r); made anew unless another place has just done so."""
         down: Any = self.owner.noble_down
-        held, how = self._held, _circumstances(x, down)
+        held, how = self._held, circumstances(x, down)
         if held is None or held[0] is not x or held[1] != how or held[4] >> place & 1:
             cast, matrix = x, down
             device = x.device.type
@@ -56,7 +56,7 @@ class SharedDown:
         return held[2], held[3]
 
 
-def _circumstances(x: Tensor, down: Tensor) -> tuple[Any, ...]:
+def circumstances(x: Tensor, down: Tensor) -> tuple[Any, ...]:
     """What a product also depends on beside the identity of x."""
     if torch.compiler.is_compiling():
         return (torch.is_grad_enabled(),)  # one pass; nothing is held from one to the next

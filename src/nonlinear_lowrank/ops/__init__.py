@@ -1,6 +1,7 @@
 """Functions on tensors, one operator a file: reference forward, lean autograd, dispatch."""
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
+from .cosnet_group import noble_group, noble_group_reference
 from .kernels import use_kernels
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_linear_reference, lowrank_weight
 from .rational import rational, rational_anchored, rational_reference
@@ -29,6 +30,8 @@ __all__ = [
     "lowrank_linear_reference",
     "lowrank_weight",
     "noble_branch",
+    "noble_group",
+    "noble_group_reference",
     "noble_linear",
     "noble_linear_reference",
     "rational",

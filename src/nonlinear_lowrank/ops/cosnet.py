@@ -250,17 +250,24 @@ def _forward(
     x_TI = x.reshape(-1, x.shape[-1])
     y_TO = None if weight is None else F.linear(x_TI, weight, bias)
     h_TR = _product(x_TI, down, h).reshape(-1, up.shape[1])
-    if (fast := _kernel(h_TR, mixes, frequencies, phases, activation)) is not None:
-        u_TR = fast.forward(h_TR, mixes[0], frequencies, phases)
-    else:
-        u_TR = h_TR
-        for layer in range(len(mixes) + 1):
-            if layer > 0:
-                u_TR = F.linear(u_TR, mixes[layer - 1])
-            argument = _argument(u_TR, frequencies, phases, layer, activation)
-            u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
+    u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
     y_TO = F.linear(u_TR, up) if y_TO is None else y_TO.addmm_(u_TR, up.t())
     return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
+
+
+def bottleneck_forward(
+    h_TR: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
+) -> Tensor:
+    """`bottleneck` (T, r) without autograd, by the kernel where it can be."""
+    if (fast := _kernel(h_TR, mixes, frequencies, phases, activation)) is not None:
+        return fast.forward(h_TR, mixes[0], frequencies, phases)
+    u_TR = h_TR
+    for layer in range(len(mixes) + 1):
+        if layer > 0:
+            u_TR = F.linear(u_TR, mixes[layer - 1])
+        argument = _argument(u_TR, frequencies, phases, layer, activation)
+        u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
+    return u_TR
 
 
 def _kernel(
@@ -291,12 +298,7 @@ def _backward(
     The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
     """
     dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, up.shape[1])
-    rest = (mixes, frequencies, phases)
-    if (fast := _kernel(h_TR, *rest, activation)) is not None:
-        u, dh, dmix, dfrequencies, dphases = fast.backward(h_TR, dy_TO @ up, mixes[0], frequencies, phases)
-        dmixes = [dmix]
-    else:
-        u, dh, dmixes, dfrequencies, dphases = _bottleneck_backward(h_TR, dy_TO @ up, *rest, activation)
+    u, dh, dmixes, dfrequencies, dphases = bottleneck_backward(h_TR, dy_TO @ up, mixes, frequencies, phases, activation)
     dup = dy_TO.t() @ u
     del u
 
@@ -317,10 +319,19 @@ def _backward(
     return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
 
 
-def _bottleneck_backward(
+def bottleneck_backward(
     h: Tensor, du: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """The bottleneck's output u (recomputed), and the gradients of h, mixes, frequencies and phases."""
+    if (fast := _kernel(h, mixes, frequencies, phases, activation)) is not None:
+        u, dh, dmix, dfrequencies, dphases = fast.backward(h, du, mixes[0], frequencies, phases)
+        return u, dh, [dmix], dfrequencies, dphases
+    return _bottleneck_backward(h, du, mixes, frequencies, phases, activation)
+
+
+def _bottleneck_backward(
+    h: Tensor, du: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
     u = h
     for layer in range(len(mixes) + 1):
