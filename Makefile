@@ -1,6 +1,7 @@
 # make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
 # make test     the tests, 2 processes
 # make lint     style, format and types
+# make docs     the documentation with the API reference, into site/
 # make lock     write requirements.lock from the present environment
 #
 # Every target sets up .venv first when requirements.lock or pyproject.toml has changed since the last set-up.
@@ -21,10 +22,10 @@ DEMO_OUT ?= demo
 # No seed begins that would not end within so many minutes; the rest of ten is for preparing and drawing.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test test-all lint format lock clean
+.PHONY: help setup demo test test-all lint format docs lock clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -91,6 +92,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
 # The local part of torch's version (+cpu) is dropped, so that pip finds whichever build there is.
 lock: $(STAMP)
 	@{ sed -n '/^#/p;/^[^#]/q' requirements.lock; \
@@ -99,4 +103,4 @@ lock: $(STAMP)
 	@mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) build demo .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf $(VENV) build dist site demo .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

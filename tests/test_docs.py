@@ -1,0 +1,47 @@
+"""The documentation builds without a warning, and its reference has every public name."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nonlinear_lowrank
+from nonlinear_lowrank import analysis, hub, ops
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; a process of its own, since the builder changes logging and warnings."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_every_page_and_public_name_is_in_the_site(site):
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
+    for module in (nonlinear_lowrank, analysis, hub, ops):
+        short = module.__name__.rpartition(".")[2]
+        text = (site / "api" / f"{short}.html").read_text(encoding="utf-8")
+        for name in module.__all__:
+            if name not in ("analysis", "hub"):  # pages of their own
+                assert re.search(rf'id="{module.__name__}\.{name}"', text), (module.__name__, name)
+
+
+@pytest.mark.slow
+def test_the_front_page_is_the_readme_with_its_picture_and_links(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert "Two commands" in text
+    for picture in re.findall(r'<img[^>]* src="([^"]+\.png)"', text):
+        assert (site / picture).is_file(), picture
+    assert 'href="noble.html"' in text
+    assert "studies/llm_small/README.md</code>" in text  # outside of the site: its path, no link
+    assert 'href="docs/' not in text
