@@ -27,6 +27,7 @@ from torch import Tensor
 from .kernels import kernels
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
+"""Names of a bottleneck's nonlinearity."""
 
 _LEAKY_SLOPE = 0.01
 _PLAIN = {
