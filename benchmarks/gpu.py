@@ -9,6 +9,7 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
     operator    largest error of noble_linear and its gradients against the float64 formula, beside that of the plain
                 formula in the same type (at most twice it is asked for)
     step        the paper's base model: step time of NOBLE over the baseline at r = 64, 128, 256
+    fused       the same with fuse_shared_inputs: query, key and value together
     memory      the same model: bytes kept for backward and peak of a step
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
     peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
@@ -215,6 +216,15 @@ def step(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]
     return _measure(bench_step, StepBenchConfig(**sizes["step"]))
 
 
+def fused(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+    """The same with layers of one input together, compiled alone."""
+    return _measure(bench_step, StepBenchConfig(**sizes["step"] | {"fuse_shared_inputs": True, "modes": _first(sizes)}))
+
+
+def _first(sizes: dict[str, Sizes]) -> tuple[str, ...]:
+    return sizes["step"]["modes"][:1]
+
+
 def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Of the same model."""
     return _measure(bench_memory, MemoryBenchConfig(**sizes["step"]))
@@ -282,6 +292,7 @@ def _release() -> None:
 MEASUREMENTS: dict[str, Callable[[dict[str, Sizes], argparse.Namespace], dict[str, Any]]] = {
     "operator": operator,
     "step": step,
+    "fused": fused,
     "adapters": adapters,
     "peak": peak,
     "op": op,

@@ -190,6 +190,8 @@ def test_the_gpu_script_runs_on_the_cpu(tmp_path):
     for kinds in data["operator"].values():
         for name, error in kinds["noble_linear"].items():
             assert error <= 2 * kinds["plain formula"][name] + 1e-6, name
+    assert data["fused"]["config"]["fuse_shared_inputs"]
+    assert len(data["fused"]["rows"]) == len(data["step"]["rows"])
     assert {row["arm"] for row in data["adapters"]["rows"]} == {"sine-lora r=8", "sine-dora r=8", "dora r=8"}
     ratios = {row["arm"]: row["kept_ratio"] for row in data["peak"]["rows"]}
     assert ratios["sine-lora r=8"] <= 1.01
