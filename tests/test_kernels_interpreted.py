@@ -149,3 +149,17 @@ def test_sine_and_cosine_of_large_arguments():
     torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
     *_, dphases = load("cosnet").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
     torch.testing.assert_close(dphases[1].double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
+
+
+def test_the_kernels_that_ours_are_measured_against():
+    """KAT's way must be right to be a fair comparison."""
+    from nonlinear_lowrank.analysis import kat_kernel
+
+    x, dy = torch.randn(2, 5, 7, 24).unbind()
+    a, b = torch.randn(4, 6), torch.randn(4, 4)
+    leaves = [each.double().requires_grad_() for each in (x, a, b)]
+    expected = rational_reference(*leaves, "sum_of_abs")
+    torch.testing.assert_close(kat_kernel.forward(x, a, b).double(), expected, rtol=1e-4, atol=1e-5)
+    wanted = torch.autograd.grad(expected, leaves, dy.double())
+    for found, want in zip(kat_kernel.backward(dy, x, a, b), wanted, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-3, atol=1e-3)
