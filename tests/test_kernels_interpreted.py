@@ -10,6 +10,8 @@ from kernel_kit import compare, rational_pair, route
 from nonlinear_lowrank.ops import (
     SineFactors,
     effective_weight,
+    noble_group,
+    noble_group_reference,
     noble_linear,
     noble_linear_reference,
     rational,
@@ -149,6 +151,28 @@ def test_sine_and_cosine_of_large_arguments():
     torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
     *_, dphases = load("cosnet").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
     torch.testing.assert_close(dphases[1].double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
+
+
+def test_layers_of_one_input_by_the_kernels_of_each(calls):
+    x, dys = torch.randn(9, 7), [torch.randn(9, 5), torch.randn(9, 11)]
+    widths, rank = (5, 11), 3
+
+    def leaves(dtype):
+        generator = torch.Generator().manual_seed(3)
+        shapes = [*((w, 7) for w in widths), *((rank, 7) for _ in widths), *((w, rank) for w in widths)]
+        shapes += [(rank, rank)] * 2 + [(rank,)] * 8
+        return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+    def run(function, dtype):
+        own = leaves(dtype)
+        weights, downs, ups, mixes = own[:2], own[2:4], own[4:6], [[own[6]], [own[7]]]
+        frequencies, phases = [own[8:10], own[10:12]], [own[12:14], own[14:16]]
+        ys = function(x.to(dtype), weights, [None, None], downs, ups, mixes, frequencies, phases)
+        return [*ys, *torch.autograd.grad(ys, own, [dy.to(dtype) for dy in dys])]
+
+    for found, want in zip(run(noble_group, torch.float32), run(noble_group_reference, torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+    assert calls == ["cosnet"] * 4
 
 
 def test_the_kernels_that_ours_are_measured_against():
