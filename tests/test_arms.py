@@ -25,6 +25,10 @@ FORMS = {
     "noble:init=pretrained,frequency_range=0.5/1.5,dense_init=kaiming": Arm(
         method="noble", settings={"init": "pretrained", "frequency_range": [0.5, 1.5]}, dense_init="kaiming"
     ),
+    "rational": Arm(method="rational"),
+    "rational:groups=4,degrees=5/4,anchor=exact": Arm(
+        method="rational", settings={"groups": 4, "degrees": [5, 4], "anchor": "exact"}
+    ),
     "training_kit:poison": Arm(method="training_kit:poison"),
     "training_kit:poison,at=3,init=noble,lr=1e-05": Arm(
         method="training_kit:poison", settings={"at": 3}, dense_init="noble", lr=1e-5
@@ -63,6 +67,10 @@ def test_names_tell_arms_apart():
         ("noble:lr=fast", "lr must be a number"),
         ("noble:lr=-1", "lr must be"),
         ("baseline:rank=4", "no setting 'rank'"),
+        ("rational:rank=4", "no setting 'rank'; it has activation, groups"),
+        ("rational:groups=0", "groups must be a whole number"),
+        ("rational:budget=5%", "rational has no setting 'budget'"),
+        ("rational:select=query", "rational has no setting 'select'"),
         ("baseline:init=xavier", "unknown init"),
         ("baseline:name=a/b", "name 'a/b'"),
         ("no.such.module:change", "cannot import 'no.such.module'"),

@@ -71,7 +71,7 @@ def test_every_method_over_the_arm_it_belongs_to(family):
     assert set(rows) == {arm.name for arm in bench_arms(config.methods, config.ranks)} - {"baseline"}
     for row in rows.values():
         assert row.over == (
-            "baseline" if row.method in ("noble", "sine-lowrank", "nonlinear-query", "lora") else "lora r=4"
+            "baseline" if row.method in ("noble", "sine-lowrank", "nonlinear-query", "rational", "lora") else "lora r=4"
         )
         assert f"{row.arm}" in str(result)
     # sine-LoRA has LoRA's factors and forms its weight of them; DoRA and sine-DoRA add one number an output

@@ -344,6 +344,14 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     assert "bit-equal" not in out
     assert run(capsys, "generate", tmp_path / "up", "--prompt", "tree", "--max-new-tokens", "2")[0] == 0
     assert_refused(capsys, ["convert", tmp_path / "plain", tmp_path / "big", "--rank", "32"], "rank")
+    exact = ["--method", "rational", "--groups", "4", "--anchor", "exact"]
+    code, out, err = run(capsys, "convert", tmp_path / "plain", tmp_path / "rational", *exact)
+    assert code == 0, err
+    assert "bit-equal" in out
+    assert "activations swapped" in out
+    refused = ["convert", tmp_path / "plain", tmp_path / "s", "--method", "rational", "--rank", "4"]
+    assert_refused(capsys, refused, "--rank is not of --method rational")
+    assert_refused(capsys, ["convert", tmp_path / "plain", tmp_path / "s", "--groups", "4"], "--groups is not of")
     assert not (tmp_path / "big").exists()
 
 

@@ -35,6 +35,7 @@ FORMS = {
         qk_norm=True,
         lr=3e-3,
     ),
+    "noble:rank=16+rational": Arm(method="noble+rational", settings={"noble": {"rank": 16}, "rational": {}}),
     "noble:budget=5%": Arm(method="noble", settings={"budget": "5%"}),
     "noble:select=query/feed_forward,budget=9%flops": Arm(
         method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
@@ -97,6 +98,22 @@ def test_queries_are_nonlinear_and_every_other_linear_has_a_branch(family, text)
     assert all(parameter.grad.isfinite().all() for parameter in both.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.parametrize("text", ["noble:rank=4+rational:groups=4", f"rational:groups=4+{BOTH}"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rational_activations_go_with_methods_of_linears(family, text):
+    alone, both = (Arm.parse(each).apply(FAMILIES[family]()) for each in ("rational:groups=4", text))
+    kinds = {name: found.name for name, module in both.named_modules() if (found := method_of_layer(module))}
+    activations = {name for name, kind in kinds.items() if kind == "rational"}
+    assert activations == {name for name, module in alone.named_modules() if method_of_layer(module) is not None}
+    assert set(kinds.values()) == set(both_methods(text))
+    both(**batch(both)).logits.square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in both.parameters() if parameter.grad is not None)
+
+
+def both_methods(text):
+    return {part.partition(":")[0] for part in text.split("+")}
+
+
 def test_a_wider_mlp_comes_first_and_norms_come_last():
     model = Arm.parse("noble:rank=4+qk-norm+wide-mlp:ratio=2").apply(FAMILIES["opt"]())
     layer = model.model.decoder.layers[0]
@@ -138,7 +155,10 @@ def train(recipe, out, resume=False):
     return run_training(recipe, out, prepared=TEXT, resume=resume, quiet=True)
 
 
-RUNS = (f"{BOTH},qk_norm=true", f"{BOTH},optimizer=muon", "noble:budget=30%", "baseline:optimizer=muon")
+RUNS = (
+    *(f"{BOTH},qk_norm=true", f"{BOTH},optimizer=muon", "noble:budget=30%", "baseline:optimizer=muon"),
+    "noble:rank=4+rational:groups=4",
+)
 
 
 @pytest.mark.parametrize("build", [make_recipe, opt_recipe], ids=["glm", "opt"])

@@ -97,6 +97,26 @@ def test_paper_init_reports_the_shift(name, tmp_path):
         assert torch.equal(logits(dense, inputs), logits(model, inputs))
 
 
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activations_become_rational_and_the_weights_stay(name, anchor, tmp_path):
+    model = trained(FAMILIES[name])
+    model.save_pretrained(tmp_path / "plain")
+    report = convert(tmp_path / "plain", tmp_path / "out", nlr.RationalConfig(groups=4, anchor=anchor))
+    loaded = AUTO.get(name, AutoModelForCausalLM).from_pretrained(tmp_path / "out")
+    assert report.bit_equal == (anchor == "exact")
+    assert report.up_init is None
+    assert "up init" not in str(report)
+    inputs = batch(model)
+    assert report.bit_equal or 0 < report.difference < 1
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs)) == report.bit_equal
+    state = loaded.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(nlr.UserError, match="up_init='paper' is of NOBLE's"):
+        convert(tmp_path / "plain", tmp_path / "no", nlr.RationalConfig(), up_init="paper")
+    assert not (tmp_path / "no").exists()
+
+
 def test_models_of_text_and_images(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=4)

@@ -17,8 +17,9 @@ from nonlinear_lowrank import UserError
 from nonlinear_lowrank.augmentation import apply_saved
 from nonlinear_lowrank.hub import make_saveable
 from nonlinear_lowrank.layers import config_to_dict, rational_fit
-from nonlinear_lowrank.layers.rational import METHOD, RationalActivation, RationalConfig, formula_of
+from nonlinear_lowrank.layers.rational import METHOD, RationalActivation, RationalConfig
 from nonlinear_lowrank.layers.rational_fit import KINDS, compute, fit_rational
+from nonlinear_lowrank.layers.rational_sites import formula_of
 from nonlinear_lowrank.layers.rational_table import TABLE
 from nonlinear_lowrank.ops.activations import FORMULAS, KIND, activation
 from nonlinear_lowrank.ops.rational import FORMS
@@ -165,7 +166,7 @@ def test_every_activation_of_transformers_is_known_or_left():
 
 @pytest.mark.parametrize("anchor", ["none", "exact"])
 def test_groups_train_apart(anchor):
-    module = RationalActivation(RationalConfig(groups=4, anchor=anchor))
+    module = RationalActivation(RationalConfig(activation="gelu", groups=4, anchor=anchor))
     x = torch.randn(50, 16)
     y = module(x)
     y[:, 4:8].square().sum().backward()
@@ -176,8 +177,8 @@ def test_groups_train_apart(anchor):
 
 def test_channels_behind_the_batch():
     x = torch.randn(2, 8, 5, 3)
-    first = RationalActivation(RationalConfig(groups=4, channel_dim=1))
-    last = RationalActivation(RationalConfig(groups=4))
+    first = RationalActivation(RationalConfig(activation="gelu", groups=4, channel_dim=1))
+    last = RationalActivation(RationalConfig(activation="gelu", groups=4))
     with torch.no_grad():
         for parameter in last.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
@@ -187,7 +188,7 @@ def test_channels_behind_the_batch():
 
 @pytest.mark.parametrize("anchor", ["none", "exact"])
 def test_coefficients_stay_float32_in_a_16_bit_model(anchor):
-    model = nn.Sequential(nn.Linear(8, 16), RationalActivation(RationalConfig(anchor=anchor)))
+    model = nn.Sequential(nn.Linear(8, 16), RationalActivation(RationalConfig(activation="gelu", anchor=anchor)))
     before = {name: tensor.clone() for name, tensor in model[1].state_dict().items()}
     model.to(torch.bfloat16).half().bfloat16()
     assert model[0].weight.dtype == torch.bfloat16
@@ -201,19 +202,19 @@ def test_coefficients_stay_float32_in_a_16_bit_model(anchor):
 
 
 def test_meta_and_empty():
-    meta = RationalActivation(RationalConfig(anchor="exact"), device="meta")
+    meta = RationalActivation(RationalConfig(activation="gelu", anchor="exact"), device="meta")
     meta.to_empty(device="cpu")
     meta.reset_parameters()
     x = torch.randn(4, 8)
     assert torch.equal(meta(x), F.gelu(x))
     with torch.device("meta"):
-        assert RationalActivation(RationalConfig()).rational_numerator.is_meta
+        assert RationalActivation(RationalConfig(activation="silu")).rational_numerator.is_meta
 
 
 def test_compiles_whole():
     torch.compiler.reset()
-    for config in (RationalConfig(groups=2), RationalConfig(groups=2, anchor="exact", channel_dim=1)):
-        module = RationalActivation(config)
+    for more in ({}, {"anchor": "exact", "channel_dim": 1}):
+        module = RationalActivation(RationalConfig(activation="gelu", groups=2, **more))
         x = torch.randn(3, 8, 4)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), module(x))
@@ -234,7 +235,7 @@ def test_method_swaps_and_names_roles():
 def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
     model = zoo.vit().eval()
     names = [name for name, module in model.named_modules() if formula_of(module)]
-    config = RationalConfig(groups=4, anchor="exact")
+    config = RationalConfig(activation="gelu", groups=4, anchor="exact")
     entry = {"method": "rational", "config": config_to_dict(config), "modules": names}
     apply_saved(model, [entry])
     make_saveable(model, entry)
@@ -275,6 +276,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
         ({"tails": "flat"}, "tails must be one of"),
         ({"anchor": "maybe"}, "anchor must be one of"),
         ({"channel_dim": 2}, "channel_dim must be one of"),
+        ({"width": 0}, "width must be a whole number of at least 1"),
     ],
 )
 def test_wrong_settings_are_one_line(options, message):
@@ -289,4 +291,8 @@ def test_wrong_names_of_a_fit_are_one_line():
     with pytest.raises(UserError, match="unknown denominator form"):
         fit_rational("gelu", form="kat")
     with pytest.raises(UserError, match="10 channels do not divide into 8 groups"):
-        RationalActivation(RationalConfig())(torch.randn(2, 10))
+        RationalActivation(RationalConfig(activation="gelu"))(torch.randn(2, 10))
+    with pytest.raises(UserError, match="needs the function that it starts from"):
+        RationalActivation(RationalConfig())
+    with pytest.raises(UserError, match=r"16 channels is given \(2, 16, 8\), with them in an unexpected place"):
+        RationalActivation(RationalConfig(activation="gelu", width=16))(torch.randn(2, 16, 8))

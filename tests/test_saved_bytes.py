@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.analysis.saved import saved_bytes, saved_storages
-from nonlinear_lowrank.layers import NobleConfig, NobleLinear
+from nonlinear_lowrank.layers import NobleConfig, NobleLinear, RationalActivation, RationalConfig
 from nonlinear_lowrank.layers import noble as noble_layer
 from nonlinear_lowrank.ops.cosnet import noble_linear_reference
 
@@ -74,6 +74,16 @@ def test_conv1d_branch_keeps_h_alone():
     plain = _kept(Conv1D(D_OUT, D_IN), bf16=False, backend=None)
     branch = _kept(noble_layer.NobleConv1D(D_OUT, D_IN, config=config), bf16=False, backend=None)
     assert branch - plain == TOKENS * RANK * 4
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_a_rational_activation_keeps_its_input_alone(anchor, backend):
+    layer = RationalActivation(RationalConfig(activation="silu", groups=4, anchor=anchor))
+    torch._dynamo.reset()
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(7, 16, requires_grad=True)
+    assert saved_bytes(lambda x: run(x), x, parameters=[*layer.parameters(), *layer.buffers()]) == x.nbytes
 
 
 def test_storages_count_once_and_whole():

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from .augmentation import output_head_names
+from .choice import output_head_names
 from .errors import UserError
 from .layers import NobleConv1D, NobleLinear, RationalActivation, SineLowRankLinear
 from .layers.noble_fused import fuse

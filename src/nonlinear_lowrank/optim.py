@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from .augmentation import output_head_names
+from .choice import output_head_names
 from .errors import UserError
 from .layers import METHODS, Role, method_of_layer
 

@@ -108,6 +108,10 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
 
     # What it gets.
 
+    def original(self) -> nn.Module:
+        """The module that adapters were put around, as it was before any."""
+        return self.get_base_layer()
+
     def update_layer(self, name: str, config: AdapterConfig) -> None:
         """Adds an adapter.
 

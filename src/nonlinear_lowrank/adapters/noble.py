@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layers import NobleConfig, Role
+from ..layers.matrix import Matrix, matrix_of
 from ..layers.noble import Activation
 from ..ops.cosnet import noble_branch, noble_linear
 from .config import AdapterConfig, check_dropout, check_whole
 from .tuner import AdapterModel
-from .weights import Matrix, WeightLayer, matrix_of
+from .weights import WeightLayer
 
 
 @dataclass

@@ -20,18 +20,20 @@ from peft.tuners.tuners_utils import (
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
-from ..augmentation import after_augment, output_head_names
+from ..augmentation import after_augment
+from ..choice import output_head_names
 from ..errors import UserError
 from ..layers import config_to_dict
+from ..layers.matrix import Matrix, matrix_of
 from ..layers.rational import RationalActivation, RationalConfig
-from .activations import Survey, survey
+from ..layers.rational_sites import Survey, survey
 from .base import AdapterLayer
 from .nora_activation import NoraActivation
 from .nora_config import ALL_ACTIVATIONS, ALL_LINEAR, NoraConfig
 from .nora_lora import NoraLoraLinear, NoraSineLinear
 from .nora_report import NoraReport
 from .tuner import AdapterModel, NoTargetError
-from .weights import Matrix, WeightLayer, matrix_of
+from .weights import WeightLayer
 
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
 
@@ -151,7 +153,7 @@ class NoraModel(AdapterModel):
                 raise UserError(f"{name} has LoRA of an adapter with lora_sine={not config.lora_sine}; use the same")
             return
         if site.bypassed:
-            raise UserError(site.bypassed)
+            raise UserError(f"{site.bypassed}, or name the activation in exclude_modules")
         if site.width is not None and site.width % config.groups:
             raise UserError(
                 f"groups={config.groups} do not divide the {site.width} channels of {name}; choose groups that do "

@@ -30,7 +30,7 @@ from ..errors import UserError
 from ..layers import Role
 from ..layers.rational import RationalActivation, RationalConfig
 from ..layers.rational_fit import check_range, fit_rational
-from .activations import Site
+from ..layers.rational_sites import Site
 from .base import AdapterLayer
 from .nora_config import NoraConfig
 
@@ -61,7 +61,7 @@ class NoraActivation(AdapterLayer):
         self._settings: dict[str, RationalConfig] = {}
 
     def original(self) -> nn.Module:
-        """The activation as it was before any adapter."""
+        """As in `AdapterLayer`, also while adapters are merged into it."""
         return self._original[0] if self._original else self.base_layer
 
     # An adapter's tensors.
@@ -210,7 +210,7 @@ class NoraActivation(AdapterLayer):
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """As in `AdapterLayer`; keeps x and the coefficients for backward."""
         settings = self.rational(names[0])
-        if self.width is not None and x.shape[settings.channel_dim] != self.width and self.width in x.shape[1:]:
+        if self.width is not None and x.shape[settings.dim] != self.width and self.width in x.shape[1:]:
             raise UserError(
                 f"the activation behind {type(self._neighbour[0]).__name__} has {self.width} channels and is given "
                 f"{tuple(x.shape)}, with them in an unexpected place; leave it out with exclude_modules"

@@ -14,9 +14,10 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..layers.matrix import Matrix, matrix_of
 from .base import BASE_ROWS, AdapterLayer, check_adapter_name
 from .config import AdapterConfig
-from .weights import Matrix, WeightLayer, matrix_of
+from .weights import WeightLayer
 
 
 class NoTargetError(UserError, NoMatchingPeftModuleError):
@@ -34,7 +35,7 @@ class AdapterModel(BaseTuner):
     tuner_layer_cls = AdapterLayer
     target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
-    """The layer for each kind of `weights.Matrix` that the method takes."""
+    """The layer for each kind of `layers.matrix.Matrix` that the method takes."""
 
     # What a method may narrow.
 

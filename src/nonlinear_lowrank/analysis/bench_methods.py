@@ -5,6 +5,7 @@
 | noble           | NOBLE branches on every linear              | everything       | baseline |
 | sine-lowrank    | sine low-rank weights in the feed-forwards  | everything       | baseline |
 | nonlinear-query | nonlinear queries; takes no rank            | everything       | baseline |
+| rational        | rational activations, 8 groups; no rank     | everything       | baseline |
 | lora            | peft's, on every linear but the head        | the adapters     | baseline |
 | dora            | peft's                                      | the adapters     | lora     |
 | peanut          | peft's own nonlinear adapter                | the adapters     | lora     |
@@ -30,7 +31,7 @@ from torch import nn
 
 from ..augmentation import augment
 from ..errors import UserError
-from ..layers import NobleConfig, NonlinearQueryConfig, SineLowRankConfig
+from ..layers import NobleConfig, NonlinearQueryConfig, RationalConfig, SineLowRankConfig
 
 Branches = Callable[[int], NobleConfig]
 
@@ -135,10 +136,16 @@ def _nonlinear_query(model: nn.Module, _rank: int, _branches: Branches) -> nn.Mo
     return model
 
 
+def _rational(model: nn.Module, _rank: int, _branches: Branches) -> nn.Module:
+    augment(model, RationalConfig(groups=GROUPS), verbose=False)
+    return model
+
+
 METHODS = {
     "noble": BenchMethod(name="noble", apply=_noble),
     "sine-lowrank": BenchMethod(name="sine-lowrank", apply=_sine_lowrank),
     "nonlinear-query": BenchMethod(name="nonlinear-query", ranked=False, apply=_nonlinear_query),
+    "rational": BenchMethod(name="rational", ranked=False, apply=_rational),
     **{
         name: BenchMethod(name=name, over=BASELINE if name == LORA else LORA, frozen=True, apply=_adapter(name))
         for name in ADAPTERS

@@ -302,7 +302,7 @@ def _sine(config: OpBenchConfig) -> list[OpArm]:
 
 def _coefficients(config: OpBenchConfig, form: Any) -> tuple[RationalConfig, Tensor, Tensor]:
     """A rational activation's settings and GELU's fit, one row a group."""
-    rational_config = RationalConfig(groups=config.groups, form=form)
+    rational_config = RationalConfig(activation="gelu", groups=config.groups, form=form)
     fit = rational_config.fit()
     a, b = (
         torch.tensor(values, dtype=torch.float32).repeat(config.groups, 1).requires_grad_()

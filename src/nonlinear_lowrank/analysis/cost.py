@@ -11,14 +11,15 @@ Nothing is run and nothing is read but shapes, so a model on the meta device wil
 | attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
 |                             | kernel that skips its upper half computes half of it)                    |
 | patch embedding             | 2 x its weights                                                          |
-| everything else             | 0: embeddings look up, norms and activations are elementwise             |
+| everything else             | 0: embeddings look up, norms and activations (rational ones too) are     |
+|                             | elementwise                                                              |
 
 Every linear counts for every token. So a classifier that sees one position of the sequence is overstated.
 The backward pass costs twice the forward.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..augmentation import output_head_names
+from ..choice import output_head_names
 from ..errors import UserError
 from ..layers import method_of_layer
 
@@ -165,7 +166,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
                 notes.append(f"attention of {name} ({type(module).__name__}) is not counted: no head sizes found")
             else:
                 flops += 4 * sequence_length * width
-        if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module):
+        if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module, added):
             notes.append(f"FLOPs of {name or 'the model'} ({type(module).__name__}) are not counted")
         if parameters or flops:
             rows.append(
@@ -194,14 +195,15 @@ def _dense_flops(module: nn.Module) -> int:
     return 0
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
     """Convolutions, experts and the like: parameters that surely take part in products.
 
-    A leading 1 marks a token, a position table or the like, which is added.
+    Methods know the FLOPs of theirs. A leading 1 marks a token, a position table or the like, which is added.
     """
     return any(
         parameter.ndim >= 2 and parameter.shape[0] > 1 and "position" not in name and "embed" not in name
         for name, parameter in module.named_parameters(recurse=False)
+        if name not in known
     )
 
 

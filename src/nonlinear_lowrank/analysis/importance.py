@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..augmentation import output_head_names
+from ..choice import output_head_names
 from ..errors import UserError
 
 Score = Literal["gradient", "activation"]

@@ -1,10 +1,11 @@
-"""`nlr convert IN OUT`: a trained plain checkpoint, with branches added."""
+"""`nlr convert IN OUT`: a trained plain checkpoint, with branches added, or its activations rational functions."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
+from ..errors import UserError
 from .checkpoint import find_model
 from .options import parse
 
@@ -17,8 +18,8 @@ class ConvertOptions:
     """A plain model's folder."""
     output: Positional[str]
     """Where the augmented model goes; must be empty or new."""
-    method: Literal["noble"] = "noble"
-    """Which branches."""
+    method: Literal["noble", "rational"] = "noble"
+    """noble: branches beside the linears; rational: activations become rational functions."""
     rank: int = 64
     """Width of the bottleneck; must stay below min(d_in, d_out) of every linear."""
     rank_ratio: float | None = None
@@ -35,12 +36,29 @@ class ConvertOptions:
     """A bias after the up projection."""
     up_init: Literal["zero", "paper"] = "zero"
     """zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
+    groups: int = 8
+    """rational: groups of channels with coefficients of their own; must divide the widths."""
+    anchor: Literal["none", "exact"] = "none"
+    """rational: none: the outputs move by the error of the fit; exact: they stay bit-equal."""
+    form: Literal["abs_of_sum", "sum_of_abs"] = "abs_of_sum"
+    """rational: the denominator, as in docs/rational.md."""
+    tails: Literal["linear", "rational"] = "linear"
+    """rational: how it goes on beyond the range of the fit."""
+    fit_range: float = 10.0
+    """rational: the fit is good on [-L, L]."""
     include: tuple[str, ...] = ()
-    """Regular expressions that a linear's whole name must match; default: all but the output head."""
+    """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()
     """Regular expressions of names to leave alone."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in the output folder first."""
+
+
+_FIELDS = {
+    "noble": ("rank", "rank_ratio", "activation", "depth", "fusion", "share_down", "up_bias"),
+    "rational": ("groups", "anchor", "form", "tails", "fit_range"),
+}
+"""Options that are fields of a method's config."""
 
 
 def run(arguments: list[str]) -> None:
@@ -49,24 +67,19 @@ def run(arguments: list[str]) -> None:
         ConvertOptions,
         arguments,
         command="convert",
-        description="Add branches to a trained checkpoint; the dense weights stay as they are.",
+        description="Add branches to a trained checkpoint, or make its activations rational functions; the dense "
+        "weights stay as they are.",
     )
+    _check_method(options)
     folder = find_model(options.input)
 
     from pathlib import Path
 
     from ..hub import convert
-    from ..layers import NobleConfig
+    from ..layers import NobleConfig, RationalConfig
 
-    config = NobleConfig(
-        rank=options.rank,
-        rank_ratio=options.rank_ratio,
-        activation=options.activation,
-        depth=options.depth,
-        fusion=options.fusion,
-        share_down=options.share_down,
-        up_bias=options.up_bias,
-    )
+    config_class: Any = NobleConfig if options.method == "noble" else RationalConfig
+    config = config_class(**{name: getattr(options, name) for name in _FIELDS[options.method]})
     report = convert(
         folder,
         Path(options.output),
@@ -77,3 +90,12 @@ def run(arguments: list[str]) -> None:
         overwrite=options.overwrite,
     )
     print(report)
+
+
+def _check_method(options: ConvertOptions) -> None:
+    """Refuses what is given for another method: it would do nothing."""
+    defaults = {each.name: each.default for each in fields(ConvertOptions)}
+    others = {"noble": (*_FIELDS["rational"],), "rational": (*_FIELDS["noble"], "up_init")}[options.method]
+    for name in others:
+        if getattr(options, name) != defaults[name]:
+            raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; leave it out")

@@ -117,7 +117,9 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"the config field {FIELD!r} must be a list of methods, not {entries!r}")
     # A classifier builds its backbone by AutoModel, which has put the layers in already.
-    plain = {name for name, module in model.named_modules() if method_of_layer(module) is None}
+    # Places that share a module are places of their own.
+    modules = model.named_modules(remove_duplicate=False)
+    plain = {name for name, module in modules if method_of_layer(module) is None}
     prefix = model.base_model_prefix + "."
     resolved = []
     for entry in entries:

@@ -1,9 +1,10 @@
 """Up-cycling: a plain checkpoint becomes an augmented one that starts where the plain one stands.
 
-The dense weights are kept. With up_init="zero" the up projections start at zero, so the outputs are
+The dense weights are kept. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are
 bit-equal; with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the
-outputs. Either way the difference is measured, between the input folder's model and the one that is
-loaded again from what was written.
+outputs. Rational activations: bit-equal with anchor="exact", else the outputs move by the error of the fit. In
+every case the difference is measured, between the input folder's model and the one that is loaded again from what
+was written.
 """
 
 import shutil
@@ -20,7 +21,7 @@ from transformers import initialization as init
 
 from ..augmentation import AugmentReport, augment
 from ..errors import UserError
-from ..layers import method_of_config
+from ..layers import NobleConfig, method_of_config
 from ..storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
@@ -38,7 +39,8 @@ class ConvertReport:
 
     output: Path
     augmented: AugmentReport
-    up_init: str
+    up_init: str | None
+    """Of NOBLE's branches; None: there are none."""
     difference: float
     """Largest absolute difference of the outputs on random inputs, after writing and loading again."""
     bit_equal: bool
@@ -50,10 +52,11 @@ class ConvertReport:
 
     def __str__(self) -> str:
         verdict = "bit-equal" if self.bit_equal else f"max |difference| {self.difference:.3e}"
+        start = f"up init {self.up_init}: " if self.up_init is not None else ""
         return "\n".join(
             [
                 str(self.augmented),
-                f"up init {self.up_init}: {self.measured} before and after: {verdict}",
+                f"{start}{self.measured} before and after: {verdict}",
                 f"copied {', '.join(self.copied) or 'no other files'}",
                 f"written to {self.output}",
             ]
@@ -78,8 +81,9 @@ def convert(
     Args:
         input_dir: a plain model as save_pretrained writes it, safetensors only.
         output_dir: new or empty, unless overwrite.
-        config: a method's config, e.g. `NobleConfig(rank=64)`; its `init` is set to "pretrained".
-        up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch.
+        config: a method's config that keeps weights, `NobleConfig(rank=64)`, whose `init` is set to "pretrained",
+            or `RationalConfig(groups=8)`.
+        up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch; NOBLE's alone.
         include: as in `augment`.
         exclude: as in `augment`.
         overwrite: replace what is in output_dir.
@@ -95,7 +99,12 @@ def convert(
     if up_init not in ("zero", "paper"):
         raise UserError(f"up_init must be 'zero' or 'paper', not {up_init!r}")
     if (method := method_of_config(config)) is not None and method.plain is not None:
-        raise UserError(f"{method.name} does away with trained weights, which convert keeps; use NobleConfig")
+        raise UserError(
+            f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"
+        )
+    branches = isinstance(config, NobleConfig)
+    if up_init == "paper" and not branches:
+        raise UserError("up_init='paper' is of NOBLE's up projections; leave it out")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     _check_output(source, output, overwrite)
     if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):
@@ -104,7 +113,8 @@ def convert(
     model = load_model(source, **load)
     inputs = random_inputs(model)
     before, measured = first_output(model, inputs)
-    report = augment(model, replace(config, init="pretrained"), include=include, exclude=exclude, verbose=False)
+    settings = replace(config, init="pretrained") if branches else config
+    report = augment(model, settings, include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
         for layer in augmented_layers(model):
             _draw_up(layer, config)
@@ -116,7 +126,7 @@ def convert(
     return ConvertReport(
         output=output,
         augmented=report,
-        up_init=up_init,
+        up_init=up_init if branches else None,
         difference=(after.double() - before.double()).abs().max().item(),
         bit_equal=torch.equal(before, after),
         measured=measured,

@@ -1,7 +1,7 @@
 """Modules, one method a file. A new method is one file here and one row of `METHODS`."""
 
 from . import noble, qk_norm, query, rational, sine
-from .method import Method, PlainCost, Role, config_from_dict, config_to_dict
+from .method import Findings, Method, PlainCost, Role, Target, config_from_dict, config_to_dict
 from .noble import NobleConfig, NobleConv1D, NobleLinear
 from .qk_norm import QKNormConfig, QKNormProjection
 from .query import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig
@@ -9,12 +9,9 @@ from .rational import RationalActivation, RationalConfig
 from .sine import SineLowRankConfig, SineLowRankLinear
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (noble.METHOD, sine.METHOD, query.METHOD, qk_norm.METHOD)
+    method.name: method for method in (noble.METHOD, sine.METHOD, query.METHOD, qk_norm.METHOD, rational.METHOD)
 }
 """Every method that `augment` puts into a model, by its name."""
-
-SAVED_METHODS: dict[str, Method] = {**METHODS, rational.METHOD.name: rational.METHOD}
-"""Every method whose layers a saved model may hold; rational activations come from merging NoRA."""
 
 
 def method_of_config(config: object) -> Method | None:
@@ -24,12 +21,12 @@ def method_of_config(config: object) -> Method | None:
 
 def method_of_layer(module: object) -> Method | None:
     """The method that put this module in place, or None for a plain module."""
-    return next((method for method in SAVED_METHODS.values() if isinstance(module, method.layer_types)), None)
+    return next((method for method in METHODS.values() if isinstance(module, method.layer_types)), None)
 
 
 __all__ = [
     "METHODS",
-    "SAVED_METHODS",
+    "Findings",
     "Method",
     "NobleConfig",
     "NobleConv1D",
@@ -45,6 +42,7 @@ __all__ = [
     "Role",
     "SineLowRankConfig",
     "SineLowRankLinear",
+    "Target",
     "config_from_dict",
     "config_to_dict",
     "method_of_config",

@@ -1,9 +1,10 @@
 """What a method must say of itself so that surgery, optimizer, files and reports can serve it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import UserError
@@ -33,6 +34,32 @@ class PlainCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target:
+    """One module that a method can take, where the method finds its modules itself."""
+
+    config: Any
+    """The user's, with what is left open in it settled for this place."""
+    said: str
+    """What is put there, for the report."""
+    device: torch.device | None = None
+    """Where the new layer goes; None: the default."""
+    aside: str = ""
+    """Why it is left alone unless the user names it; empty: it is taken."""
+    refused: str = ""
+    """Why it cannot be taken, with the mend: an error when it is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a model has for a method."""
+
+    targets: Mapping[str, Target]
+    """By dotted name, in the model's order. Each place is one of its own, also where places share a module."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """What can never be taken, and why; "" is the model itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to swap modules. `augment`, `param_groups` and `hub` know methods only through this."""
 
@@ -46,6 +73,11 @@ class Method:
     """Whether the method can take this (plain) module's place."""
     check: Callable[[str, nn.Module, Any], None]
     """(module name, module, config): raises UserError before anything is changed."""
+    takes: str = "linear"
+    """What its targets are called in messages."""
+    find: Callable[[nn.Module, Any], Findings] | None = None
+    """(model, config): what the model has for it, for a method that takes other modules than linears; raises UserError
+    where the model as a whole cannot be."""
     build: Callable[[str, nn.Module, Any], nn.Module]
     """(module name, plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
     build_all: Callable[[Mapping[str, nn.Module], Any], Mapping[str, nn.Module]] | None = None

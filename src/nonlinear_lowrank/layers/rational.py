@@ -17,19 +17,19 @@ Source: nora.txt, section 3, equations (6)-(8); anchor and tails are ours.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import activations as hf
 from transformers import initialization as init
 
 from ..errors import UserError
 from ..ops.activations import FORMULAS
 from ..ops.rational import FORMS, LinearTails, denominator_size, rational, rational_anchored
-from .method import Method, Role
+from .method import Findings, Method, Role, Target
 from .rational_fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
+from .rational_sites import Site, formula_of, survey
 
 Form = Literal["abs_of_sum", "sum_of_abs"]
 Tails = Literal["linear", "rational"]
@@ -46,8 +46,9 @@ class RationalConfig:
 
     method: ClassVar[str] = "rational"
 
-    activation: str = "gelu"
-    """What it stands for: one of `ops.activations.FORMULAS`."""
+    activation: str | None = None
+    """What it is fitted to: one of `ops.activations.FORMULAS`. None: in a model that is augmented, each activation's
+    own function; a module of its own needs it."""
     groups: int = 8
     """G, contiguous groups of channels with coefficients of their own; must divide the width."""
     degrees: tuple[int, int] = (5, 4)
@@ -62,35 +63,58 @@ class RationalConfig:
     on, which leaves the activation quickly (both tails of an even denominator share one slope)."""
     anchor: Anchor = "none"
     """"none": R(x), the paper's. "exact": f(x) + (R(x) - R(x; fit)), which starts bit-equal to f."""
-    channel_dim: Literal[-1, 1] = -1
-    """Where the channels are: last, or behind the batch."""
+    channel_dim: Literal[-1, 1] | None = None
+    """Where the channels are: last, or behind the batch. None: in a model that is augmented, as the layers around an
+    activation tell; else last."""
+    width: int | None = None
+    """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
 
     def __post_init__(self) -> None:
         low, high = check_range(self.fit_range)
         object.__setattr__(self, "fit_range", (low, high))
         object.__setattr__(self, "degrees", check_degrees(self.degrees))
         for name, known in (
-            ("activation", FORMULAS),
+            ("activation", (*FORMULAS, None)),
             ("form", FORMS),
             ("tails", ("linear", "rational")),
             ("anchor", ("none", "exact")),
-            ("channel_dim", (-1, 1)),
+            ("channel_dim", (-1, 1, None)),
         ):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} must be one of {', '.join(map(repr, known))}, not {getattr(self, name)!r}")
-        if not isinstance(self.groups, int) or isinstance(self.groups, bool) or self.groups < 1:
-            raise UserError(f"groups must be a whole number of at least 1, not {self.groups!r}")
+        for name in ("groups", "width"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and (name == "groups" or value is not None):
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
 
     def fit(self) -> RationalFit:
-        """The fit that the coefficients start from."""
-        return fit_rational(self.activation, form=self.form, degrees=self.degrees, fit_range=self.fit_range)
+        """The fit that the coefficients start from.
+
+        Raises:
+            UserError: it is not said what to fit.
+        """
+        return fit_rational(self._formula(), form=self.form, degrees=self.degrees, fit_range=self.fit_range)
 
     # Settings never change, and torch.compile(dynamic=True) would make symbols of their floats.
     @torch.compiler.assume_constant_result
     def straight_tails(self) -> LinearTails | None:
         """The operator's `tails`."""
         low, high = self.fit_range  # type: ignore[misc]
-        return straight_tails(self.activation, (low, high)) if self.tails == "linear" else None
+        return straight_tails(self._formula(), (low, high)) if self.tails == "linear" else None
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the channels: `channel_dim`, the last where that is open."""
+        return self.channel_dim or -1
+
+    def _formula(self) -> str:
+        if self.activation is None:
+            raise UserError(
+                "a rational activation by itself needs the function that it starts from, as in "
+                'RationalConfig(activation="gelu"); in a model, nlr.augment takes each activation\'s own'
+            )
+        return self.activation
 
     def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor, base: tuple[Tensor, Tensor] | None) -> Tensor:
         """The activation with given coefficients.
@@ -105,15 +129,25 @@ class RationalConfig:
             Of the shape and type of x.
 
         Raises:
-            UserError: the groups do not divide the channels.
+            UserError: the groups do not divide the channels, or these are not where they should be.
         """
-        last = x if self.channel_dim == -1 else x.movedim(1, -1)
+        behind_batch = self.dim == 1
+        if self.width is not None and x.shape[self.dim] != self.width and self.width in x.shape[1:]:
+            raise UserError(
+                f"a rational activation of {self.width} channels is given {tuple(x.shape)}, with them in an unexpected "
+                "place; leave it out with exclude=, or say where they are with channel_dim="
+            )
+        last = x.movedim(1, -1) if behind_batch else x
         tails = self.straight_tails()
         if base is None:
             y = rational(last, numerator, denominator, self.form, tails)
         else:
-            y = rational_anchored(last, numerator, denominator, *base, self.activation, self.form, tails)
-        return y if self.channel_dim == -1 else y.movedim(-1, 1)
+            y = rational_anchored(last, numerator, denominator, *base, self._formula(), self.form, tails)
+        if not behind_batch:
+            return y
+        y = y.movedim(-1, 1)
+        # In the plain activation's layout: a convolution of another one is another algorithm, rounded otherwise.
+        return y.contiguous() if x.is_contiguous() else y
 
 
 class RationalActivation(nn.Module):
@@ -122,6 +156,9 @@ class RationalActivation(nn.Module):
     Args:
         config: its settings.
         device: of the coefficients, which are float32.
+
+    Raises:
+        UserError: the config does not say what it is fitted to.
     """
 
     rational_numerator: nn.Parameter
@@ -131,6 +168,7 @@ class RationalActivation(nn.Module):
 
     def __init__(self, config: RationalConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
+        config.fit()  # on meta too, where nothing is drawn: a wrong config is told at once
         self.rational_config = config
         m, n = config.degrees
         for side, terms in (("numerator", m + 1), ("denominator", denominator_size(n, config.form))):
@@ -185,32 +223,57 @@ class RationalActivation(nn.Module):
         )
 
 
-def formula_of(module: nn.Module) -> str | None:
-    """The formula of `ops.activations` that a module computes; None if it is not an activation we have a fit for."""
-    kind = type(module)
-    if kind is hf.GELUActivation:
-        return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"
-    if kind is hf.GELUTanh:
-        return "gelu_new" if module.act == getattr(module, "_gelu_tanh_python", None) else "gelu_tanh"
-    if kind is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return _FORMULAS.get(kind)
+def _find(model: nn.Module, config: RationalConfig) -> Findings:
+    """Every activation of a model; see `rational_sites`."""
+    seen = survey(model)
+    if seen.adapters:
+        raise UserError(
+            f"{seen.adapters[0] or 'the model'} has adapters; augment the model before they go on, or tune activations "
+            "as an adapter too (nlr.NoraConfig)"
+        )
+    targets = {name: _target(name, site, config) for name, site in seen.sites.items()}
+    for name, site in seen.aside.items():
+        targets[name] = replace(_target(name, site, config), aside=seen.left[name])
+    functions = {name: f"{what}; a function cannot be swapped" for name, what in seen.functional.items()}
+    return Findings(targets=targets, left=seen.unfit | functions)
 
 
-_FORMULAS: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Sigmoid: "sigmoid",
-    nn.Tanh: "tanh",
-    hf.AccurateGELUActivation: "gelu_new",
-    hf.FastGELUActivation: "gelu_fast",
-    hf.NewGELUActivation: "gelu_new",
-    hf.QuickGELUActivation: "quick_gelu",
-    hf.SiLUActivation: "silu",
-}
+def _target(name: str, site: Site, config: RationalConfig) -> Target:
+    settled = replace(
+        config,
+        activation=config.activation or site.formula,
+        channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
+        width=config.width or site.width,
+    )
+    refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
+    if isinstance(site.module, RationalActivation):
+        refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
+    of = "" if settled.activation == site.formula else f" in place of {site.formula}"
+    return Target(
+        config=settled,
+        said=f"{settled.fit()}{of}, {settled.groups} groups of {settled.width or '?'} channels",
+        device=_device(site),
+        refused=refused,
+    )
+
+
+def _device(site: Site) -> torch.device | None:
+    """An activation has no weight to tell its own."""
+    weight = getattr(site.neighbour, "weight", None)
+    return weight.device if isinstance(weight, Tensor) else None
+
+
+def _check(name: str, module: nn.Module, config: RationalConfig) -> None:
+    if config.width is not None and config.width % config.groups:
+        raise UserError(
+            f"groups={config.groups} do not divide the {config.width} channels of {name}; choose groups that do, or "
+            "leave it out with exclude="
+        )
 
 
 def _build(module: nn.Module, config: RationalConfig) -> nn.Module:
+    if config.activation is None:
+        config = replace(config, activation=formula_of(module))
     return RationalActivation(config).train(module.training)
 
 
@@ -221,19 +284,18 @@ def _roles(module: nn.Module) -> Mapping[str, Role]:
     }
 
 
-def _check(name: str, module: nn.Module, config: Any) -> None:
-    """Nothing: the width that the groups must divide is not known here; the operator checks it."""
-
-
 METHOD = Method(
     name=RationalConfig.method,
     config_class=RationalConfig,
     layer_types=(RationalActivation,),
+    takes="activation",
+    find=_find,
     is_target=lambda module: formula_of(module) is not None or isinstance(module, RationalActivation),
     check=_check,
     build=lambda name, module, config: _build(module, config),
     roles=_roles,
     # Elementwise work does not count, neither here nor in the plain activation.
     flops=lambda module: 0,
+    tensor_parallel=False,  # a device's share of the channels has other groups
     float32=tuple(f"rational_{base}{side}" for base in ("", "base_") for side in ("numerator", "denominator")),
 )

@@ -52,6 +52,7 @@ class Unchanged:
 
 # Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
 _CHOICES = ("include", "exclude", "select", "budget")
+_OF_LINEARS = ("select", "budget")
 _ALIASES = {"r": "rank"}
 _SHORT = {
     "rank": "r",
@@ -68,8 +69,9 @@ _SHORT = {
 class Augmented:
     """A method that swaps modules of the model (`layers.METHODS`), or a control made of one.
 
-    Beside the fields of the method's config, an arm may say `include=`, `exclude=` and `budget=` (in place of the
-    rank), as in `augment`, and `select=query/feed_forward`: parts of a block by `analysis.part_of`.
+    Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`; one that takes
+    linears also `budget=` (in place of the rank), and `select=query/feed_forward`: parts of a block by
+    `analysis.part_of`.
     """
 
     method: Method
@@ -97,7 +99,8 @@ class Augmented:
         return 2 if self.method.include is None else 1
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        known = (*self._fields(), *_CHOICES)
+        choices = _CHOICES if self.method.find is None else [each for each in _CHOICES if each not in _OF_LINEARS]
+        known = (*self._fields(), *choices)
         full = {_ALIASES.get(key, key) if key not in known else key: value for key, value in settings.items()}
         for key in full:
             if key not in known:

@@ -1,7 +1,8 @@
 """Finds a model's activation modules: which can become rational functions, and which stay and why.
 
 Found by type: transformers' ACT2FN classes and torch.nn's. A found one is a `Site`, with the width of what it is
-given where the neighbouring matrices or the config tell. Left and named:
+given where the neighbouring matrices or the config tell. One module that several places hold is a site in each of
+them, since they need not stay alike. Left and named:
 
 - activations of poolers and heads (outside the backbone, or named so): the methods adapt the network's body;
 - activations that we have no fit for;
@@ -10,27 +11,22 @@ given where the neighbouring matrices or the config tell. Left and named:
 
 A module that is found but that its parent's forward does not read is bypassed (a fused MLP): swapping it would do
 nothing, so the site says so.
+
+Adapters of peft's protocol are looked through where they tell what they were put around (`original()`, ours), and
+hide what is in them where they do not. peft itself is not imported.
 """
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.activations import ACT2CLS
+from transformers import activations as hf
 
-from ..layers.rational import RationalActivation, formula_of
-from .base import AdapterLayer
-from .weights import matrix_of
+from .forward_code import functions_called, why_bypassed
+from .matrix import matrix_of
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
@@ -40,22 +36,28 @@ _CONVOLUTIONS = (
 )
 _NORMS_BEHIND_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm2d)
 
-_PLAIN_FUNCTIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "quick_gelu", "leaky_relu", "elu", "mish", "softplus"}
-_CLASSES = {"ReLU", "GELU", "SiLU", "Tanh", "Sigmoid"}
-_TABLES = {"ACT2FN", "get_activation"}
 # Activations by type that are not in ACT2FN; softmax and its like are none.
 _OTHER_ACTIVATIONS = (
     *(nn.ELU, nn.CELU, nn.SELU, nn.GLU, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.RReLU, nn.Softplus),
     *(nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.Hardshrink, nn.Threshold, nn.PReLU, nn.GELU),
 )
 _KNOWN_ACTIVATIONS: Any = (
-    *(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()),
+    *(each[0] if isinstance(each, tuple) else each for each in hf.ACT2CLS.values()),
     *_OTHER_ACTIVATIONS,
 )
 # Leaves of models' own classes that are activations by name (BloomGelu).
 _NAMED_LIKE = re.compile(r"gelu|relu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE)
-_FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.relu: "relu", F.tanh: "tanh"}
-_BASES = ("transformers.modeling_utils", "transformers.generation")
+_FORMULAS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    hf.AccurateGELUActivation: "gelu_new",
+    hf.FastGELUActivation: "gelu_fast",
+    hf.NewGELUActivation: "gelu_new",
+    hf.QuickGELUActivation: "quick_gelu",
+    hf.SiLUActivation: "silu",
+}
 # Fields of configs that hold the width of an MLP.
 _SIZE_FIELDS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "mlp_dim")
 
@@ -75,7 +77,7 @@ class Site:
     neighbour: nn.Module | None
     """A module with a weight, whose device is the activation's."""
     bypassed: str = ""
-    """Why swapping would do nothing, as a whole sentence; empty: it is used."""
+    """Why swapping would do nothing, and the mend; empty: it is used."""
 
 
 @dataclass
@@ -91,57 +93,102 @@ class Survey:
     """Modules whose forward calls an activation as a function, and which; "" is the model itself."""
     aside: dict[str, Site] = field(default_factory=dict)
     """Sites of poolers and heads: taken when they are asked for by name."""
+    adapters: list[str] = field(default_factory=list)
+    """Layers of peft's adapters that the model has."""
+
+
+def formula_of(module: nn.Module) -> str | None:
+    """The formula of `ops.activations` that a module computes; None if it is not an activation we have a fit for."""
+    kind = type(module)
+    if kind is hf.GELUActivation:
+        return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"
+    if kind is hf.GELUTanh:
+        return "gelu_new" if module.act == getattr(module, "_gelu_tanh_python", None) else "gelu_tanh"
+    if kind is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return _FORMULAS.get(kind)
+
+
+def is_rational(module: nn.Module) -> bool:
+    """Whether it is a `rational.RationalActivation`, which is above this file."""
+    return hasattr(module, "rational_config")
 
 
 def survey(model: nn.Module) -> Survey:
-    """Looks through a model; changes nothing. Adapter layers are looked through to what they wrap."""
+    """Looks through a model; changes nothing."""
     found = Survey()
+    places = list(_places("", model, set()))
     parents = {
-        f"{name}.{child}".lstrip("."): parent
-        for name, parent in model.named_modules()
-        for child, module in parent._modules.items()
-        if module is not None
+        f"{name}.{child}".lstrip("."): module
+        for name, module in places
+        if not _is_adapter(module)
+        for child in module._modules
     }
-    backbone = model.base_model if isinstance(model, PreTrainedModel) else None
-    inside = {id(module) for module in backbone.modules()} if backbone is not None and backbone is not model else None
-    hidden: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if name.startswith(hidden) and hidden:
-            continue
+    backbone = getattr(model, "base_model", None)
+    whole = not isinstance(backbone, nn.Module) or backbone is model
+    inside = None if whole else {id(module) for module in backbone.modules()}  # type: ignore[union-attr]
+    for name, module in places:
         plain = module
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            hidden = (*hidden, f"{name}.")
-            if not isinstance(module, AdapterLayer):
+        if _is_adapter(module):
+            found.adapters.append(name)
+            if not callable(getattr(module, "original", None)):
                 continue
-            plain = original(module)
-        formula = plain.rational_config.activation if isinstance(plain, RationalActivation) else formula_of(plain)
+            plain = module.original()  # type: ignore[operator]
+        formula = plain.rational_config.activation if is_rational(plain) else formula_of(plain)  # type: ignore[union-attr]
         if formula is None:
             if name and _is_another_activation(plain):
                 found.unfit[name] = found.left[name] = f"no rational fit for {type(plain).__name__}"
-            elif called := _functions_called(plain):
+            elif called := functions_called(plain):
                 found.functional[name] = f"{type(plain).__name__} {called}"
             continue
         if not name:
             continue  # the model is itself an activation
-        site = _site(model, name, plain, formula, parents)
+        site = _site(model, name, plain, formula, parents)  # type: ignore[arg-type]
         why = _why_left(name, outside=inside is not None and id(module) not in inside)
         if why:
             found.left[name] = why
             found.aside[name] = site
         else:
             found.sites[name] = site
+    _set_aliases_aside(found)
     return found
+
+
+def _places(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Every place that holds a module, in the model's order; what is in a module counts once, as in `named_modules`."""
+    if module._modules:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield name, module
+    if not _is_adapter(module):
+        for child, each in module._modules.items():
+            if each is not None:
+                yield from _places(f"{name}.{child}".lstrip("."), each, seen)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return hasattr(type(module), "adapter_layer_names")
+
+
+def _set_aliases_aside(found: Survey) -> None:
+    """Of two names that one parent has for one module, the one that is not called needs no swap."""
+    for sites in (found.sites, found.aside):
+        for name, site in list(sites.items()):
+            own = name.rpartition(".")[0]
+            called = (
+                other
+                for other, each in sites.items()
+                if each.module is site.module and not each.bypassed and other.rpartition(".")[0] == own
+            )
+            if site.bypassed and (other := next(called, None)) is not None:
+                del sites[name]
+                found.unfit[name] = found.left[name] = f"another name of {other}, by which it is not called"
 
 
 def _is_another_activation(module: nn.Module) -> bool:
     leaf = not module._modules and not module._parameters
     return isinstance(module, _KNOWN_ACTIVATIONS) or (leaf and bool(_NAMED_LIKE.search(type(module).__name__)))
-
-
-def original(layer: AdapterLayer) -> nn.Module:
-    """The module that an adapter layer was put around, also while adapters are merged into it."""
-    kept = getattr(layer, "original", None)
-    return kept() if callable(kept) else layer.get_base_layer()
 
 
 def _why_left(name: str, *, outside: bool) -> str:
@@ -167,7 +214,7 @@ class _Shape:
 
 
 def _shape(index: int, module: nn.Module) -> _Shape | None:
-    plain = module.get_base_layer() if isinstance(module, AdapterLayer) else module
+    plain: Any = module.original() if _is_adapter(module) and hasattr(module, "original") else module  # type: ignore[operator]
     if isinstance(plain, _CONVOLUTIONS):
         return _Shape(index, plain.in_channels, plain.out_channels, True, plain)
     matrix = matrix_of(plain)
@@ -177,14 +224,15 @@ def _shape(index: int, module: nn.Module) -> _Shape | None:
 
 
 def _shapes(parent: nn.Module) -> list[_Shape]:
-    return [shape for index, child in enumerate(parent.children()) if (shape := _shape(index, child))]
+    children = enumerate(parent._modules.values())
+    return [shape for index, child in children if child is not None and (shape := _shape(index, child))]
 
 
 def _site(model: nn.Module, name: str, plain: nn.Module, formula: str, parents: dict[str, nn.Module]) -> Site:
     parent_name, _, attribute = name.rpartition(".")
     parent = parents[name]
     children = list(parent._modules.values())
-    place = next(index for index, child in enumerate(children) if child is parent._modules[attribute])
+    place = list(parent._modules).index(attribute)
     shapes = _shapes(parent)
     before = [shape for shape in shapes if shape.index < place]
     after = [shape for shape in shapes if shape.index > place]
@@ -200,7 +248,7 @@ def _site(model: nn.Module, name: str, plain: nn.Module, formula: str, parents: 
         width = _width(model, parent, before, after, shapes, grandparent)
     behind_batch = near.convolution if near else norm is not None
     neighbour = near.module if near else norm or _anything_with_a_weight(parent, model)
-    bypassed = _bypassed(name, attribute, parent, grandparent)
+    bypassed = why_bypassed(name, attribute, parent, grandparent)
     return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed)
 
 
@@ -226,6 +274,8 @@ def _width(
     """
     if before and after and _feeds(before[-1], after[0]):
         return after[0].d_in
+    if before and isinstance(parent, nn.Sequential):  # the children's order is that of the calls; else it need not be
+        return before[-1].d_out
     pairs = {late.d_in for place, early in enumerate(shapes) for late in shapes[place + 1 :] if _feeds(early, late)}
     if len(pairs) == 1:
         return pairs.pop()
@@ -276,103 +326,3 @@ def _anything_with_a_weight(*places: nn.Module) -> nn.Module | None:
             if isinstance(getattr(module, "weight", None), torch.Tensor):
                 return module
     return None
-
-
-# What forwards read.
-
-
-def _bypassed(name: str, attribute: str, parent: nn.Module, grandparent: nn.Module | None) -> str:
-    if isinstance(parent, nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
-        return (
-            f"{name} is bypassed in inference by nn.TransformerEncoderLayer's fused path; set activation_relu_or_gelu "
-            "= 0 on the layer, or name the activation in exclude_modules"
-        )
-    if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        return ""
-    readers = [parent] if grandparent is None else [parent, grandparent]
-    if any(attribute in _names_read(reader) for reader in readers):
-        return ""
-    return (
-        f"{name} is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?); use the unfused "
-        "model, or name the activation in exclude_modules"
-    )
-
-
-def _functions_called(module: nn.Module) -> str:
-    """Activations that a module's own forward calls as functions, as the end of a sentence; empty: none."""
-    if type(module).__module__.startswith("torch.nn."):
-        held = {key: _FUNCTIONS[value] for key, value in vars(module).items() if _is_plain_function(value)}
-        return ", ".join(f"holds the function {function} as .{key}" for key, function in held.items())
-    read = _names_read(module) - set(module._modules)
-    called = sorted(read & (_PLAIN_FUNCTIONS | _CLASSES))
-    words = [f"calls {', '.join(called)}"] if called else []
-    if read & _TABLES:
-        words.append("looks its activation up in its forward")
-    held = {key: _FUNCTIONS[value] for key, value in vars(module).items() if _is_plain_function(value)}
-    words += [f"holds the function {function} as .{key}" for key, function in held.items()]
-    return " and ".join(words)
-
-
-def _is_plain_function(value: Any) -> bool:
-    return inspect.isroutine(value) and value in _FUNCTIONS
-
-
-def _names_read(module: nn.Module) -> set[str]:
-    """Every global and attribute name in the code of a module's forward and of the methods it calls on itself."""
-    own = module.__dict__.get("forward")
-    start = getattr(own, "__func__", own) if own is not None else type(module).forward
-    names: set[str] = set()
-    pending: list[Any] = [start]
-    seen: set[int] = set()
-    while pending:
-        function = pending.pop()
-        for code in _codes(function):
-            if id(code) in seen:
-                continue
-            seen.add(id(code))
-            names.update(code.co_names)
-            for name in code.co_names:
-                methods = _own_methods(type(module), name)
-                pending += methods if "super" in code.co_names else methods[:1]
-    return names
-
-
-def _own_methods(cls: type, name: str) -> list[Any]:
-    """Methods that a model's code defines, the one in use first; not those of the bases of all modules and models."""
-    found = []
-    for each in cls.__mro__:
-        # torch.nn's own layers count: TransformerDecoderLayer calls its activation in _ff_block.
-        if each is nn.Module or each.__module__.startswith(_BASES):
-            continue
-        if callable(value := each.__dict__.get(name)):
-            found.append(value)
-    return found
-
-
-def _codes(function: Any) -> Iterator[CodeType]:
-    """The code of a function, of what it wraps, and of the functions in it."""
-    pending: list[Any] = [function]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, partial):
-            pending.append(value.func)
-        elif isinstance(value, CodeType):
-            yield value
-            pending += [constant for constant in value.co_consts if isinstance(constant, CodeType)]
-        elif inspect.ismethod(value):
-            pending.append(value.__func__)
-        elif inspect.isfunction(value):
-            pending.append(value.__code__)
-            # Decorators: what they wrap is an attribute or in the closure.
-            pending.append(getattr(value, "__wrapped__", None))
-            for cell in value.__closure__ or ():
-                try:
-                    content = cell.cell_contents
-                except ValueError:  # still empty
-                    continue
-                if inspect.isfunction(content) or inspect.ismethod(content):
-                    pending.append(content)

@@ -1,0 +1,63 @@
+"""What `augment` did to a model, in numbers and words."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class AugmentReport:
+    """What `augment` did. `print(report)` gives the readable form."""
+
+    method: str
+    config: Any
+    takes: str = "linear"
+    """What the method's modules are called."""
+    swapped: list[str] = field(default_factory=list)
+    """Names of the modules that were swapped, in the model's order."""
+    said: dict[str, str] = field(default_factory=dict)
+    """What was put there, where it is not the same everywhere."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Modules the method could take but did not, and why."""
+    parameters_before: int = 0
+    parameters_added: int = 0
+    flops_before: int = 0
+    """Forward FLOPs per token of all linears; a multiply-add counts 2."""
+    flops_added: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.method}: {len(self.swapped)} {self.takes}s swapped, {len(self.left)} left{self._settings()}",
+            f"  parameters {_change(self.parameters_before, self.parameters_added)}",
+        ]
+        if self.takes == "linear":  # others cost none by this count, which is not to say that they are free
+            lines.append(f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}")
+        lines += [f"  swapped {row}" for row in _grouped({name: self.said.get(name, "") for name in self.swapped})]
+        lines += [f"  left    {row}" for row in _grouped(self.left)]
+        return "\n".join(lines)
+
+    def _settings(self) -> str:
+        found = [f"init: {self.config.init}"] if hasattr(self.config, "init") else []
+        if getattr(self.config, "share_down", "none") != "none":
+            found.append(f"one down projection for each {self.config.share_down}")
+        if getattr(self.config, "fuse_shared_inputs", False):
+            found.append("layers of one input together")
+        return f" ({', '.join(found)})" if found else ""
+
+
+def _change(before: int, added: int) -> str:
+    share = f"{100 * added / before:+.2f} %" if before else "n/a"
+    return f"{before:,} {'-' if added < 0 else '+'} {abs(added):,} ({share})"
+
+
+def _grouped(rows: Mapping[str, str]) -> list[str]:
+    """ "name x 12: why", layer numbers folded to *."""
+    counts: dict[tuple[str, str], int] = {}
+    for name, why in rows.items():
+        key = (re.sub(r"\.\d+\.", ".*.", name), why)
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{name}{f' x {count}' if count > 1 else ''}{f': {why}' if why else ''}"
+        for (name, why), count in counts.items()
+    ]

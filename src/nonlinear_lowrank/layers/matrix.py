@@ -1,0 +1,52 @@
+"""The one matrix that a module multiplies by, whatever kind of module it is and however it stores it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+Kind = Literal["linear", "conv1d", "conv2d", "embedding"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a module holds its matrix."""
+
+    kind: Kind
+    d_out: int
+    d_in: int
+
+    def of(self, weight: Tensor) -> Tensor:
+        """A module's weight -> (d_out, d_in), a view."""
+        if self.kind == "conv1d":
+            return weight.t()
+        return weight.flatten(1) if self.kind == "conv2d" else weight
+
+    def back(self, matrix: Tensor) -> Tensor:
+        """(d_out, d_in) -> the shape of the module's weight."""
+        if self.kind == "conv1d":
+            return matrix.t()
+        return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
+
+
+def matrix_of(module: nn.Module) -> Matrix | str:
+    """What matrix a plain module multiplies by; where there is none, the reason as the end of a sentence."""
+    if isinstance(module, nn.Linear):
+        return Matrix("linear", module.out_features, module.in_features)
+    if isinstance(module, Conv1D):
+        return Matrix("conv1d", module.nf, module.nx)
+    if isinstance(module, nn.Embedding):
+        return Matrix("embedding", module.num_embeddings, module.embedding_dim)
+    if isinstance(module, nn.Conv2d):
+        if module.kernel_size != (1, 1):
+            return f"is a convolution with kernel {module.kernel_size}, and only 1x1 ones are linears"
+        if module.groups != 1:
+            return f"is a 1x1 convolution in {module.groups} groups, and only ungrouped ones are linears"
+        if module.padding not in ((0, 0), "valid", "same"):
+            return "is a 1x1 convolution with padding, and only unpadded ones are linears"
+        return Matrix("conv2d", module.out_channels, module.in_channels)
+    d_in, d_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(d_in, int) and isinstance(d_out, int):  # GPTQ, AWQ, HQQ, ...: linears of classes of their own
+        return Matrix("linear", d_out, d_in)
+    return f"is a {type(module).__name__}, and adapters go on nn.Linear, Conv1D, 1x1 Conv2d and nn.Embedding"
