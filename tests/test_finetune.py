@@ -425,7 +425,7 @@ with torch.no_grad():
     ],
 )
 def test_the_printed_lines_load_it_in_a_fresh_process(root, tmp_path, kind, arm):
-    from nonlinear_lowrank.training.usage import loading_code
+    from nonlinear_lowrank.hub.usage import loading_code
 
     tasks = {
         "glue": lambda: kit.glue_task(root, "stsb"),

@@ -52,10 +52,10 @@ def run(arguments: list[str]) -> None:
 
     from pathlib import Path
 
+    from ..hub.usage import loading_code
     from ..training.recipe import Arm
     from ..training.run import run_training
     from ..training.tuning import TUNINGS
-    from ..training.usage import loading_code
 
     arm = Arm.parse(options.arm) if former is None else recipe.arm
     if arm.grid:

@@ -23,6 +23,7 @@ from ..augmentation import AugmentReport, augment
 from ..errors import UserError
 from ..layers import NobleConfig, method_of_config
 from ..storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
+from .card import Origin, shown_name, write_card
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
 from .loading import load_model
@@ -123,14 +124,33 @@ def convert(
         del model
         copied = copy_companions(source, folder)
         after, _ = first_output(load_model(folder, **load), inputs)
-    return ConvertReport(
-        output=output,
-        augmented=report,
-        up_init=up_init if branches else None,
-        difference=(after.double() - before.double()).abs().max().item(),
-        bit_equal=torch.equal(before, after),
-        measured=measured,
-        copied=copied,
+        converted = ConvertReport(
+            output=output,
+            augmented=report,
+            up_init=up_init if branches else None,
+            difference=(after.double() - before.double()).abs().max().item(),
+            bit_equal=torch.equal(before, after),
+            measured=measured,
+            copied=copied,
+        )
+        write_card(folder, _origin(source, converted))
+    return converted
+
+
+def _origin(source: Path, report: ConvertReport) -> Origin:
+    verdict = "bit-equal" if report.bit_equal else f"max |difference| {report.difference:.3e}"
+    start = "" if report.up_init is None else f" (up init: {report.up_init})"
+    added = f"{report.augmented.parameters_added:,} parameters were added{start}."
+    what = "rational activations" if report.up_init is None else "branches"
+    return Origin(
+        title=f"{shown_name(str(source))} with {what}",
+        summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",
+        command="nlr convert IN OUT",
+        base=str(source),
+        sections={
+            "Results": f"{added} {report.measured} before and after, on random inputs, one measurement (n = 1): "
+            f"{verdict}."
+        },
     )
 
 

@@ -159,7 +159,7 @@ def run_training(
                 **judged(trainer.state.log_history, measure, apart),
                 **stability(curve_of(trainer.state.log_history, "loss"), train.steps),
             )
-            folder.export(trainer, prepared.tokenizer)
+            folder.export(trainer, prepared.tokenizer, done)
             record(done)
             return done
         except DivergedError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..environment import determinism, provenance, versions
 from ..errors import UserError
+from ..hub.card import write_card
 from ..settings import flatten
 from ..storage import (
     FolderLock,
@@ -20,7 +21,8 @@ from ..storage import (
 from ..tasks.data_record import data_record
 from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe
-from .usage import write_usage
+from .result import TrainResult
+from .run_card import origin_of
 
 RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
@@ -120,8 +122,8 @@ class RunFolder:
         if hasattr(model, "write_base"):
             model.name_or_path = str((self.path / MODEL / BASE).resolve())
 
-    def export(self, trainer: CheckpointedTrainer, tokenizer: Any) -> None:
-        """The final model and its tokenizer. All processes call it."""
+    def export(self, trainer: CheckpointedTrainer, tokenizer: Any, result: TrainResult) -> None:
+        """The final model, its tokenizer and its card. All processes call it."""
         if not trainer.is_world_process_zero():
             trainer.export(self.path)
             return
@@ -134,7 +136,8 @@ class RunFolder:
                 base: Any = model.get_base_model() if is_adapted(model) else None
                 if hasattr(base, "write_base"):
                     base.write_base(folder / BASE)
-                write_usage(folder)
+                data = read_json(self.path / DATA, sources=dict, fingerprint=str)
+                write_card(folder, origin_of(self.recipe, result, data))
         except Exception as error:
             if not is_disk_error(error):
                 raise

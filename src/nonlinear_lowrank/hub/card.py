@@ -1,0 +1,156 @@
+"""The model card of a saved model or adapter: README.md with what was done to it, and how it is loaded.
+
+What stands in the folder's own files is read from there (method, settings, class); who made it says the rest. No
+path of the machine is written. peft's own card of an adapter is extended; any other README.md is left alone.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from ..environment import versions
+from .adapter import CONFIG as ADAPTER_CONFIG
+from .classes import FIELD
+from .files import read_json
+from .usage import loading_code, needs_package
+
+CARD = "README.md"
+_PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PIPELINES = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+}
+# Of an adapter's config: what peft keeps for itself.
+_NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What the folder's own files do not say."""
+
+    title: str
+    summary: str
+    """One sentence: what was done."""
+    command: str
+    """What was called, without paths."""
+    base: str | None = None
+    """Folder or hub name of the model that it came from; None: as an adapter names it, or from scratch."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Headings and their texts, which come between the method and the loading."""
+    limits: tuple[str, ...] = ()
+    """A sentence each, beside those that follow from the method."""
+
+
+def write_card(folder: Path, origin: Origin) -> None:
+    """Writes README.md into the folder of a model or an adapter, or extends what peft has written there.
+
+    Args:
+        folder: as save_pretrained wrote it.
+        origin: how it came to be.
+    """
+    place = folder / CARD
+    adapter = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else None
+    if adapter is None and place.exists():
+        return
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    former = place.read_text(encoding="utf-8") if place.exists() else ""
+    card = ModelCard(former or "---\n{}\n---\n", ignore_metadata_errors=True)
+    base = origin.base or (adapter or {}).get("base_model_name_or_path") or None
+    methods = _methods(config, adapter)
+    _fill(card.data, config, adapter, base, list(methods))
+    card.text = (
+        "\n\n".join([_body(folder, origin, config, methods, base), _PEFT_LOADING.sub("", card.text).strip()]).rstrip()
+        + "\n"
+    )
+    place.write_text(str(card), encoding="utf-8")
+
+
+def shown_name(name: str) -> str:
+    """A name of the hub as it is, of a path its last part: a card goes to others."""
+    path = PureWindowsPath(name)  # which knows both kinds of slashes
+    local = (
+        path.is_absolute() or name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
+    )
+    return path.name if local else name
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """A Markdown table of names and values."""
+    rows = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """The settings of each method in the files, by its name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    if adapter is not None:
+        settings = {name: value for name, value in adapter.items() if name not in _NOT_SETTINGS and _is_set(value)}
+        found[str(adapter.get("peft_type"))] = settings
+    for entry in config.get(FIELD) or []:
+        named = entry["method"] if entry["method"] not in found else f"{entry['method']} ({len(found) + 1})"
+        found[named] = {**entry["config"], "layers": len(entry["modules"])}
+    return found
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and value not in ({}, [], "")
+
+
+def _fill(data: Any, config: Mapping[str, Any], adapter: Any, base: str | None, methods: list[str]) -> None:
+    data.library_name = "peft" if adapter is not None else "transformers"
+    names = {re.sub(r"\W+", "-", name.partition(" (")[0].removeprefix("NLR_").lower()) for name in methods}
+    data.tags = sorted({*(data.tags or []), "nonlinear-lowrank", *names})
+    architecture = (config.get("architectures") or [""])[0]
+    for head, pipeline in _PIPELINES.items():
+        if architecture.endswith(head) and not data.pipeline_tag:
+            data.pipeline_tag = pipeline
+    # The hub refuses a card whose base is a path; what peft wrote of one goes too.
+    data.base_model = base if base is not None and shown_name(base) == base else None
+    tagged = "base_model:adapter:"
+    data.tags = [tag for tag in data.tags if not tag.startswith(tagged) or tag == f"{tagged}{data.base_model}"]
+
+
+def _body(folder: Path, origin: Origin, config: Mapping[str, Any], methods: Mapping[str, Any], base: str | None) -> str:
+    facts = {"made by": f"`{origin.command}`"}
+    if base:
+        facts["base model"] = shown_name(base)
+    if architecture := (config.get("architectures") or [None])[0]:
+        facts["architecture"] = f"{architecture} (`{config.get('model_type')}`)"
+    parts = [f"# {origin.title}", origin.summary, table(facts)]
+    for name, settings in methods.items():
+        parts += [f"## Method: {name}", table(settings)]
+    for heading, text in origin.sections.items():
+        parts += [f"## {heading}", text]
+    ours = bool(config or methods) and needs_package(folder)
+    if config or methods:
+        code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
+        parts += ["## Loading", f"```python\n{code}\n```"]
+    parts += ["## Limits", "\n".join(f"- {line}" for line in [*_limits(methods, ours, bool(config)), *origin.limits])]
+    parts += ["## Versions", table(versions())]
+    return "\n\n".join(parts)
+
+
+def _limits(methods: Mapping[str, Any], ours: bool, whole: bool) -> list[str]:
+    lines = []
+    if any("noble" in name.lower() for name in methods):
+        lines.append(
+            "The branch of NOBLE is not linear in its input: it cannot be merged into the dense weight, and costs time "
+            "at inference too."
+        )
+    if ours:
+        lines.append("Loading needs `import nonlinear_lowrank` (the package nonlinear-lowrank) first.")
+    if ours and whole:
+        lines.append("Concrete model classes would load the dense part alone and only warn: use the Auto classes.")
+    return [*lines, "Nothing was checked beyond the numbers above: bias, safety and other data were not looked at."]
