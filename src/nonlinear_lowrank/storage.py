@@ -26,6 +26,8 @@ except ImportError:  # not a POSIX system: no lock, the rest works
 
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
+CARD = "README.md"
+"""For people, who go on writing it: no manifest lists it."""
 LOCK = ".lock"
 
 # No space, over quota, over the file size limit.
@@ -78,7 +80,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
     Args:
         path: the final place. Its parent exists.
-        manifest: if given, a manifest of these entries and the hashes of all files is added.
+        manifest: if given, a manifest of these entries and the hashes of all files but the card is added.
 
     Raises:
         OSError: it could not be written; then nothing of it is left.
@@ -89,7 +91,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
     try:
         yield staged
         if manifest is not None:
-            files = {str(file.relative_to(staged)): _describe(file) for file in _files(staged)}
+            files = {str(file.relative_to(staged)): _describe(file) for file in _files(staged) if file.name != CARD}
             text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
         for file in _files(staged):

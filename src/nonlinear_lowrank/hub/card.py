@@ -13,12 +13,12 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from ..environment import versions
+from ..storage import CARD
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .classes import FIELD
 from .files import read_json
 from .usage import loading_code, needs_package
 
-CARD = "README.md"
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PIPELINES = {

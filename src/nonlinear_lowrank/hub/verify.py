@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..bounds import safetensors_header
 from ..errors import UserError
-from ..storage import MANIFEST, file_fault, is_inside
+from ..storage import CARD, MANIFEST, file_fault, is_inside
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import WEIGHTS as ADAPTER_WEIGHTS
 from .files import INDEX, WEIGHTS, one_line
@@ -116,7 +116,11 @@ def _check_manifest(folder: Path, found: Verification) -> None:
             found.faults.append(fault)
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder)
-        if name.as_posix() not in files and name.name != MANIFEST and not any(part[0] == "." for part in name.parts):
+        if (
+            name.as_posix() not in files
+            and name.name not in (MANIFEST, CARD)
+            and not any(part[0] == "." for part in name.parts)
+        ):
             found.faults.append(f"{file} is not in {folder / MANIFEST}: it was added later")
 
 
