@@ -11,6 +11,8 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
     step        the paper's base model: step time of NOBLE over the baseline at r = 64, 128, 256
     fused       the same with fuse_shared_inputs: query, key and value together
     memory      the same model: bytes kept for backward and peak of a step
+    forms       NOBLE's up projection accumulated into y or joined with the main product, at each shape of `FORMS`: what
+                `nonlinear_lowrank.ops.up_form.MEASURED` is filled from
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
     peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
     op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
@@ -97,6 +99,10 @@ DECODE: Sizes = {
     "dtype": "bfloat16",
     "context": 512,
     "threads": None,
+}
+FORMS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "full": ((1024, 1024), (1024, 5504), (2752, 1024), (2048, 10_944), (4096, 28_672)),  # (d_in, d_out)
+    "tiny": ((32, 96),),
 }
 TOY: Sizes = {"width": 64, "heads": 2, "layers": 2, "hidden": 96, "vocab_size": 256, "threads": 1}
 TOY_STEP: Sizes = TOY | {"sequence_length": 32, "batch_size": 4, "modes": ("eager",)}
@@ -241,9 +247,20 @@ def peak(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]
     return _measure(bench_memory, MemoryBenchConfig(**sizes["adapters"] | {"layers": layers}))
 
 
+def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+    """{"tokens d_in d_out": record}, at the batch of OP and a sixteenth of it."""
+    found = {}
+    for d_in, d_out in FORMS["tiny" if options.tiny else "full"]:
+        for tokens in (sizes["op"]["tokens"], sizes["op"]["tokens"] // 16):
+            one = {"operators": ("forms",), "width": d_in, "hidden": d_out, "tokens": tokens, "modes": ("eager",)}
+            found[f"{tokens} {d_in} {d_out}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | one))
+    return found
+
+
 def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Single operators."""
-    return _measure(bench_op, OpBenchConfig(**sizes["op"]))
+    operators = ("noble", "sine", "rational", "gated")  # "forms" is a part of its own
+    return _measure(bench_op, OpBenchConfig(**sizes["op"] | {"operators": operators}))
 
 
 def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
@@ -293,6 +310,7 @@ MEASUREMENTS: dict[str, Callable[[dict[str, Sizes], argparse.Namespace], dict[st
     "operator": operator,
     "step": step,
     "fused": fused,
+    "forms": forms,
     "adapters": adapters,
     "peak": peak,
     "op": op,

@@ -35,8 +35,9 @@ def test_report(tmp_path):
         assert row.time == paired_ratio(times[row.arm], times[row.over])
         assert str(row.time) in str(result)
     rows = {(row.operator, row.arm): row for row in result.rows}
-    assert len(rows) == 2 + 5 + 4 + 2
+    assert len(rows) == 2 + 1 + 5 + 4 + 2
     assert rows["noble", "NOBLE r=4"].kept - rows["noble", "NOBLE r=4"].kept_over == 20 * 4 * 4
+    assert rows["forms", "joined r=4"].kept == rows["forms", "joined r=4"].kept_over
     assert rows["sine", "sine-LoRA r=4"].kept == 20 * 24 * 4
     assert rows["rational", "rational"].kept == 20 * 32 * 4 == rows["rational", "rational"].kept_over
     assert rows["gated", "gated rational"].kept == 2 * 20 * 32 * 4
@@ -88,3 +89,11 @@ def test_kats_way_is_the_sum_of_abs():
 def test_bad_input_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         replace(TINY, **change)
+
+
+def test_the_two_forms_are_one_sum():
+    accumulated, joined = op_arms("forms", TINY)
+    with accumulated.context():
+        want = accumulated.function(*accumulated.inputs)
+    with joined.context():
+        torch.testing.assert_close(joined.function(*joined.inputs), want)

@@ -3,6 +3,7 @@
 | operator | over               | arms                                                                             |
 |----------|--------------------|----------------------------------------------------------------------------------|
 | noble    | the dense linear   | NOBLE and its plain formula, at each rank                                        |
+| forms    | up accumulated     | NOBLE with its up projection joined with the main product (`ops.up_form`)        |
 | sine     | LoRA of the rank   | sine-LoRA and its plain formula, sine-DoRA, DoRA, PEANuT                         |
 | rational | GELU               | rational, anchored rational, the plain formula, KAT's way (kat_rational.py)      |
 | gated    | SwiGLU             | gated rational and its plain formula                                             |
@@ -13,6 +14,7 @@ take turns; kept bytes (saved.py) and the peak of a step (peak.py) do not depend
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,6 +30,7 @@ from ..ops.rational import rational, rational_anchored, rational_reference
 from ..ops.rational_gated import rational_gated, rational_gated_reference
 from ..ops.sine import sine_layer_reference
 from ..ops.sine_delta import SineFactors
+from ..ops.up_form import use_up_form
 from .bench_methods import OMEGA, adapted
 from .bench_model import (
     BenchResult,
@@ -46,7 +49,7 @@ from .peak import peak_bytes
 from .saved import saved_bytes
 from .timing import Clock, Ratio, interleaved_step_times, paired_ratio
 
-Operator = Literal["noble", "sine", "rational", "gated"]
+Operator = Literal["noble", "forms", "sine", "rational", "gated"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -59,7 +62,7 @@ class OpBenchConfig:
     """
 
     operators: tuple[Operator, ...] = get_args(Operator)
-    """noble, sine, rational, gated."""
+    """noble, forms, sine, rational, gated."""
     width: int = 512
     """Inputs of the linear."""
     hidden: int = 2048
@@ -67,7 +70,7 @@ class OpBenchConfig:
     tokens: int = 1024
     """Rows of the input."""
     ranks: tuple[int, ...] = (32,)
-    """Of noble and sine."""
+    """Of noble, forms and sine."""
     groups: int = 8
     """Of the rational activations."""
     dtype: Dtype = "float32"
@@ -178,6 +181,8 @@ class OpArm:
     """Those whose gradients are formed require them."""
     parameters: tuple[Tensor, ...] = ()
     """What a model has anyhow: weights and factors, also where they are among the inputs."""
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around each forward."""
 
 
 def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] | None = None) -> OpBench:
@@ -230,7 +235,12 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] | None 
 def _forward(arm: OpArm, mode: Mode) -> Callable[[], Tensor]:
     # Without this torch.compile takes what a first call has seen for the general case from the second one on.
     function = in_mode(arm.function, mode, dynamic=False)
-    return lambda: function(*arm.inputs)
+
+    def forward() -> Tensor:
+        with arm.context():
+            return function(*arm.inputs)
+
+    return forward
 
 
 def _step(arm: OpArm, forward: Callable[[], Tensor]) -> Callable[[], object]:
@@ -245,7 +255,8 @@ def op_arms(operator: str, config: OpBenchConfig) -> list[OpArm]:
     """The arms of an operator; those that others stand beside come first."""
     torch.manual_seed(0)
     with torch.device(config.device):
-        return {"noble": _noble, "sine": _sine, "rational": _rational, "gated": _gated}[operator](config)
+        arms = {"noble": _noble, "forms": _forms, "sine": _sine, "rational": _rational, "gated": _gated}
+        return arms[operator](config)
 
 
 def _input(config: OpBenchConfig, channels: int) -> Tensor:
@@ -273,6 +284,20 @@ def _noble(config: OpBenchConfig) -> list[OpArm]:
         arms += [
             OpArm(f"NOBLE r={rank}", "linear", layer, (x,), own),
             OpArm(f"plain formula r={rank}", "linear", plain, (x,), own),
+        ]
+    return arms
+
+
+def _forms(config: OpBenchConfig) -> list[OpArm]:
+    x = _input(config, config.width)
+    arms = []
+    for rank in config.ranks:
+        noble = NobleConfig(rank=rank, up_scale=1.0)
+        layer = NobleLinear(config.width, config.hidden, False, config=noble, dtype=x.dtype)
+        own, over = tuple(layer.parameters()), f"accumulated r={rank}"
+        arms += [
+            OpArm(over, None, layer, (x,), own, lambda: use_up_form("accumulated")),
+            OpArm(f"joined r={rank}", over, layer, (x,), own, lambda: use_up_form("joined")),
         ]
     return arms
 

@@ -17,6 +17,7 @@ from .sine import (
 )
 from .sine_delta import SineFactors, dora_norm, sine_weight_reference
 from .sine_embedding import embedding_delta, sine_embedding
+from .up_form import use_up_form
 
 __all__ = [
     "ACTIVATIONS",
@@ -48,4 +49,5 @@ __all__ = [
     "sine_linear",
     "sine_weight_reference",
     "use_kernels",
+    "use_up_form",
 ]

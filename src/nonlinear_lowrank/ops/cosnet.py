@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import kernels
+from .up_form import chosen_form
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
 """Names of a bottleneck's nonlinearity."""
@@ -185,7 +186,7 @@ class _NobleLinear(torch.autograd.Function):
     def forward(x, weight, bias, down, up, given, activation, n_mixes, *rest):
         mixes, frequencies, phases = _split(rest, n_mixes)
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation, given)
+        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation, given, training=True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -242,17 +243,25 @@ def _forward(
     phases: list[Tensor],
     activation: str,
     h: Tensor | None = None,
+    training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """y (..., d_out) and h (tokens, r), empty where it was given; the up projection is accumulated into y in place.
+    """y (..., d_out) and h (tokens, r), empty where it was given; the up projection is accumulated into y in place, or
+    joined with the main product (`up_form`).
 
     Between the products, steps are in place where they can be: on r-wide tensors the number of memory
     passes, not of FLOPs, is the cost (the same in `_backward`).
     """
     x_TI = x.reshape(-1, x.shape[-1])
-    y_TO = None if weight is None else F.linear(x_TI, weight, bias)
     h_TR = _product(x_TI, down, h).reshape(-1, up.shape[1])
-    u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
-    y_TO = F.linear(u_TR, up) if y_TO is None else y_TO.addmm_(u_TR, up.t())
+    sizes = (*x_TI.shape, *up.shape)
+    if weight is None:
+        y_TO = F.linear(bottleneck_forward(h_TR, mixes, frequencies, phases, activation), up)
+    elif training and chosen_form(*sizes, device=x.device.type, dtype=x.dtype) == "joined":
+        u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
+        y_TO = F.linear(torch.cat((x_TI, u_TR), dim=1), torch.cat((weight, up), dim=1), bias)
+    else:
+        y_TO = F.linear(x_TI, weight, bias)
+        y_TO.addmm_(bottleneck_forward(h_TR, mixes, frequencies, phases, activation), up.t())
     return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
 
 
@@ -378,7 +387,10 @@ def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> T
 # layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _BRANCH = "Tensor? down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
-_LIBRARY.define(f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}, Tensor? h=None) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}, Tensor? h=None, bool training=False) "
+    "-> (Tensor, Tensor)"
+)
 _LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
 _LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
@@ -387,7 +399,7 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x, weight, bias, down, up, mixes, frequencies, phases, activation, h=None):
+def _(x, weight, bias, down, up, mixes, frequencies, phases, activation, h=None, training=False):
     kept = x.new_empty(x.numel() // x.shape[-1], up.shape[1]) if h is None else x.new_empty(0)
     return x.new_empty(*x.shape[:-1], up.shape[0]), kept
 

@@ -1,0 +1,77 @@
+"""How NOBLE's up projection gets into the output: two forms of one sum.
+
+    "accumulated"   y = x W^T, then y += u up^T in place      y is read and written once more
+    "joined"        y = [x | u] [W | up]^T                    x and W are written once more, beside u and up
+
+T tokens, d_in, d_out, rank r; u (T, r). By the numbers each form reads and writes, "joined" moves less where
+
+    d_in + r < T d_out / (T + d_out)
+
+that is, where a layer widens and the batch is large: a gate or up projection, never a square or a narrowing one. It
+also rounds y once, not twice, in 16 bits. It is taken on NVIDIA GPUs in training alone: elsewhere products are bound
+by arithmetic, and without gradients a branch whose up projection is zero has to leave the plain output to the bit,
+which a product of another inner width does not promise.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import UserError
+
+UpForm = Literal["accumulated", "joined"]
+
+MEASURED: dict[tuple[int, int, int, int], UpForm] = {}
+"""(tokens, d_in, d_out, r) -> the faster form, where a GPU's clock and the count of numbers disagree. Filled from the
+part "forms" of benchmarks/gpu.py; empty: not measured yet."""
+
+_FORCED: ContextVar[UpForm | None] = ContextVar("nonlinear_lowrank_up_form", default=None)
+
+
+@contextmanager
+def use_up_form(form: UpForm | None) -> Iterator[None]:
+    """Inside it the forward of `noble_linear` in training is of this form, on any device; None: as chosen.
+
+    Raises:
+        UserError: there is no such form.
+    """
+    if form not in (*get_args(UpForm), None):
+        raise UserError(f"the form of an up projection is {' or '.join(get_args(UpForm))}, not {form!r}")
+    token = _FORCED.set(form)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def numbers_moved(form: UpForm, tokens: int, d_in: int, d_out: int, rank: int) -> int:
+    """How many numbers the products and copies of a form read and write, each operand counted once a product."""
+    if form == "accumulated":
+        main = tokens * d_in + d_out * d_in + tokens * d_out
+        return main + tokens * rank + d_out * rank + 2 * tokens * d_out
+    wide = (tokens + d_out) * (d_in + rank)
+    return 2 * wide + wide + tokens * d_out
+
+
+def chosen_form(tokens: int, d_in: int, d_out: int, rank: int, *, device: str, dtype: torch.dtype) -> UpForm:
+    """The form of one forward in training.
+
+    Args:
+        tokens: rows of x.
+        d_in: columns of x.
+        d_out: columns of y.
+        rank: columns of u.
+        device: a device's type, e.g. "cuda".
+        dtype: of x. In 16 bits rows must be multiples of 16 bytes for the matrix units.
+    """
+    if (forced := _FORCED.get()) is not None:
+        return forced
+    if device != "cuda" or (dtype.itemsize * (d_in + rank)) % 16:
+        return "accumulated"
+    if (measured := MEASURED.get((tokens, d_in, d_out, rank))) is not None:
+        return measured
+    sizes = (tokens, d_in, d_out, rank)
+    return "joined" if numbers_moved("joined", *sizes) < numbers_moved("accumulated", *sizes) else "accumulated"
