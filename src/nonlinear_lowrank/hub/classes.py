@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto
 
@@ -59,7 +60,7 @@ class AugmentedModel:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers', which would split our layers by a plan made for plain ones.
+        """transformers', for layers that can be split (`tensor_parallel`).
 
         Raises:
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
@@ -72,7 +73,20 @@ class AugmentedModel:
                     f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
                     "(DDP, FSDP) instead"
                 )
+            if not hasattr(cls, "_resolve_parallel_plans"):
+                raise UserError(
+                    f"tensor parallelism needs transformers>=5.23, not {transformers.__version__}; upgrade it"
+                )
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:
+        """transformers', with the styles of layers that have a branch."""
+        tensor, *others = super()._resolve_parallel_plans(distributed_config)  # type: ignore[misc]
+        if tensor:
+            from .tensor_parallel import with_branches
+
+            tensor = with_branches(self, tensor, distributed_config.tp_size)  # type: ignore[arg-type]
+        return (tensor, *others)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture ins
 It keeps both terms, d_out wide, for backward, where the sum keeps neither.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -166,6 +166,9 @@ class _NobleBranch(nn.Module):
         self.noble_place = 0
         self.noble_group: NobleGroup | None = None
         self.noble_group_place = 0
+        self.noble_reduce: Callable[[Tensor], Tensor] | None = (
+            None  # h's parts over devices that each have some of d_in
+        )
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -246,6 +249,9 @@ class _NobleBranch(nn.Module):
         if self.noble_shared is not None:
             down = None
             x, h = self.noble_shared.product(x, self.noble_place)
+        elif self.noble_reduce is not None:
+            assert down is not None
+            h, down = self.noble_reduce(F.linear(x, down)), None
         dropped = config.dropout > 0 and self.training
         if config.fusion == "add" and not dropped:
             y = noble_linear(x, weight, self.whole_bias(), down, self.noble_up, *lists, config.activation, h)

@@ -6,7 +6,8 @@
 
 Shapes, here and below: x (..., d_in), weight (d_out, d_in), bias (d_out) or None, down (r, d_in),
 up (d_out, r), each mix (r, r), each frequency and phase (r). Where several branches share one down
-projection, `h` (..., r) is given and `down` is None. A bottleneck of depth n has n activations
+projection, `h` (..., r) is given and `down` is None. The last mix, frequency and phase may have some of
+the r rows alone, and up as many columns. A bottleneck of depth n has n activations
 and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty lists otherwise.
 
 `noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
@@ -252,7 +253,8 @@ def _forward(
     passes, not of FLOPs, is the cost (the same in `_backward`).
     """
     x_TI = x.reshape(-1, x.shape[-1])
-    h_TR = _product(x_TI, down, h).reshape(-1, up.shape[1])
+    h_TR = _product(x_TI, down, h)
+    h_TR = h_TR.reshape(-1, h_TR.shape[-1])
     sizes = (*x_TI.shape, *up.shape)
     if weight is None:
         y_TO = F.linear(bottleneck_forward(h_TR, mixes, frequencies, phases, activation), up)
@@ -284,7 +286,7 @@ def _kernel(
     h: Tensor, mixes: Sequence[Tensor], frequencies: Sequence[Tensor], phases: Sequence[Tensor], activation: str
 ) -> ModuleType | None:
     """`triton/cosnet.py` where this bottleneck is its formula and its numbers are a GPU's."""
-    if activation != "cosine" or len(mixes) != 1 or mixes[0].dtype != h.dtype:
+    if activation != "cosine" or len(mixes) != 1 or mixes[0].dtype != h.dtype or mixes[0].shape[0] != h.shape[-1]:
         return None
     return kernels("cosnet", h, *mixes, *frequencies, *phases)
 
@@ -307,7 +309,7 @@ def _backward(
 
     The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
     """
-    dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, up.shape[1])
+    dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
     u, dh, dmixes, dfrequencies, dphases = bottleneck_backward(h_TR, dy_TO @ up, mixes, frequencies, phases, activation)
     dup = dy_TO.t() @ u
     del u

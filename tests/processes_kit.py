@@ -1,0 +1,35 @@
+"""Starts a script in several processes that form one group (gloo, on this machine)."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_processes(script, *arguments, count=2, timeout=300):
+    """Runs `script` (Python source) `count` times as torchrun would; fails with the output of the first that fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    common |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    processes = []
+    try:
+        for rank in range(count):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script, *map(str, arguments)],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, output[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
