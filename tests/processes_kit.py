@@ -33,3 +33,27 @@ def run_processes(script, *arguments, count=2, timeout=300):
     finally:
         for process in processes:
             process.kill()
+
+
+def shard_on_cpus():
+    """accelerate shards on accelerators only; gloo and the CPU do for a test."""
+    from accelerate.state import DistributedType, PartialState
+
+    original = PartialState.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+
+
+def fsdp_environment(layer):
+    """What `accelerate launch --use_fsdp --fsdp_version 2` sets; `layer` is the class that is wrapped."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
+    }

@@ -25,6 +25,7 @@ from nonlinear_lowrank.tasks.text import TextData
 from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nonlinear_lowrank.training import run as training
 from nonlinear_lowrank.training.trainer import EndlessShuffle
+from processes_kit import fsdp_environment
 from training_kit import SEEN, FakeText, Sequences, make_recipe
 
 TEXT = FakeText()
@@ -375,14 +376,8 @@ SCRIPT = """
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
     if os.environ.get("ACCELERATE_USE_FSDP"):
-        # accelerate shards on accelerators only; gloo and the CPU do for the test.
-        from accelerate.state import DistributedType, PartialState
-        original = PartialState.__init__
-        def init(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            if self.distributed_type == DistributedType.MULTI_CPU:
-                self.distributed_type = DistributedType.MULTI_GPU
-        PartialState.__init__ = init
+        import processes_kit
+        processes_kit.shard_on_cpus()
     from nonlinear_lowrank.training import CheckpointedTrainer, DivergedError
     from nonlinear_lowrank.errors import UserError
     from nonlinear_lowrank.training import run_training
@@ -422,10 +417,8 @@ SCRIPT = """
 def test_two_processes(tmp_path, monkeypatch, sharded):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if sharded:
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_VERSION", "2")
-        monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
-        monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GlmDecoderLayer")
+        for name, value in fsdp_environment("GlmDecoderLayer").items():
+            monkeypatch.setenv(name, value)
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(textwrap.dedent(SCRIPT))
     out.mkdir()

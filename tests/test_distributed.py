@@ -1,0 +1,133 @@
+"""Training on two processes is training on one: DDP and FSDP2, branches and adapters, in float64; and on with another
+number of processes."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import finetune_kit
+from nonlinear_lowrank.training import CheckpointedTrainer, TrainResult, run_training
+from processes_kit import fsdp_environment, run_processes
+from training_kit import FakeText, make_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+ARMS = ("sine-lora:r=2,omega=200", "nora:r=2,groups=4")
+CHAIN = {"steps": 12, "save_every": 4, "keep_checkpoints": 9, "dropout": 0.0}
+
+SCRIPT = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+import processes_kit
+if os.environ.get("ACCELERATE_USE_FSDP"):
+    processes_kit.shard_on_cpus()
+import test_distributed as here
+from pathlib import Path
+here.train_all(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+"""
+
+
+def recipes(root):
+    """{name: (recipe, prepared data or None)}."""
+    found = {"noble": (make_recipe("noble:rank=4", dropout=0.0, steps=6, eval_every=2), FakeText())}
+    task = finetune_kit.instruction_task(root)
+    for arm in ARMS:
+        found[arm.partition(":")[0]] = (finetune_kit.recipe(task, arm, steps=6, eval_every=2), None)
+    return found
+
+
+def train_all(root, mode, names):
+    """Runs into root/mode; each notes what its optimizer and its parameters were."""
+    for name in names:
+        recipe, prepared = recipes(root)[name] if name != "chain" else (make_recipe(**CHAIN), FakeText())
+        folder, seen = root / mode / name, {}
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "GlmDecoderLayer" if prepared else "LlamaDecoderLayer"
+        save = CheckpointedTrainer._save_checkpoint
+
+        def spied(self, *args, save=save, seen=seen):
+            groups = self.optimizer.param_groups
+            seen["groups"] = [[g["initial_lr"], g["weight_decay"], sum(p.numel() for p in g["params"])] for g in groups]
+            seen["kinds"] = sorted({type(p).__name__ for p in self.model.parameters()})
+            save(self, *args)
+
+        CheckpointedTrainer._save_checkpoint = spied
+        try:
+            resume = (folder / "checkpoints").exists()
+            run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
+        finally:
+            CheckpointedTrainer._save_checkpoint = save
+        (root / mode / f"{name}.json").write_text(json.dumps(seen))
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """As if the run had been stopped after this step."""
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "model")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+
+
+def result(root, mode, name):
+    return TrainResult.from_json((root / mode / name / "result.json").read_text())
+
+
+def assert_same(found, want):
+    """Losses by step, to 1e-6."""
+    assert [step for step, _ in found] == [step for step, _ in want]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in want], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    finetune_kit.instruction_task(root)
+    model = AutoModelForCausalLM.from_pretrained(root / "llama")
+    model.double().save_pretrained(root / "llama")
+    for mode in ("alone", "ddp", "fsdp2"):
+        (root / mode).mkdir()
+    run_processes(SCRIPT, root, "alone", "noble", "sine-lora", "nora", "chain", count=1)
+    return root
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_are_one(root, mode, monkeypatch):
+    names = ["noble", "sine-lora", "nora"]
+    if mode == "ddp":  # one more: a run of one process goes on with two
+        shutil.copytree(root / "alone" / "chain", root / "ddp" / "chain")
+        cut_back(root / "ddp" / "chain", 4)
+        names.append("chain")
+    for name, value in (fsdp_environment("") if mode == "fsdp2" else {}).items():
+        monkeypatch.setenv(name, value)
+    run_processes(SCRIPT, root, mode, *names)
+    for name in ("noble", "sine-lora", "nora"):
+        want, found = result(root, "alone", name), result(root, mode, name)
+        assert_same(found.curve, want.curve)
+        assert_same(found.train_curve, want.train_curve)
+        ours, theirs = (json.loads((root / each / f"{name}.json").read_text()) for each in ("alone", mode))
+        assert theirs["groups"] == ours["groups"]
+        assert len({rate for rate, *_ in ours["groups"]}) > 1 or name != "noble"
+        assert ("DTensor" in theirs["kinds"]) == (mode == "fsdp2")
+    if mode == "ddp":
+        check_chain(root)
+
+
+def check_chain(root):
+    """1 -> 2 -> 1 processes is the same curve as 1 all along."""
+    want = result(root, "alone", "chain")
+    assert_same(result(root, "ddp", "chain").curve, want.curve)
+    shutil.copytree(root / "ddp" / "chain", root / "again")
+    cut_back(root / "again", 8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        back = run_training(make_recipe(**CHAIN), root / "again", prepared=FakeText(), quiet=True, resume=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(back.curve, want.curve)
