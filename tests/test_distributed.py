@@ -4,6 +4,8 @@ number of processes."""
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import finetune_kit
+from nonlinear_lowrank.processes import warn_of_restarts
 from nonlinear_lowrank.training import CheckpointedTrainer, TrainResult, run_training
 from processes_kit import fsdp_environment, run_processes
 from training_kit import FakeText, make_recipe
@@ -131,3 +134,57 @@ def check_chain(root):
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(back.curve, want.curve)
+
+
+ELASTIC = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from nonlinear_lowrank.training import run_training
+from training_kit import FakeText, make_recipe
+
+out = Path(sys.argv[1])
+recipe = make_recipe("training_kit:die,at=7", save_every=3, keep_checkpoints=9)
+run_training(recipe, out, prepared=FakeText(), quiet=True, resume=True)
+if os.environ["RANK"] == "0":
+    (out / "restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # see docs/distributed.md
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    script = tmp_path / "script.py"
+    script.write_text(ELASTIC)
+    for name in ("die", "live"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", str(script), str(tmp_path / name)]
+        monkeypatch.setenv("NLR_TEST_DIES", "1" if name == "die" else "")
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert [(tmp_path / name / "restarts").read_text() for name in ("die", "live")] == ["1", "0"]
+    one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("die", "live"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("variables", "warned"),
+    [
+        ({"RESTARTS": "1", "STORE": "True", "RANK": "0"}, True),
+        ({"RESTARTS": "1", "STORE": "True", "RANK": "1"}, False),
+        ({"RESTARTS": "1", "STORE": "False", "RANK": "0"}, False),
+        ({"RESTARTS": "0", "STORE": "True", "RANK": "0"}, False),
+        ({}, False),
+    ],
+)
+def test_restarts_that_can_hang_are_warned_of(variables, warned, monkeypatch, capsys):
+    names = {"RESTARTS": "TORCHELASTIC_MAX_RESTARTS", "STORE": "TORCHELASTIC_USE_AGENT_STORE", "RANK": "RANK"}
+    for short, name in names.items():
+        monkeypatch.delenv(name, raising=False)
+        if short in variables:
+            monkeypatch.setenv(name, variables[short])
+    warn_of_restarts()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == warned

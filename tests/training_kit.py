@@ -130,6 +130,21 @@ def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
     return model
 
 
+def die(model: nn.Module, at: int = 1) -> nn.Module:
+    """The second process is killed before its `at`-th training batch, unless it was started again."""
+    count = 0
+    doomed = os.environ.get("NLR_TEST_DIES") and os.environ["RANK"] == "1"
+
+    def kill(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal count
+        count += module.training
+        if doomed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.register_forward_pre_hook(kill, with_kwargs=True)
+    return model
+
+
 def blow_up(model: nn.Module, at: int = 1, times: float = 60.0) -> nn.Module:
     """Before the `at`-th training batch the output head grows: a loss that is high and finite from then on."""
     count = 0

@@ -1,5 +1,7 @@
 """Work that one of several training processes does for all."""
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -38,6 +40,18 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def warn_of_restarts() -> None:
+    """Says, in the first process, that a group which torchrun starts again can hang (pytorch issue 135712)."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts and shared and os.environ.get("RANK") == "0":
+        print(
+            "warning: a restart by torchrun can hang at the addresses of the dead group; "
+            "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment",
+            file=sys.stderr,
+        )
 
 
 def _distributed() -> bool:

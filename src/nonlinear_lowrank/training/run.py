@@ -27,7 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 from ..environment import cpu_threads, deterministic
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
-from ..processes import on_first_process
+from ..processes import on_first_process, warn_of_restarts
 from ..tasks.task import adapter_setup, check_batch, measure_of, scored_split, tokens_per_example
 from .checkpoints import CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
@@ -206,6 +206,7 @@ def join_processes(recipe: Recipe, out: Path) -> None:
 def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
     """Joins the process group, if there is one; writes nothing."""
     train = recipe.train
+    warn_of_restarts()
     on_cpu = not torch.accelerator.is_available()
     try:
         arguments = TrainingArguments(
