@@ -173,7 +173,12 @@ def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
     """One array out of a stream of `size` bytes; ValueError where it is none, UserError where it is too large."""
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read_header(file)
+    try:
+        shape, fortran, dtype = read_header(file)
+    except ValueError:
+        raise
+    except Exception as error:  # numpy has tokenize and the parser of Python look at it
+        raise ValueError(f"the header of {name} cannot be read: {_line(error)}") from error
     if dtype.hasobject:
         raise ValueError(f"{name} holds Python objects, which are never read; save it as numbers")
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()

@@ -50,7 +50,11 @@ class AdapterConfig(PeftConfig):
         self.peft_type = PeftType(self.type_name)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list | tuple):
+                if not all(isinstance(each, str) for each in getattr(self, name)):
+                    raise UserError(f"{name} must be names or one regular expression, not {getattr(self, name)!r}")
                 setattr(self, name, set(getattr(self, name)))
+            elif not isinstance(getattr(self, name), str | set | None):
+                raise UserError(f"{name} must be names or one regular expression, not {getattr(self, name)!r}")
         if self.bias not in ("none", "all", "adapter_only", "lora_only"):
             raise UserError(f"bias must be 'none', 'all' or 'adapter_only', not {self.bias!r}")
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
@@ -62,6 +66,8 @@ class AdapterConfig(PeftConfig):
             raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
         for name, pattern in self.patterns.items():
             self.check_value(name, getattr(self, name), name)
+            if not isinstance(getattr(self, pattern), dict):
+                raise UserError(f"{pattern} must be names with values, not {getattr(self, pattern)!r}")
             for key, value in getattr(self, pattern).items():
                 self.check_value(name, value, f"{pattern}[{key!r}]")
 

@@ -1,7 +1,7 @@
 """One arm: a change to the model, with its learning rates, and its short form on the command line."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -46,6 +46,10 @@ class Arm:
     """Learning rates of which a comparison takes the arm's best; empty: the comparison's."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.method, str):
+            raise UserError(f"an arm's name and method are texts, not {self.name!r} and {self.method!r}")
+        if not isinstance(self.settings, Mapping):
+            raise UserError(f"settings of the arm {self.method!r} must be names with values, not {self.settings!r}")
         if self.dense_init is not None:
             check_dense_init(self.dense_init)
         if not isinstance(self.qk_norm, bool):
