@@ -34,6 +34,9 @@ class CompareOptions(Generic[Task, Train]):
     """Name of the arm that the table compares with; default: the first."""
     timing_rounds: int = 30
     """Interleaved steps of each arm for the step times; 0 leaves them out."""
+    workers: int | None = None
+    """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
+    the extra "ray"); default: one after another."""
     max_minutes: float | None = None
     """Begin no new seed that would not end within so many minutes; the report states how many there are."""
     resume: FlagCreatePairsOff[bool] = False
@@ -76,6 +79,7 @@ def run(arguments: list[str]) -> None:
         resume=options.resume,
         overwrite=options.overwrite,
         timing_rounds=options.timing_rounds,
+        workers=options.workers,
         max_seconds=max_seconds,
     )
     if is_main_process():

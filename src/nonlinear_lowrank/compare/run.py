@@ -11,6 +11,7 @@ record, the pictures and the report are written anew.
     out/results.json     the record      out/report.md, out/curves.png, out/rates.png   made from it
 """
 
+import contextlib
 import io
 import json
 import os
@@ -45,6 +46,7 @@ from .plots import ArmCurves, plot_curves, plot_rate_sweep
 from .record import ArmRecord, Run, build_results, command_line
 from .report import chosen_by, findings, render_report, render_tables
 from .runs import Runner, Runs, chosen_rate, tune
+from .workers import check_workers, open_workers
 
 Measurer = Callable[..., Measurement]
 
@@ -90,6 +92,7 @@ def compare(
     max_seconds: float | None = None,
     max_extensions: int = 4,
     timing_rounds: int = 30,
+    workers: int | None = None,
     keep_checkpoints: bool = False,
     quiet: bool = False,
     command: str | None = None,
@@ -117,6 +120,9 @@ def compare(
             them there is nothing to report.
         max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
+            names and whose machines all see `out`; None: one after another, in this process. With `max_seconds` the
+            seeds follow each other still.
         keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
@@ -131,6 +137,7 @@ def compare(
     """
     started = clock()
     out = Path(out)
+    check_workers(workers)
     plan = Plan.make(recipe, arms, seeds, tune_lr, reference, max_extensions)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_processes(recipe, out)
@@ -149,12 +156,15 @@ def compare(
 
     measured = on_first_process(measured_now)
     lock = open_folder(out, plan, prepared.fingerprint, overwrite=overwrite) if main else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if lock is not None:
+            stack.callback(lock.release)
         if main and measured.times is not None:
             save_timing(out, plan, measured.times)
         notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
         notes += [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
-        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console)
+        helpers = stack.enter_context(open_workers(workers, run, console))
+        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers)
 
         def time_for(arms: Sequence[Arm]) -> bool:
             def fits() -> bool:
@@ -190,19 +200,19 @@ def compare(
                 _write(out, results)
             return Comparison(out, results)
 
+        if max_seconds is None:
+            runs.train_ahead([(arm, rate, seed) for seed in plan.seeds for arm, rate in running])
         for index, seed in enumerate(plan.seeds):
             missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
             if index > 0 and missing and not time_for([arm for arm, _ in missing]):
                 notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
                 break
+            runs.train_ahead([(arm, rate, seed) for arm, rate in missing])
             for arm, rate in missing:
                 runs.get(arm, rate, seed, f"seed {index + 1} of {len(plan.seeds)}")
             if missing and index + 1 < len(plan.seeds):
                 publish()
         return publish()
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _counts(measured: Measurement, by: str) -> Mapping[str, float | None]:

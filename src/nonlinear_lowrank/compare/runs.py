@@ -16,6 +16,7 @@ from ..training.recipe import Arm, Recipe
 from ..training.result import stability
 from .folder import Plan, tidy
 from .record import Run
+from .workers import Workers
 
 Runner = Callable[..., Any]
 
@@ -32,7 +33,9 @@ class Runs:
         keep_checkpoints: bool,
         quiet: bool,
         console: Console,
+        workers: Workers | None = None,
     ) -> None:
+        self.workers = workers
         self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
         self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
         self._slowest: dict[str, float] = {}
@@ -66,27 +69,44 @@ class Runs:
         if found is not None:
             return found
         folder = self.folder(arm, rate, seed)
-        begun = on_first_process(lambda: _begun(folder))
-        self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if begun else ''}")
-        own = replace(
-            self.recipe,
-            arm=replace(arm, lr=rate, grid=()),
-            train=replace(self.recipe.train, lr=rate, seed=seed),
-        )
+        resumed = on_first_process(lambda: begun(folder))
+        self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if resumed else ''}")
+        own = self._recipe(arm, rate, seed)
         # A run that diverges has written its result before it raises; any other error is the user's to see.
         with contextlib.suppress(DivergedError):
-            self.run(own, folder, resume=begun, overwrite=False, prepared=self.prepared, quiet=self.quiet, report=False)
+            self.run(
+                own, folder, resume=resumed, overwrite=False, prepared=self.prepared, quiet=self.quiet, report=False
+            )
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
         name = self.measure.name
         loss = f"diverged at step {found.steps}" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
-        if found.final_loss is not None and not self.keep_checkpoints:
-            on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
+        self._sweep(found, folder)
         return found
 
+    def train_ahead(self, wanted: Sequence[tuple[Arm, float, int]]) -> None:
+        """Trains those (arm, rate, seed) that are missing side by side, where there are workers; `get` finds them."""
+        if self.workers is None:
+            return
+        missing = [each for each in dict.fromkeys(wanted) if self.find(*each) is None]
+        self.workers.train([(self._recipe(*each), self.folder(*each)) for each in missing])
+        for each in missing:
+            found = self.find(*each)
+            assert found is not None, f"{self.folder(*each)} has no result.json after training"
+            self._sweep(found, self.folder(*each))
 
-def _begun(folder: Path) -> bool:
+    def _recipe(self, arm: Arm, rate: float, seed: int) -> Recipe:
+        return replace(
+            self.recipe, arm=replace(arm, lr=rate, grid=()), train=replace(self.recipe.train, lr=rate, seed=seed)
+        )
+
+    def _sweep(self, found: Run, folder: Path) -> None:
+        if found.final_loss is not None and not self.keep_checkpoints:
+            on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
+
+
+def begun(folder: Path) -> bool:
     """Whether there is something to resume; a torn result is removed, so that the run can write it anew."""
     (folder / "result.json").unlink(missing_ok=True)
     return folder.exists() and any(folder.iterdir())
@@ -144,24 +164,31 @@ def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], note
     def attempt(arm: Arm, rate: float, place: str) -> None:
         tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
 
+    if runs.workers is not None and time_for(arms):
+        runs.train_ahead([(arm, rate, plan.tuning_seed) for arm in arms for rate in grids[arm.name]])
     for index in range(longest):
         now = [(arm, grids[arm.name][index]) for arm in arms if index < len(grids[arm.name])]
         missing = [arm for arm, rate in now if runs.find(arm, rate, plan.tuning_seed) is None]
         if index > 0 and missing and not time_for(missing):
             notes.append(f"Tuning stopped for time after {index} of {longest} rates of the grid.")
             return tried
+        runs.train_ahead([(arm, rate, plan.tuning_seed) for arm, rate in now])
         for arm, rate in now:
             attempt(arm, rate, f"tuning {index + 1} of {len(grids[arm.name])}")
-    for arm in arms:
-        for extension in range(plan.max_extensions + 1):
-            beyond = next_rate(tried[arm.name], runs.measure)
-            if beyond is None:
-                break
-            known = runs.find(arm, beyond, plan.tuning_seed) is not None
+    growing = list(arms)
+    for extension in range(plan.max_extensions + 1):
+        beyond = {arm.name: next_rate(tried[arm.name], runs.measure) for arm in growing}
+        growing = [arm for arm in growing if beyond[arm.name] is not None]
+        rates = [(arm, rate, plan.tuning_seed) for arm in growing if (rate := beyond[arm.name]) is not None]
+        if extension < plan.max_extensions and (runs.workers is None or time_for(growing)):
+            runs.train_ahead(rates)
+        for arm, rate, _ in rates:
+            known = runs.find(arm, rate, plan.tuning_seed) is not None
             if extension == plan.max_extensions or not (known or time_for([arm])):
                 notes.append(_edge_note(arm.name, tried[arm.name], extension, runs.measure))
-                break
-            attempt(arm, beyond, f"tuning, grid extended to {beyond:g}")
+                growing.remove(arm)
+            else:
+                attempt(arm, rate, f"tuning, grid extended to {rate:g}")
     return tried
 
 
