@@ -173,7 +173,7 @@ def compare(
             # Clocks differ between processes, and a split decision would hang them.
             return on_first_process(fits)
 
-        tuned = tune(plan, runs, time_for, notes)
+        tuned = tune(plan, runs, time_for, notes, at_once=max_seconds is None)
         if not runs.measure.is_loss and scored_split(prepared) is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
         rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name), runs.measure) for arm in plan.arms}

@@ -154,8 +154,18 @@ def _last_tenth(curve: Sequence[tuple[int, float]], steps: int) -> float | None:
     return sum(weight * loss for weight, loss in late) / total if total else None
 
 
-def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], notes: list[str]) -> dict[str, list[Run]]:
-    """Runs each arm's grid on the tuning seed, rate by rate, and extends it where its best is at the edge."""
+def tune(
+    plan: Plan,
+    runs: Runs,
+    time_for: Callable[[Sequence[Arm]], bool],
+    notes: list[str],
+    *,
+    at_once: bool = False,
+) -> dict[str, list[Run]]:
+    """Runs each arm's grid on the tuning seed, and extends it where its best is at the edge.
+
+    Rate by rate, so that all arms have as many when time is up; where it is no matter, workers may begin all `at_once`.
+    """
     grids = {arm.name: plan.grid_of(arm) for arm in plan.arms}
     arms = [arm for arm in plan.arms if grids[arm.name]]
     longest = max(map(len, grids.values()))
@@ -164,7 +174,7 @@ def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], note
     def attempt(arm: Arm, rate: float, place: str) -> None:
         tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
 
-    if runs.workers is not None and time_for(arms):
+    if at_once:
         runs.train_ahead([(arm, rate, plan.tuning_seed) for arm in arms for rate in grids[arm.name]])
     for index in range(longest):
         now = [(arm, grids[arm.name][index]) for arm in arms if index < len(grids[arm.name])]
@@ -179,10 +189,10 @@ def tune(plan: Plan, runs: Runs, time_for: Callable[[Sequence[Arm]], bool], note
     for extension in range(plan.max_extensions + 1):
         beyond = {arm.name: next_rate(tried[arm.name], runs.measure) for arm in growing}
         growing = [arm for arm in growing if beyond[arm.name] is not None]
-        rates = [(arm, rate, plan.tuning_seed) for arm in growing if (rate := beyond[arm.name]) is not None]
+        wider = [(arm, found, plan.tuning_seed) for arm in growing if (found := beyond[arm.name]) is not None]
         if extension < plan.max_extensions and (runs.workers is None or time_for(growing)):
-            runs.train_ahead(rates)
-        for arm, rate, _ in rates:
+            runs.train_ahead(wider)
+        for arm, rate, _ in wider:
             known = runs.find(arm, rate, plan.tuning_seed) is not None
             if extension == plan.max_extensions or not (known or time_for([arm])):
                 notes.append(_edge_note(arm.name, tried[arm.name], extension, runs.measure))

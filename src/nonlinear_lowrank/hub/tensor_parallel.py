@@ -222,5 +222,6 @@ class _SumBoth(torch.autograd.Function):
         return _summed(dy, ctx.group), None
 
 
-ALL_PARALLEL_STYLES.register(COLWISE, NobleColwise())
-ALL_PARALLEL_STYLES.register(ROWWISE, NobleRowwise())
+_OURS: dict[str, Any] = {COLWISE: NobleColwise(), ROWWISE: NobleRowwise()}
+for _name, _style in _OURS.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)
