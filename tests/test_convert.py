@@ -159,7 +159,7 @@ def test_companions_are_copied_and_code_is_not(plain, tmp_path):
         (plain / name).write_text(text)
     report = convert(plain, tmp_path / "out", nlr.NobleConfig(rank=3))
     there = {path.name for path in (tmp_path / "out").iterdir()}
-    assert there == {*kept, "config.json", "generation_config.json", "model.safetensors", "manifest.json"}
+    assert there == {*kept, "config.json", "generation_config.json", "model.safetensors", "manifest.json", "README.md"}
     assert set(report.copied) == set(kept)
     assert all((tmp_path / "out" / name).read_text() == text for name, text in kept.items())
 
