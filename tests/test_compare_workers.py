@@ -73,6 +73,7 @@ def die(model):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
     serial = go(recipe, tmp_path / "serial")
