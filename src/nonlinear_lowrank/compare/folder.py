@@ -276,3 +276,9 @@ def copy_report(out: Path, pictures: Sequence[str], folder: Path, name: str) -> 
             (folder / f"{name}-{picture}").unlink(missing_ok=True)
     shutil.copyfile(out / "results.json", folder / f"{name}.json")
     write_text(folder / f"{name}.md", text)
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    (folder / "result.json").unlink(missing_ok=True)
+    return folder.exists() and any(folder.iterdir())

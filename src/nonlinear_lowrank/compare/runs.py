@@ -14,7 +14,7 @@ from ..tasks.task import LOSS, Measure, measure_of
 from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.result import stability
-from .folder import Plan, tidy
+from .folder import Plan, begun, tidy
 from .record import Run
 from .workers import Workers
 
@@ -104,12 +104,6 @@ class Runs:
     def _sweep(self, found: Run, folder: Path) -> None:
         if found.final_loss is not None and not self.keep_checkpoints:
             on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
-
-
-def begun(folder: Path) -> bool:
-    """Whether there is something to resume; a torn result is removed, so that the run can write it anew."""
-    (folder / "result.json").unlink(missing_ok=True)
-    return folder.exists() and any(folder.iterdir())
 
 
 def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:

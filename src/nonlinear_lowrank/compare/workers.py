@@ -18,6 +18,7 @@ from rich.console import Console
 from ..errors import UserError
 from ..training.checkpoints import DivergedError
 from ..training.recipe import Recipe
+from .folder import begun
 
 _RETRIES, _STARTS = 3, 3
 _DEFAULT_CORES = 1
@@ -142,8 +143,6 @@ def _cluster_gpus() -> bool:
 
 def _train(run: Any, recipe: Recipe, folder: str) -> str | None:
     """One run, in a worker; what the user has to mend, if it could not be."""
-    from .runs import begun
-
     path = Path(folder)
     try:
         run(recipe, path, resume=begun(path), overwrite=False, prepared=None, quiet=True, report=False)
