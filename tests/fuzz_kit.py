@@ -44,6 +44,10 @@ class Fault(AssertionError):
     """A reader did what it must not do."""
 
 
+class _Late(BaseException):
+    """Past the time limit. No Exception: a reader that catches those would make a refusal of it."""
+
+
 def try_one(target: Target, folder: Path, data: bytes) -> bool:
     """Reads one input; whether it was taken. Raises Fault."""
     process = psutil.Process()
@@ -58,8 +62,8 @@ def try_one(target: Target, folder: Path, data: bytes) -> bool:
         if not str(error).strip():
             raise Fault(f"{target.name}: refused without a word") from error
         taken = False
-    except Fault:
-        raise
+    except _Late as error:
+        raise Fault(f"{target.name}: took more than {SECONDS} s") from error
     except (Exception, RecursionError, SystemExit) as error:
         raise Fault(f"{target.name}: {type(error).__name__}: {error}") from error
     if (grown := process.memory_info().rss - before) > BYTES:
@@ -77,7 +81,7 @@ def _time_limit() -> Iterator[None]:
         return
 
     def late(*_: Any) -> None:
-        raise Fault(f"took more than {SECONDS} s")
+        raise _Late
 
     former = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
@@ -424,29 +428,22 @@ def _read_transforms(folder: Path, data: bytes) -> Any:
     return read_scene(folder / "blender")
 
 
-def _tsv(folder: Path) -> list[bytes]:
-    from finetune_kit import glue_folder
-
-    glue_folder(folder / "glue", rows=6)
-    official = "gj04\t1\t\tOur friends won't buy this.\ngj04\t0\t*\tThey drank the pub.\n"
-    return [(folder / "glue" / "CoLA" / "train.tsv").read_bytes(), official.encode()]
+OFFICIAL_COLA = b"gj04\t1\t\tOur friends won't buy this.\ngj04\t0\t*\tThey drank the pub.\n"
 
 
-def _read_tsv(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.tasks.glue_files import read_tsv
+def _tsv(name: str, folder_name: str, task: str, *more: bytes) -> Target:
+    def examples(folder: Path) -> list[bytes]:
+        from finetune_kit import glue_folder
 
-    return read_tsv(_input(folder, data, ".tsv"), "cola")
+        glue_folder(folder / "glue", rows=6)
+        return [(folder / "glue" / folder_name / "train.tsv").read_bytes(), *more]
 
+    def read(folder: Path, data: bytes) -> Any:
+        from nonlinear_lowrank.tasks.glue_files import read_tsv
 
-def _pairs(folder: Path) -> list[bytes]:
-    _tsv(folder)
-    return [(folder / "glue" / "STS-B" / "train.tsv").read_bytes()]
+        return read_tsv(_input(folder, data, ".tsv"), task)
 
-
-def _read_pairs(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.tasks.glue_files import read_tsv
-
-    return read_tsv(_input(folder, data, ".tsv"), "stsb")
+    return Target(name, examples, read)
 
 
 def _instructions(folder: Path) -> list[bytes]:
@@ -546,8 +543,8 @@ TARGETS = [
     *(Target(f"mesh {suffix}", _meshes(suffix), _read_mesh(suffix)) for suffix in (".obj", ".ply", ".stl", ".npz")),
     Target("poses", _poses, _read_poses),
     Target("transforms", _transforms, _read_transforms),
-    Target("TSV, one sentence", _tsv, _read_tsv),
-    Target("TSV, pairs", _pairs, _read_pairs),
+    _tsv("TSV, one sentence", "CoLA", "cola", OFFICIAL_COLA),
+    _tsv("TSV, pairs", "STS-B", "stsb"),
     Target("instructions", _instructions, _read_instructions),
     _corpus(".jsonl", bytes),
     _corpus(".jsonl.gz", _gzip),

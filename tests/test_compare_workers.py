@@ -91,6 +91,19 @@ def test_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
     assert numbers(again)["arms"] == numbers(serial)["arms"]
 
 
+@pytest.mark.slow
+def test_a_run_that_fits_on_no_machine_is_refused(recipe, tmp_path):
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        wide = replace(recipe, train=replace(recipe.train, threads=2))
+        with pytest.raises(UserError, match=r"asks for 2 cores.* at most 1 cores.*lower --train.threads"):
+            go(wide, tmp_path / "out", workers=1)
+    finally:
+        ray.shutdown()
+
+
 @pytest.mark.parametrize(
     ("workers", "environment", "words"),
     [(0, {}, "at least 1"), (True, {}, "whole number"), (2, {"WORLD_SIZE": "2"}, "leave torchrun")],

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
@@ -38,7 +38,6 @@ import torch
 torch.set_num_threads(1)
 import nonlinear_lowrank as nlr
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 import test_tensor_parallel as here
 
 root = Path(sys.argv[1])
@@ -130,6 +129,16 @@ def test_what_cannot_be_split_is_named(settings, devices, why):
     plan = {"model.layers.0.self_attn.q_proj": "colwise"}
     with pytest.raises(UserError, match=f"q_proj cannot be split by tensor parallelism: .*{why}"):
         with_branches(model, plan, devices)
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    model = build(*CASES["cosine"])
+    from transformers.distributed import DistributedConfig
+
+    (owner,) = (each for each in PreTrainedModel.__mro__ if "_resolve_parallel_plans" in vars(each))
+    monkeypatch.delattr(owner, "_resolve_parallel_plans")
+    with pytest.raises(UserError, match=r"needs transformers>=5.23, not .*upgrade it"):
+        type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2))
 
 
 def test_a_plan_of_another_kind_is_refused():

@@ -1,5 +1,6 @@
 """Work that one of several training processes does for all."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -42,8 +43,9 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+@functools.cache
 def warn_of_restarts() -> None:
-    """Says, in the first process, that a group which torchrun starts again can hang (pytorch issue 135712)."""
+    """Says once, in the first process, that a group which torchrun starts again can hang (pytorch issue 135712)."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if restarts and shared and os.environ.get("RANK") == "0":

@@ -163,7 +163,7 @@ def compare(
             save_timing(out, plan, measured.times)
         notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
         notes += [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
-        helpers = stack.enter_context(open_workers(workers, run, console))
+        helpers = stack.enter_context(open_workers(workers, recipe.train.threads, run, console))
         runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers)
 
         def time_for(arms: Sequence[Arm]) -> bool:

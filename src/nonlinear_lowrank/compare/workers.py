@@ -4,6 +4,7 @@ Scheduling, retries and processes are Ray's. A task is one training run into its
 see; the comparison itself goes on as it does alone, and finds the results there. Each run has its own seed and its own
 processes' number of threads, so results are those of a serial comparison. A run whose worker dies is begun again by
 Ray and goes on from its checkpoint; one that was not finished when the comparison was stopped does so when it resumes.
+A joined cluster's workers run in the comparison's working folder, so that relative paths of data mean the same.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..errors import UserError
@@ -52,17 +52,20 @@ class Workers:
         """Trains each recipe into its folder, several at once; divergence is a result.
 
         Raises:
-            UserError: what a run raised, or a run whose worker died again and again.
+            UserError: what a run raised, a run whose worker died again and again, or one that no machine of the
+                cluster has the cores for.
         """
         import ray
 
+        for recipe, _ in runs:
+            _check_resources(_resources(recipe))
         waiting = list(reversed(runs))
         going: dict[Any, Path] = {}
         while waiting or going:
             while waiting and len(going) < self._number:
                 recipe, folder = waiting.pop()
-                task = ray.remote(_train).options(**self._resources(recipe), max_retries=_RETRIES)
-                going[task.remote(self._run, recipe, str(folder.absolute()))] = folder
+                task = ray.remote(_train).options(**_resources(recipe), max_retries=_RETRIES)
+                going[task.remote(self._run, recipe, str(folder.absolute()), str(Path.cwd()))] = folder
                 name = f"{recipe.arm.name} rate {recipe.train.lr:g}, seed {recipe.train.seed}"
                 self._console.print(f"[bold]{name}[/] on a worker")
             (done, *_), _ = ray.wait(list(going), num_returns=1)
@@ -78,11 +81,6 @@ class Workers:
                 self._cancel(going)
                 raise
 
-    def _resources(self, recipe: Recipe) -> dict[str, float]:
-        if torch.cuda.is_available() or _cluster_gpus():
-            return {"num_gpus": 1, "num_cpus": recipe.train.threads or _DEFAULT_CORES}
-        return {"num_cpus": recipe.train.threads or _DEFAULT_CORES}
-
     def _cancel(self, going: dict[Any, Path]) -> None:
         import ray
 
@@ -92,11 +90,12 @@ class Workers:
 
 
 @contextlib.contextmanager
-def open_workers(number: int | None, run: Any, console: Console) -> Iterator[Workers | None]:
+def open_workers(number: int | None, cores: int | None, run: Any, console: Console) -> Iterator[Workers | None]:
     """Workers while it is open; None for None. A cluster is joined where RAY_ADDRESS names one, else one is started.
 
     Args:
         number: of runs side by side.
+        cores: threads of a run; None: one.
         run: trains one arm; has `run_training`'s signature.
         console: for a line a run.
     """
@@ -107,7 +106,7 @@ def open_workers(number: int | None, run: Any, console: Console) -> Iterator[Wor
 
     mine = not ray.is_initialized()
     if mine:
-        _start({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": _cores(number), "include_dashboard": False})
+        _start({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": _cores(number, cores), "include_dashboard": False})
     try:
         yield Workers(number, run, console)
     finally:
@@ -130,20 +129,45 @@ def _start(cluster: dict[str, Any]) -> None:
                 raise UserError(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from error
 
 
-def _cores(number: int) -> int:
+def _cores(number: int, cores: int | None) -> int:
     """Ray counts what tasks ask for: as many runs as were asked for must fit, whatever the machine has."""
-    return max(number * _DEFAULT_CORES, os.cpu_count() or 1)
+    return max(number * (cores or _DEFAULT_CORES), os.cpu_count() or 1)
 
 
-def _cluster_gpus() -> bool:
+def _resources(recipe: Recipe) -> dict[str, float]:
+    """What a run asks of the cluster; this machine, which may have no part in it, says nothing."""
     import ray
 
-    return ray.cluster_resources().get("GPU", 0) >= 1
+    gpus = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) >= 1 else {}
+    return {"num_cpus": recipe.train.threads or _DEFAULT_CORES, **gpus}
 
 
-def _train(run: Any, recipe: Recipe, folder: str) -> str | None:
+def _check_resources(asked: dict[str, float]) -> None:
+    """A run that fits on no machine would wait for ever."""
+    import ray
+
+    machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+    if not any(
+        machine.get("CPU", 0) >= asked["num_cpus"] and machine.get("GPU", 0) >= asked.get("num_gpus", 0)
+        for machine in machines
+    ):
+        most = max((machine.get("CPU", 0) for machine in machines), default=0)
+        with_gpu = " and a GPU" if "num_gpus" in asked else ""
+        raise UserError(
+            f"a run asks for {asked['num_cpus']:g} cores{with_gpu}, and no machine of the cluster has them (at most "
+            f"{most:g} cores); lower --train.threads"
+        )
+
+
+def _train(run: Any, recipe: Recipe, folder: str, working: str) -> str | None:
     """One run, in a worker; what the user has to mend, if it could not be."""
     path = Path(folder)
+    try:
+        os.chdir(working)
+    except OSError as error:
+        return (
+            f"a worker does not see {working} ({error.strerror}); start the comparison from a folder all machines see"
+        )
     try:
         run(recipe, path, resume=begun(path), overwrite=False, prepared=None, quiet=True, report=False)
     except DivergedError:

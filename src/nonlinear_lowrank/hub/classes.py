@@ -73,7 +73,7 @@ class AugmentedModel:
                     f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
                     "(DDP, FSDP) instead"
                 )
-            if not hasattr(cls, "_resolve_parallel_plans"):
+            if not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
                 raise UserError(
                     f"tensor parallelism needs transformers>=5.23, not {transformers.__version__}; upgrade it"
                 )

@@ -1,10 +1,11 @@
 """How a saved model is loaded again: the lines that `nlr finetune` prints, and every model card has."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..registration import TYPE_PREFIX
 from .classes import CLASS_PREFIX, FIELD
+from .files import read_json
 
 _PEFT_CLASSES = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "CAUSAL_LM": "AutoPeftModelForCausalLM"}
 _HEADS = ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForImageClassification")
@@ -16,9 +17,9 @@ def loading_code(folder: Path) -> str:
     """Python that loads a model's or an adapter's folder in a fresh process."""
     adapter = folder / "adapter_config.json"
     if not adapter.is_file():
-        return _model_code(folder, _read(folder / "config.json"))
-    config = _read(adapter)
-    name = _PEFT_CLASSES.get(config.get("task_type"), "AutoPeftModel")
+        return _model_code(folder, read_json(folder / "config.json"))
+    config = read_json(adapter)
+    name = _PEFT_CLASSES.get(str(config.get("task_type")), "AutoPeftModel")
     # A base knows its own number of labels, or none: that of the adapter's head must be told.
     labels = None if (folder / "base").is_dir() else _labels(folder)
     more = "" if labels is None else f", num_labels={labels}, ignore_mismatched_sizes=True"
@@ -30,8 +31,8 @@ def needs_package(folder: Path) -> bool:
     """Whether a model's or an adapter's folder is of a kind that only this package knows."""
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        return str(_read(adapter).get("peft_type", "")).startswith(_OURS) or (folder / "base").is_dir()
-    return _is_ours(_read(folder / "config.json"))
+        return str(read_json(adapter).get("peft_type", "")).startswith(_OURS) or (folder / "base").is_dir()
+    return _is_ours(read_json(folder / "config.json"))
 
 
 def _model_code(folder: Path, config: Any) -> str:
@@ -48,7 +49,7 @@ def _model_code(folder: Path, config: Any) -> str:
 
 
 def _is_ours(config: Any) -> bool:
-    return bool(config.get(FIELD)) or str(config.get("model_type", "")).startswith(("nlr_", "nonlinear_lowrank_"))
+    return bool(config.get(FIELD)) or str(config.get("model_type", "")).startswith(("nlr_", TYPE_PREFIX))
 
 
 def _labels(folder: Path) -> int | None:
@@ -60,7 +61,3 @@ def _labels(folder: Path) -> int | None:
             if name.endswith(("classifier.bias", "score.weight", "classifier.out_proj.bias")):
                 return file.get_slice(name).get_shape()[0]
     return None
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -39,17 +39,16 @@ def functions_called(module: nn.Module) -> str:
     """Activations that a module's own forward calls as functions, as the end of a sentence; empty: none."""
     if type(module).__module__.startswith(f"{__package__}."):
         return ""  # the functions of other methods' layers are theirs
+    held = {key: _FUNCTIONS[value] for key, value in vars(module).items() if _is_plain_function(value)}
+    holds = [f"holds the function {function} as .{key}" for key, function in held.items()]
     if type(module).__module__.startswith("torch.nn."):
-        held = {key: _FUNCTIONS[value] for key, value in vars(module).items() if _is_plain_function(value)}
-        return ", ".join(f"holds the function {function} as .{key}" for key, function in held.items())
+        return ", ".join(holds)
     read = _names_read(module) - set(module._modules)
     called = sorted(read & (_PLAIN_FUNCTIONS | _CLASSES))
     words = [f"calls {', '.join(called)}"] if called else []
     if read & _TABLES:
         words.append("looks its activation up in its forward")
-    held = {key: _FUNCTIONS[value] for key, value in vars(module).items() if _is_plain_function(value)}
-    words += [f"holds the function {function} as .{key}" for key, function in held.items()]
-    return " and ".join(words)
+    return " and ".join(words + holds)
 
 
 def _is_plain_function(value: Any) -> bool:

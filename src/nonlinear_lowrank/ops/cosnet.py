@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import kernels
-from .up_form import chosen_form
+from .up_form import main_plus_up
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
 """Names of a bottleneck's nonlinearity."""
@@ -255,15 +255,8 @@ def _forward(
     x_TI = x.reshape(-1, x.shape[-1])
     h_TR = _product(x_TI, down, h)
     h_TR = h_TR.reshape(-1, h_TR.shape[-1])
-    sizes = (*x_TI.shape, *up.shape)
-    if weight is None:
-        y_TO = F.linear(bottleneck_forward(h_TR, mixes, frequencies, phases, activation), up)
-    elif training and chosen_form(*sizes, device=x.device.type, dtype=x.dtype) == "joined":
-        u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
-        y_TO = F.linear(torch.cat((x_TI, u_TR), dim=1), torch.cat((weight, up), dim=1), bias)
-    else:
-        y_TO = F.linear(x_TI, weight, bias)
-        y_TO.addmm_(bottleneck_forward(h_TR, mixes, frequencies, phases, activation), up.t())
+    u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
+    y_TO = F.linear(u_TR, up) if weight is None else main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
     return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cosnet import bottleneck_backward, bottleneck_forward, noble_linear_reference
+from .up_form import main_plus_up
 
 
 def noble_group_reference(
@@ -94,7 +95,7 @@ class _NobleGroup(torch.autograd.Function):
     @staticmethod
     def forward(x, activation, counts, *tensors):
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        return tuple(run(x, *_parted(tensors, counts), list(counts), activation))
+        return tuple(run(x, *_parted(tensors, counts), list(counts), activation, training=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -159,14 +160,16 @@ def _forward(
     flat: list[Tensor],
     counts: list[int],
     activation: str,
+    training: bool = False,
 ) -> list[Tensor]:
-    """y of each layer, then h (T, m r)."""
+    """y of each layer (its up projection as `up_form` says), then h (T, m r)."""
     x_TI = x.reshape(-1, x.shape[-1])
     h_TR = F.linear(x_TI, torch.cat(downs) if len(downs) > 1 else downs[0])
     found = []
     rows = zip(weights, biases, ups, _own(h_TR, counts), _bottlenecks(flat, counts), strict=True)
     for weight, bias, up, h, lists in rows:
-        y_TO = F.linear(x_TI, weight, bias).addmm_(bottleneck_forward(h, *lists, activation), up.t())
+        u_TR = bottleneck_forward(h, *lists, activation)
+        y_TO = main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
         found.append(y_TO.view(*x.shape[:-1], up.shape[0]))
     return [*found, h_TR]
 
@@ -216,7 +219,9 @@ def _backward(
 # Plain registrations, as in cosnet.py.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _BRANCHES = "Tensor[] downs, Tensor[] ups, Tensor[] flat, int[] counts, str activation"
-_LIBRARY.define(f"noble_group_forward(Tensor x, Tensor[] weights, Tensor?[] biases, {_BRANCHES}) -> Tensor[]")
+_LIBRARY.define(
+    f"noble_group_forward(Tensor x, Tensor[] weights, Tensor?[] biases, {_BRANCHES}, bool training=False) -> Tensor[]"
+)
 _LIBRARY.define(
     f"noble_group_backward(Tensor[] dys, Tensor x, Tensor h, Tensor[] weights, {_BRANCHES}, bool[] wanted) -> Tensor[]"
 )
@@ -227,7 +232,7 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_group_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_group_forward")
-def _(x, weights, biases, downs, ups, flat, counts, activation):
+def _(x, weights, biases, downs, ups, flat, counts, activation, training=False):
     ys = [x.new_empty(*x.shape[:-1], up.shape[0]) for up in ups]
     return [*ys, x.new_empty(x.numel() // x.shape[-1], sum(each.shape[0] for each in downs))]
 

@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..errors import UserError
 
@@ -33,7 +35,7 @@ _FORCED: ContextVar[UpForm | None] = ContextVar("nonlinear_lowrank_up_form", def
 
 @contextmanager
 def use_up_form(form: UpForm | None) -> Iterator[None]:
-    """Inside it the forward of `noble_linear` in training is of this form, on any device; None: as chosen.
+    """Inside it the forward of NOBLE layers in training is of this form, on any device; None: as chosen.
 
     Raises:
         UserError: there is no such form.
@@ -52,8 +54,17 @@ def numbers_moved(form: UpForm, tokens: int, d_in: int, d_out: int, rank: int) -
     if form == "accumulated":
         main = tokens * d_in + d_out * d_in + tokens * d_out
         return main + tokens * rank + d_out * rank + 2 * tokens * d_out
-    wide = (tokens + d_out) * (d_in + rank)
-    return 2 * wide + wide + tokens * d_out
+    return 3 * (tokens + d_out) * (d_in + rank) + tokens * d_out  # the copies' read and write, the product's read
+
+
+def main_plus_up(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None, u_TR: Tensor, up: Tensor, *, training: bool
+) -> Tensor:
+    """`x weight^T + bias + u up^T` without autograd, in the form chosen for these sizes: (T, d_out)."""
+    sizes = (*x_TI.shape, *up.shape)
+    if training and chosen_form(*sizes, device=x_TI.device.type, dtype=x_TI.dtype) == "joined":
+        return F.linear(torch.cat((x_TI, u_TR), dim=1), torch.cat((weight, up), dim=1), bias)
+    return F.linear(x_TI, weight, bias).addmm_(u_TR, up.t())
 
 
 def chosen_form(tokens: int, d_in: int, d_out: int, rank: int, *, device: str, dtype: torch.dtype) -> UpForm:
