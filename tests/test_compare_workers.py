@@ -98,7 +98,7 @@ def test_a_run_that_fits_on_no_machine_is_refused(recipe, tmp_path):
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         wide = replace(recipe, train=replace(recipe.train, threads=2))
-        with pytest.raises(UserError, match=r"asks for 2 cores.* at most 1 cores.*lower --train.threads"):
+        with pytest.raises(UserError, match=r"asks for 2 cores.*at most 1 cores.*lower --train.threads"):
             go(wide, tmp_path / "out", workers=1)
     finally:
         ray.shutdown()
