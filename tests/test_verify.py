@@ -159,7 +159,7 @@ def test_pickles_are_named_and_never_opened(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     found = verify(tmp_path)
     assert found.faults == []
-    assert ["pytorch_model.bin" in line and "never read" in line for line in found.notes] == [True]
+    assert ["pytorch_model.bin" in line and "--allow-torch-checkpoints alone" in line for line in found.notes] == [True]
 
 
 @pytest.mark.parametrize(("make", "words"), [(None, "no such file"), ("", "holds no checkpoint"), ("a.bin", "neither")])

@@ -74,13 +74,19 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def describe_file(file: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
+
+
 @contextmanager
 def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Gives an empty folder to fill; on leaving, it is at `path`, replacing what was there.
 
     Args:
         path: the final place. Its parent exists.
-        manifest: if given, a manifest of these entries and the hashes of all files but the card is added.
+        manifest: if given, a manifest of these entries and the hashes of all files but the card is added. What its
+            "files" have on leaving is taken as it is.
 
     Raises:
         OSError: it could not be written; then nothing of it is left.
@@ -91,7 +97,10 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
     try:
         yield staged
         if manifest is not None:
-            files = {str(file.relative_to(staged)): _describe(file) for file in _files(staged) if file.name != CARD}
+            files = dict(manifest.get("files", {}))
+            for file in _files(staged):
+                if file.name != CARD and (name := str(file.relative_to(staged))) not in files:
+                    files[name] = describe_file(file)
             text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
         for file in _files(staged):
@@ -290,10 +299,6 @@ class FolderLock:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
 
 
 def _sync(path: Path) -> None:

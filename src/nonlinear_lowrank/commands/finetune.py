@@ -30,6 +30,9 @@ class FinetuneOptions(Generic[Task, Train]):
     """Go on from the newest complete checkpoint in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
+    allow_torch_checkpoints: FlagCreatePairsOff[bool] = False
+    """Under FSDP2 and DeepSpeed: write and read the engine's own sharded checkpoints. They are pickled, and reading a
+    pickle can run code: only for runs of your own."""
     task: Task
     """The data and the pretrained model."""
     train: Train
@@ -64,7 +67,13 @@ def run(arguments: list[str]) -> None:
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
     recipe = replace(recipe, arm=arm)
-    result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
+    result = run_training(
+        recipe,
+        Path(options.out),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        allow_torch_checkpoints=options.allow_torch_checkpoints,
+    )
     if not is_main_process():
         return
     total, trained = result.parameters, result.trainable or result.parameters

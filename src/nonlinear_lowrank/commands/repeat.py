@@ -26,6 +26,8 @@ class RepeatOptions:
     """Go on from the newest complete checkpoint in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
+    allow_torch_checkpoints: FlagCreatePairsOff[bool] = False
+    """Under FSDP2 and DeepSpeed: write and read the engine's own sharded checkpoints, which are pickled."""
 
 
 def is_repetition(arguments: list[str]) -> bool:

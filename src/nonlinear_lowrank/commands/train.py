@@ -25,6 +25,9 @@ class TrainOptions(Generic[Task, Train]):
     """Go on from the newest complete checkpoint in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
+    allow_torch_checkpoints: FlagCreatePairsOff[bool] = False
+    """Under FSDP2 and DeepSpeed: write and read the engine's own sharded checkpoints. They are pickled, and reading a
+    pickle can run code: only for runs of your own."""
     task: Task
     """The data and the model."""
     train: Train
@@ -55,7 +58,13 @@ def run(arguments: list[str]) -> None:
 
     if former is None:
         recipe = replace(recipe, arm=Arm.parse(options.arm))
-    result = run_training(recipe, Path(options.out), resume=options.resume, overwrite=options.overwrite)
+    result = run_training(
+        recipe,
+        Path(options.out),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        allow_torch_checkpoints=options.allow_torch_checkpoints,
+    )
     if not is_main_process():
         return
     measure = measure_of(recipe.task)

@@ -95,7 +95,7 @@ def _check_folder(folder: Path, found: Verification) -> None:
         if file.suffix in (".safetensors", ".json"):
             _check_file(file, found)
         elif file.suffix in _PICKLED:
-            found.notes.append(f"{file} is pickled or of an unknown kind, and never read")
+            found.notes.append(f"{file} is pickled: it is read by --resume with --allow-torch-checkpoints alone")
     names = {each.name for each in folder.iterdir()}
     if ADAPTER_CONFIG in names and ADAPTER_WEIGHTS not in names:
         found.faults.append(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}")

@@ -10,14 +10,15 @@ A checkpoint is a folder `step-000100`, complete when it has that name:
     trainer_state.json               step and log history, as Trainer has it
     manifest.json                    step, seconds, bytes and sha256 of every file
 
-Nothing is pickled. Only the first process writes; the folder must be visible to all processes on resume.
+Nothing is pickled. Only the first process writes; the folder must be visible to all processes on resume. A model that
+is sharded may have, where that is allowed, weights and optimizer as `shards` writes them instead.
 With another number of processes a run goes on, but not bit by bit.
 """
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from ..storage import (
     staged_folder,
     step_folders,
 )
+from . import shards
 from .state_files import (
     random_state,
     read_optimizer,
@@ -54,6 +56,11 @@ from .state_files import (
     set_random_state,
     write_optimizer,
     write_plain,
+)
+
+DEEPSPEED_IS_PICKLED = (
+    "DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints (reading a pickle can run code: only for runs "
+    "of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 )
 
 _TRAINABLE, _BUFFERS = "trainable.safetensors", "buffers.safetensors"
@@ -69,14 +76,16 @@ class CheckpointedTrainer(Trainer):
 
     Args:
         checkpoints: folder for the `step-N` folders.
+        allow_torch_checkpoints: of a sharded model every process writes its own part, pickled (see `shards`).
         *args: Trainer's.
         **kwargs: Trainer's.
     """
 
-    def __init__(self, checkpoints: Path, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, checkpoints: Path, *args: Any, allow_torch_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.is_deepspeed_enabled:
-            raise UserError("DeepSpeed is not supported; use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)")
+        self.allow_torch_checkpoints = allow_torch_checkpoints
+        if self.is_deepspeed_enabled and not allow_torch_checkpoints:
+            raise UserError(DEEPSPEED_IS_PICKLED)
         # Trainer's types allow for None and for other kinds, which neither is once training.
         self.model: Any
         self.lr_scheduler: Any
@@ -94,6 +103,13 @@ class CheckpointedTrainer(Trainer):
         """As Trainer.train; `resume_from_checkpoint` is a checkpoint's path or None."""
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = str(resume_from_checkpoint)
+            shards.check_readable(
+                Path(resume_from_checkpoint),
+                self.checkpoints,
+                deepspeed=self.is_deepspeed_enabled,
+                allowed=self.allow_torch_checkpoints,
+                processes=self.args.world_size,
+            )
             manifest = read_plain(Path(resume_from_checkpoint) / MANIFEST)
             self.seconds_before = manifest["seconds"]
         self._started = time.monotonic()
@@ -182,9 +198,14 @@ class CheckpointedTrainer(Trainer):
         """Replaces Trainer's, which writes into the final folder and pickles."""
         self.check_finite()
         self.store_flos()
+        if self.writes_shards:
+            self._save_shards()
+            return
         weights = self._weights()
         optimizer = get_optimizer_state_dict(
-            self.model, _unwrap(self.optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            self.model,
+            shards.plain_optimizer(self.optimizer),
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         states = gather_objects(random_state(self.args.device))
 
@@ -194,32 +215,74 @@ class CheckpointedTrainer(Trainer):
             seen = [each for name, each in weights.items() if name in trained and each.is_floating_point()]
             if not all(bool(torch.isfinite(each).all()) for each in seen):
                 raise self.diverged(self.state.global_step)
-            try:
-                self._write_checkpoint(weights, optimizer, states)
-            except Exception as error:
-                if not is_disk_error(error):
-                    raise
-                raise UserError(
-                    f"cannot write the checkpoint of step {self.state.global_step} to {self.checkpoints}: "
-                    f"{describe_disk_error(error)}; {self._last_good()}; make room and go on with --resume"
-                ) from error
+            with self._staged(self._about()) as folder:
+                self._write_model(folder, weights)
+                write_optimizer(folder, optimizer)
+                self._write_states(folder, states)
 
         on_first_process(write)
 
-    def _write_checkpoint(
-        self, weights: dict[str, Any], optimizer: dict[str, Any], states: list[dict[str, Any]]
-    ) -> None:
+    @property
+    def writes_shards(self) -> bool:
+        """Whether each process writes its own part of a checkpoint."""
+        return self.allow_torch_checkpoints and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is trained."""
+        return is_adapted(self._plain())
+
+    def _save_shards(self) -> None:
+        """All processes write into the folder that the first one opened, and it closes."""
+        if not all(gather_objects(shards.trained_is_finite(self._plain()))):
+            raise self.diverged(self.state.global_step)
+        states = gather_objects(random_state(self.args.device))
+        about = self._about()
+        with ExitStack() as stack:  # the first process has the folder in it: gone again if anyone fails
+            folder = Path(on_first_process(lambda: str(stack.enter_context(self._staged(about)))))
+            error = None
+            try:
+                about["files"] = shards.write_shards(self, folder)
+            except Exception as caught:
+                error = caught
+            # A process that is waiting for a dead one ends by its group's time limit.
+            failed = [each for each in gather_objects(None if error is None else str(error)) if each]
+            if error is not None:
+                raise error
+            if failed:
+                raise UserError(f"another process could not write its part of the checkpoint: {failed[0]}")
+
+            def finish() -> None:
+                self._write_states(folder, states)
+                stack.close()
+
+            on_first_process(finish)
+
+    def _about(self) -> dict[str, Any]:
+        return {"step": self.state.global_step, "seconds": self.seconds, "processes": self.args.world_size}
+
+    @contextmanager
+    def _staged(self, about: dict[str, Any]) -> Iterator[Path]:
+        """The folder of this step's checkpoint, to be filled; on leaving, older ones go."""
         step = self.state.global_step
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
-        with staged_folder(self.checkpoints / f"step-{step:06d}", about) as folder:
-            self._write_model(folder, weights)
-            write_optimizer(folder, optimizer)
-            write_plain(folder / "scheduler.json", self.lr_scheduler.state_dict())
-            write_plain(folder / "random.json", states)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-        if not self.keep_all:
-            prune(self.checkpoints, step, self.args.save_total_limit or 1)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            with staged_folder(self.checkpoints / f"step-{step:06d}", about) as folder:
+                yield folder
+            if not self.keep_all:
+                prune(self.checkpoints, step, self.args.save_total_limit or 1)
+        except Exception as error:
+            if not is_disk_error(error):
+                raise
+            raise UserError(
+                f"cannot write the checkpoint of step {step} to {self.checkpoints}: {describe_disk_error(error)}; "
+                f"{self._last_good()}; make room and go on with --resume"
+            ) from error
+
+    def _write_states(self, folder: Path, random_states: list[dict[str, Any]]) -> None:
+        write_plain(folder / "scheduler.json", self.lr_scheduler.state_dict())
+        write_plain(folder / "random.json", random_states)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _weights(self, everything: bool = False) -> dict[str, Any]:
         """Weights by their names in memory; of a sharded model, only in the first process.
@@ -228,7 +291,9 @@ class CheckpointedTrainer(Trainer):
         which peft sorts out itself.
         """
         model = self._plain()
-        if self.is_fsdp_enabled:
+        if self.is_deepspeed_enabled:
+            weights: dict[str, Any] = shards.gathered_weights(model, keep=self.is_world_process_zero())
+        elif self.is_fsdp_enabled:
             weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         else:
             weights = model.state_dict()
@@ -275,6 +340,9 @@ class CheckpointedTrainer(Trainer):
         folder = Path(resume_from_checkpoint)
         target = self.model if model is None else model
         plain = self.accelerator.unwrap_model(target, keep_torch_compile=False)
+        if (folder / shards.SHARDS).is_dir():
+            shards.read_model(self, target, folder)
+            return
         if is_adapted(plain):
             self._load_adapter(folder, target, plain)
             return
@@ -321,7 +389,13 @@ class CheckpointedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder, optimizer = Path(checkpoint), _unwrap(self.optimizer)
+        folder, optimizer = Path(checkpoint), shards.plain_optimizer(self.optimizer)
+        self.lr_scheduler.load_state_dict(read_plain(folder / "scheduler.json"))
+        if self.is_deepspeed_enabled:
+            return  # its engine has read its own
+        if (folder / shards.SHARDS).is_dir():
+            shards.read_optimizer_state(self, folder)
+            return
         state: dict[str, Any] = {}
         if not self.is_fsdp_enabled or self.is_world_process_zero():
             state = read_optimizer(folder)
@@ -329,7 +403,6 @@ class CheckpointedTrainer(Trainer):
             full_state_dict=True, broadcast_from_rank0=self.is_fsdp_enabled, strict=self.is_fsdp_enabled
         )
         set_optimizer_state_dict(self.model, optimizer, state, options=options)
-        self.lr_scheduler.load_state_dict(read_plain(folder / "scheduler.json"))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -374,11 +447,6 @@ def _does_not_fit(folder: Path, missing: list[str], unexpected: list[str]) -> Us
         f"{folder} does not fit the model: {'missing' if missing else 'unexpected'} tensor {odd!r}; "
         "resume with the recipe and version it was written with"
     )
-
-
-def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """accelerate's wrapper has the optimizer inside."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextmanager

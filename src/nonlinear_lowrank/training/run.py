@@ -23,17 +23,19 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import strtobool
 
 from ..environment import cpu_threads, deterministic
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process, warn_of_restarts
 from ..tasks.task import adapter_setup, check_batch, measure_of, scored_split, tokens_per_example
-from .checkpoints import CheckpointedTrainer, DivergedError, is_adapted
+from .checkpoints import DEEPSPEED_IS_PICKLED, CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
+from .shards import check_checkpoint_format
 from .trainer import RunTrainer, Schedule, SeedDropout
 from .tuning import raise_up_rates, set_head_rate
 
@@ -54,6 +56,7 @@ def run_training(
     prepared: Any = None,
     quiet: bool = False,
     report: bool = True,
+    allow_torch_checkpoints: bool = False,
 ) -> TrainResult:
     """Trains a recipe's arm into a folder.
 
@@ -68,6 +71,8 @@ def run_training(
         prepared: the task's data, if they are prepared already.
         quiet: print nothing and show no bar.
         report: print what the arm changed in the model, unless `quiet`.
+        allow_torch_checkpoints: under FSDP2 and DeepSpeed, write and read the engine's own sharded checkpoints, which
+            are pickled. DeepSpeed has no others.
 
     Raises:
         UserError: bad input, with nothing written; no room for a checkpoint, with the last good one kept; or
@@ -78,6 +83,7 @@ def run_training(
     train = recipe.train
     with _surroundings(train):
         arguments = _arguments(recipe, Path(out))
+        _check_engine(arguments, recipe, allow_torch_checkpoints)
         folder = RunFolder(Path(out), recipe)
         say = (lambda text: None) if quiet or not arguments.should_save else print
         micro = _micro_batch(train, arguments.world_size)
@@ -104,6 +110,7 @@ def run_training(
         changed = apply_arm(recipe, recipe.arm, model, verbose=report and not quiet and arguments.should_save)
         parameters = count_parameters(changed)
         optimizer = optimizer_settings(changed, recipe, recipe.arm, recipe.lr, arguments.device)
+        check_checkpoint_format(changed, sharding=_launched_with("FSDP"), allowed=allow_torch_checkpoints)
 
         on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         progress = ProgressLines(recipe.arm.name)
@@ -116,6 +123,7 @@ def run_training(
             prepared=prepared,
             group_by_length=train.group_by_length,
             stop_diverged=train.stop_diverged,
+            allow_torch_checkpoints=allow_torch_checkpoints,
             optimizer_cls_and_kwargs=optimizer,
             callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
         )
@@ -218,7 +226,7 @@ def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             warmup_steps=train.warmup_steps,
             lr_scheduler_type=_SCHEDULES[train.schedule],
             max_grad_norm=train.max_grad_norm,
-            bf16=train.bf16,
+            bf16=train.bf16 and not _launched_with("DEEPSPEED"),
             **(_recomputing() if train.gradient_checkpointing else {}),
             torch_compile=train.compile,
             seed=train.seed,
@@ -246,6 +254,35 @@ def _arguments(recipe: Recipe, out: Path) -> TrainingArguments:
         # One process drives one GPU; torchrun starts as many as there are. (Never nn.DataParallel.)
         arguments._n_gpu = 1
     return arguments
+
+
+def _launched_with(engine: str) -> bool:
+    """Whether accelerate launch was told to use "DEEPSPEED" or "FSDP"."""
+    return bool(strtobool(os.environ.get(f"ACCELERATE_USE_{engine}", "false")))
+
+
+def _check_engine(arguments: TrainingArguments, recipe: Recipe, allowed: bool) -> None:
+    """Makes DeepSpeed's setting of bfloat16 ours; refuses what it would spoil.
+
+    Raises:
+        UserError: pickled checkpoints are not allowed; Muon, which needs whole matrices; or half-precision weights.
+    """
+    if not _launched_with("DEEPSPEED"):
+        return
+    if not allowed:
+        raise UserError(DEEPSPEED_IS_PICKLED)
+    if _by_muon(recipe, recipe.arm):
+        raise UserError("Muon needs whole matrices, which DeepSpeed flattens; leave it out, or use FSDP2")
+    plugin: Any = arguments.deepspeed_plugin
+    settings = plugin.hf_ds_config.config
+    for name in ("bf16", "fp16"):
+        if settings.get(name, {}).get("enabled") in (True, "true"):
+            raise UserError(
+                f"DeepSpeed's {name} casts all weights, frequencies and phases with them; take it out of its "
+                "configuration and give --train.bf16, which is autocast"
+            )
+    if recipe.train.bf16:
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
 def _recomputing() -> dict[str, Any]:
