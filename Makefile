@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 QUANTIZED := $(VENV)/quantized
 KERNELS := $(VENV)/kernels
+DEEPSPEED := $(VENV)/deepspeed
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -22,7 +23,7 @@ DEMO_OUT ?= demo
 # No seed begins that would not end within so many minutes; the rest of ten is for preparing and drawing.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test test-all lint format docs lock clean
+.PHONY: help setup demo test test-deepspeed test-all lint format docs lock clean
 
 help:
 	@sed -n '1,5s/^# //p' Makefile
@@ -65,6 +66,11 @@ $(KERNELS)/.installed: $(STAMP) requirements-kernels.lock
 	fi
 	@touch $@
 
+$(DEEPSPEED)/.installed: $(STAMP) requirements-deepspeed.lock
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --no-build-isolation --target $(DEEPSPEED) \
+		-r requirements-deepspeed.lock
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
 	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
@@ -79,6 +85,9 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_interpreted.py
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_compiled.py
+
+test-deepspeed: $(DEEPSPEED)/.installed
+	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k deepspeed tests/test_shards.py
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10

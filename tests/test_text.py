@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import torch
 import zstandard
@@ -28,6 +29,7 @@ from nonlinear_lowrank.tasks.corpus import Corpus
 from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
 from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT
 
+SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")
 
 
@@ -59,9 +61,8 @@ def write(folder, kind, documents):
         data = "".join(json.dumps({"text": each}) + "\n" for each in documents).encode()
     else:
         data = f"\n{END_OF_TEXT}\n".join(documents).encode()
-    squeeze = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
     for each in packed:
-        data = squeeze[each](data)
+        data = SQUEEZE[each](data)
     path.write_bytes(data)
     return path
 
@@ -575,3 +576,42 @@ def test_gpt2_files_give_the_known_counts(shared_data):
     assert packed.tokenizer.eos_token_id == 50256
     assert packed.tokenizer("Hello world")["input_ids"] == [15496, 995]
     assert 3.9 < packed.valid_bytes_per_token < 4.4
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("packed", ["gz", "xz", "zst"])
+def test_a_bomb_stops_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed):
+    """One document, in one line or in many, that unpacks to a thousand times its file."""
+
+    class Memory:
+        available = 64 << 20
+
+    line = b"a" * (1 << 20)
+    whole = b'{"text": "' + line * 40 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 40
+    path = _bad(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
+    assert path.stat().st_size < 100_000
+    assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    with pytest.raises(UserError, match="unpacks to more than 33,554,432 bytes"):
+        list(Corpus(source=str(path)).documents())
+
+
+def test_a_dataset_whose_connection_drops_leaves_nothing_and_is_read_again(tmp_path, monkeypatch):
+    documents = make_documents(60)
+    rows = [{"text": each} for each in documents]
+
+    def broken():
+        yield from rows[:20]
+        raise ConnectionError("the server has gone away")
+
+    folder = tmp_path / "rows"
+    write(folder, "jsonl", documents)
+    data = small(folder, streaming=True)
+    with monkeypatch.context() as dropped:
+        gone = datasets.IterableDataset.from_generator(broken)
+        dropped.setattr(datasets, "load_dataset", lambda *args, **kwargs: gone)
+        with pytest.raises(UserError, match=r"reading the dataset .* failed: .*the server has gone away"):
+            prepare_text(data, progress=False)
+    assert not list((tmp_path / "cache" / "text").glob("*/text.json"))
+    packed = prepare_text(data, progress=False)
+    assert packed.fingerprint == prepare_text(small(folder / "corpus.jsonl"), progress=False).fingerprint

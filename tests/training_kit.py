@@ -6,6 +6,7 @@ trains in a fork, and answers {"pid": ...} at the start and {"exit": ..., "error
 
 import contextlib
 import json
+import multiprocessing
 import os
 import resource
 import select
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -142,6 +144,30 @@ def die(model: nn.Module, at: int = 1) -> nn.Module:
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.register_forward_pre_hook(kill, with_kwargs=True)
+    return model
+
+
+def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
+    """Before the `at`-th training batch a process that reads data is killed."""
+    count = 0
+
+    def kill(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal count
+        count += module.training
+        if module.training and count == at:
+            readers = [each for each in multiprocessing.active_children() if each.is_alive()]
+            os.kill(readers[0].pid, signal.SIGKILL)
+
+    model.register_forward_pre_hook(kill, with_kwargs=True)
+    return model
+
+
+def jump_clock(model: nn.Module) -> nn.Module:
+    """With NLR_TEST_CLOCK the time of day is another in every step: days, hours and minutes on or back."""
+    if os.environ.get("NLR_TEST_CLOCK"):
+        true = time.time
+        jumps = Random(0)
+        time.time = lambda: true() + jumps.choice((-1, 1)) * jumps.choice((60, 3600, 86400, 400 * 86400))
     return model
 
 

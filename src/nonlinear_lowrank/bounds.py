@@ -112,12 +112,22 @@ def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
     Raises:
         UserError: it is longer than that.
     """
-    most, total = psutil.virtual_memory().available // 2, 0
+    total, most = 0, half_of_free()
     while piece := file.read(_PIECE):
         total += len(piece)
-        if total > most:
-            raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
+        check_held(total, most, what)
         yield piece
+
+
+def half_of_free() -> int:
+    """Bytes that what is read from a file may take at once."""
+    return psutil.virtual_memory().available // 2
+
+
+def check_held(nbytes: int, most: int, what: str) -> None:
+    """Raises UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
+    if nbytes > most:
+        raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
 
 
 def safetensors_header(path: Path) -> dict[str, TensorEntry]:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import zstandard
 
-from ..bounds import bounded
+from ..bounds import bounded, check_held, half_of_free
 from ..errors import UserError
 
 SEPARATOR = "<|endoftext|>"
@@ -32,6 +32,7 @@ _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, E
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%-]+))?")
 _BLOCK = 8 << 20  # bytes read at a time
+_ZSTD_PIECE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +142,22 @@ class Corpus:
         # Only where it stands alone on a line: text may speak of the separator.
         pattern = re.compile(rf"^{re.escape(separator)}[ \t]*\r?$\n?", re.MULTILINE)
         parts: list[str] = []
+        held, most = 0, half_of_free()
         for block in _line_blocks(path):
             first, *others = pattern.split(block) if separator else [block]
             parts.append(first)
+            held += len(first)
+            check_held(held, most, f"a document of {path}")
             for other in others:
                 yield "".join(parts)
-                parts = [other]
+                parts, held = [other], len(other)
         yield "".join(parts)
 
     def _json_lines(self, path: Path) -> Iterator[str]:
-        offset = 0
+        offset, most = 0, half_of_free()
         with _open(path) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
+                check_held(len(line), most, f"line {number} of {path}")
                 text = _decode(path, line, offset)
                 offset += len(line)
                 if not text.strip():
@@ -276,10 +281,11 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _zstd(path: Path) -> Iterator[bytes]:
-    """All frames. zstandard's own reader would take a frame that is cut off for its end."""
+    """All frames, a little at a time: four bytes may stand for 128 KiB. zstandard's own reader would take a frame that
+    is cut off for its end."""
     frame = None
     with path.open("rb") as file:
-        while data := file.read(_BLOCK):
+        while data := file.read(_ZSTD_PIECE):
             while data:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 yield frame.decompress(data)
@@ -318,13 +324,14 @@ def _read(path: Path) -> bytes:
 
 def _line_blocks(path: Path) -> Iterator[str]:
     """The text in blocks of whole lines."""
-    offset = 0
+    offset, most = 0, half_of_free()
     held: list[bytes] = []  # a line that has not ended yet
     with _open(path) as file:
         while data := file.read(_BLOCK):
             cut = data.rfind(b"\n") + 1
             if not cut:
                 held.append(data)
+                check_held(len(held) * _BLOCK, most, f"a line of {path}")
                 continue
             whole = b"".join([*held, data[:cut]])
             yield _decode(path, whole, offset)

@@ -100,7 +100,12 @@ class CheckpointedTrainer(Trainer):
     # --- the whole run -------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer.train; `resume_from_checkpoint` is a checkpoint's path or None."""
+        """As Trainer.train; `resume_from_checkpoint` is a checkpoint's path or None.
+
+        Raises:
+            UserError: a checkpoint that may not be read, or a process that reads data died.
+            DivergedError: the loss, or a weight, is not finite.
+        """
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = str(resume_from_checkpoint)
             shards.check_readable(
@@ -113,7 +118,15 @@ class CheckpointedTrainer(Trainer):
             manifest = read_plain(Path(resume_from_checkpoint) / MANIFEST)
             self.seconds_before = manifest["seconds"]
         self._started = time.monotonic()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # torch has no class for it
+                raise
+            raise UserError(
+                f"a process that reads data died at step {self.state.global_step} ({' '.join(str(error).split())}); "
+                f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and go on with --resume"
+            ) from error
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from (None: start anew), and a line for each damaged one passed over.
