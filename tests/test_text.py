@@ -584,15 +584,15 @@ def test_a_bomb_stops_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed)
     """One document, in one line or in many, that unpacks to a thousand times its file."""
 
     class Memory:
-        available = 64 << 20
+        available = 16 << 20
 
     line = b"a" * (1 << 20)
-    whole = b'{"text": "' + line * 40 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 40
+    whole = b'{"text": "' + line * 10 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 10
     path = _bad(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
     assert path.stat().st_size < 100_000
     assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    with pytest.raises(UserError, match="unpacks to more than 33,554,432 bytes"):
+    with pytest.raises(UserError, match="unpacks to more than 8,388,608 bytes"):
         list(Corpus(source=str(path)).documents())
 
 

@@ -148,13 +148,14 @@ def die(model: nn.Module, at: int = 1) -> nn.Module:
 
 
 def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
-    """Before the `at`-th training batch a process that reads data is killed."""
+    """With NLR_TEST_FAULT a process that reads data is killed before the `at`-th training batch."""
     count = 0
+    doomed = os.environ.get("NLR_TEST_FAULT")
 
     def kill(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal count
         count += module.training
-        if module.training and count == at:
+        if doomed and module.training and count == at:
             readers = [each for each in multiprocessing.active_children() if each.is_alive()]
             os.kill(readers[0].pid, signal.SIGKILL)
 
@@ -163,8 +164,8 @@ def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
 
 
 def jump_clock(model: nn.Module) -> nn.Module:
-    """With NLR_TEST_CLOCK the time of day is another in every step: days, hours and minutes on or back."""
-    if os.environ.get("NLR_TEST_CLOCK"):
+    """With NLR_TEST_FAULT the time of day is another in every step: days, hours and minutes on or back."""
+    if os.environ.get("NLR_TEST_FAULT"):
         true = time.time
         jumps = Random(0)
         time.time = lambda: true() + jumps.choice((-1, 1)) * jumps.choice((60, 3600, 86400, 400 * 86400))
@@ -224,13 +225,13 @@ class Wrapped(nn.Module):
 class TrainingServer:
     """Trains in forks of a process that has imported everything; each is a process to kill."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
         )
 
     def start(self, out: Path, *, limit: int | None = None, **settings: Any) -> int:
