@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UserError
 from .instruction_files import TEMPLATES, Example, read_examples
 from .pretrained import Pretrained
-from .sequences import PadRight, TokenExamples
+from .sequences import PackedExamples, PadRight, TokenExamples, check_packing
 from .task import AdapterSetup, Collate, Measure, fingerprint, hold_out
 
 # For tokenizers that have none. The marks say what the assistant's words are.
@@ -48,6 +48,9 @@ class InstructionData:
     """Words around instruction and input: "alpaca" (Stanford's), "plain" (none), or "chat" (the tokenizer's)."""
     max_length: int = 512
     """Tokens of prompt and answer; longer ones lose their end."""
+    packing: bool = False
+    """Several examples a row of at most max_length tokens, which do not see each other: no padding, so fewer rows an
+    epoch. Needs trl."""
 
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES:
@@ -64,7 +67,7 @@ class InstructionData:
 class PreparedInstructions:
     """Tokenized instructions."""
 
-    train: TokenExamples
+    train: TokenExamples | PackedExamples
     valid: TokenExamples
     tokenizer: Any
     collate: Collate
@@ -124,12 +127,17 @@ class InstructionTask:
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
         parts = [np.concatenate([ids, labels]) for side in (train, valid) for ids, labels in _pairs(side)]
+        rows = _packed(train, data.max_length) if data.packing else train
+        if data.packing:
+            facts["packed_rows"] = len(rows)
+            if progress:
+                print(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
         return PreparedInstructions(
-            train=train,
+            train=rows,
             valid=valid.by_length(),
             tokenizer=tokenizer,
             collate=PadRight(pad_id=tokenizer.pad_token_id, multiple=8),
-            fingerprint=fingerprint(*parts, len(train)),
+            fingerprint=fingerprint(*parts, len(train), *(["packed"] if data.packing else [])),
             facts={**facts, "train_rows": len(train), "evaluated_rows": len(valid)},
         )
 
@@ -141,6 +149,8 @@ class InstructionTask:
         rows = model.get_input_embeddings().weight.shape[0]
         if len(prepared.tokenizer) > rows:
             raise UserError(f"the tokenizer has {len(prepared.tokenizer)} tokens and the model {rows} embeddings")
+        if self.instructions.packing:
+            check_packing(model)
         return model
 
     def build_on_meta(self) -> nn.Module:
@@ -255,6 +265,14 @@ def _learned_after(prompt: list[int], whole: list[int]) -> tuple[np.ndarray, np.
         shared += 1
     learned = np.arange(len(whole)) >= shared
     return np.array(whole, dtype=np.int32), learned
+
+
+def _packed(examples: TokenExamples, length: int) -> PackedExamples:
+    try:
+        from trl import pack_dataset
+    except ImportError as error:
+        raise UserError(f"packing needs trl ({error}); pip install 'nonlinear-lowrank[instruct]'") from None
+    return PackedExamples(examples, length, pack_dataset)
 
 
 def _pairs(examples: TokenExamples) -> Any:
