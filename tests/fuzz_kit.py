@@ -25,8 +25,8 @@ import psutil
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank.errors import UserError
 
-SECONDS, BYTES = 20, 512 << 20
-"""What one case may take."""
+SECONDS, BYTES, WAITING = 20, 512 << 20, 600
+"""What one case may take: seconds of the processor, bytes it keeps, seconds in all."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def try_one(target: Target, folder: Path, data: bytes) -> bool:
             raise Fault(f"{target.name}: refused without a word") from error
         taken = False
     except _Late as error:
-        raise Fault(f"{target.name}: took more than {SECONDS} s") from error
+        raise Fault(f"{target.name}: took more than {SECONDS} s of the processor, or {WAITING} s") from error
     except (Exception, RecursionError, SystemExit) as error:
         raise Fault(f"{target.name}: {type(error).__name__}: {error}") from error
     if (grown := process.memory_info().rss - before) > BYTES:
@@ -83,13 +83,17 @@ def _time_limit() -> Iterator[None]:
     def late(*_: Any) -> None:
         raise _Late
 
-    former = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    clocks = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAITING)}
+    former = {number: signal.signal(number, late) for number in clocks}
+    for clock, seconds in clocks.values():
+        signal.setitimer(clock, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, former)
+        for clock, _ in clocks.values():
+            signal.setitimer(clock, 0)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _files(folder: Path) -> set[str]:

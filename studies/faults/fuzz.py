@@ -4,12 +4,13 @@
 
 Targets, examples and the damage are those of tests/fuzz_kit.py. Each target runs in a process of its own, first with
 random damage (--cases), then guided by coverage (--guided, libFuzzer by the package atheris: inputs that reach new
-branches of this library are damaged further). A fault is any exception but UserError, a case of more than 20 s, more
-than 512 MiB of memory kept, or a file written; the process may take --memory GiB. Results: fuzz.json and fuzz.md beside
-this file, written after each target; targets that are there are not done again unless --only names them.
+branches of this library are damaged further). A fault is any exception but UserError, a case of more than 20 CPU s,
+more than 512 MiB of memory kept, or a file written; the process may take --memory GiB. Results: fuzz.json and fuzz.md
+beside this file, written after each target; targets that are there are not done again unless --only names them.
 """
 
 import argparse
+import base64
 import json
 import platform
 import re
@@ -91,8 +92,10 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
     place, random = Path(folder, "work"), Random(f"{options.seed} {name} {phase}")
     place.mkdir()
     examples = target.examples(place)
+    for example in examples:  # what is imported on first use is not the case's time
+        target.read(place, example)
     resource.setrlimit(resource.RLIMIT_AS, (options.memory << 30, options.memory << 30))
-    found: dict = {"cases": 0, "taken": 0, "faults": Counter(), "seconds": 0.0, "seed": options.seed}
+    found: dict = {"cases": 0, "taken": 0, "faults": Counter(), "inputs": {}, "seconds": 0.0, "seed": options.seed}
     began = time.monotonic()
 
     def write() -> None:
@@ -104,7 +107,9 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
         try:
             found["taken"] += fuzz_kit.try_one(target, place, data)
         except fuzz_kit.Fault as fault:
-            found["faults"][re.sub(r"\d+", "#", str(fault))[:200]] += 1
+            name = re.sub(r"\d+", "#", str(fault))[:200]
+            found["faults"][name] += 1
+            found["inputs"].setdefault(name, base64.b64encode(data[:100_000]).decode())  # the first, to repeat it
 
     if phase == "random":
         while found["cases"] < options.cases and time.monotonic() - began < options.seconds:
