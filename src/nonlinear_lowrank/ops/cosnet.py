@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import kernels
+from .one_op import as_one_op
 from .up_form import main_plus_up
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
@@ -186,7 +187,7 @@ class _NobleLinear(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, down, up, given, activation, n_mixes, *rest):
         mixes, frequencies, phases = _split(rest, n_mixes)
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+        run = _forward_op if as_one_op() else _forward
         return run(x, weight, bias, down, up, mixes, frequencies, phases, activation, given, training=True)
 
     @staticmethod

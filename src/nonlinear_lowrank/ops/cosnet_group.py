@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cosnet import bottleneck_backward, bottleneck_forward, noble_linear_reference
+from .one_op import as_one_op
 from .up_form import main_plus_up
 
 
@@ -85,7 +86,7 @@ def noble_group(
     if torch.is_grad_enabled():
         *ys, _ = _NobleGroup.apply(x, activation, counts, *weights, *biases, *downs, *ups, *flat)
         return ys
-    run = _forward_op if torch.compiler.is_compiling() else _forward
+    run = _forward_op if as_one_op() else _forward
     return run(x, list(weights), list(biases), list(downs), list(ups), flat, list(counts), activation)[:-1]
 
 
@@ -94,7 +95,7 @@ class _NobleGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(x, activation, counts, *tensors):
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+        run = _forward_op if as_one_op() else _forward
         return tuple(run(x, *_parted(tensors, counts), list(counts), activation, training=True))
 
     @staticmethod

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .one_op import as_one_op
 from .sine import sine_layer
 from .sine_delta import SineFactors, no_autocast, product, wide_dtype
 
@@ -97,7 +98,7 @@ def lowrank_linear(
             return F.linear(narrow if omega == gain else narrow * (omega / gain), up.to(x.dtype), bias)
     if torch.is_grad_enabled():
         return _LowRankLinear.apply(x, up, down, bias, activation, float(omega), float(gain))
-    run = _forward_op if torch.compiler.is_compiling() else _forward
+    run = _forward_op if as_one_op() else _forward
     return run(x, up, down, bias, activation, float(omega), float(gain))
 
 
@@ -106,7 +107,7 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x, up, down, bias, activation, omega, gain):
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+        run = _forward_op if as_one_op() else _forward
         return run(x, up, down, bias, activation, omega, gain)
 
     @staticmethod

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import kernels
+from .one_op import as_one_op
 from .sine_delta import (
     Delta,
     SineFactors,
@@ -244,7 +245,7 @@ def sine_layer(
     how = [int(base), int(transposed), *(stride or ())]
     if torch.is_grad_enabled():
         return _SineLayer.apply(x, weight, bias, settings, tuple(how), *flat)
-    run = _forward_op if torch.compiler.is_compiling() else _forward
+    run = _forward_op if as_one_op() else _forward
     assert weight is None or isinstance(weight, Tensor)
     return run(x, weight, bias, *split(flat, settings), list(settings), how)
 
@@ -255,7 +256,7 @@ class _SineLayer(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, settings, how, *flat):
         weight = weight() if callable(weight) else weight
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+        run = _forward_op if as_one_op() else _forward
         return run(x, weight, bias, *split(flat, settings), list(settings), list(how))
 
     @staticmethod

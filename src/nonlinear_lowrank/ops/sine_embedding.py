@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .one_op import as_one_op
 from .sine_delta import (
     Delta,
     SineFactors,
@@ -73,7 +74,7 @@ def sine_embedding(
     flat, settings = flatten(factors)
     if torch.is_grad_enabled():
         return _SineEmbedding.apply(indices, weight, settings, padding_idx, base, *flat)
-    run = _forward_op if torch.compiler.is_compiling() else _forward
+    run = _forward_op if as_one_op() else _forward
     return run(indices, weight, *split(flat, settings), list(settings), base)
 
 
@@ -82,7 +83,7 @@ class _SineEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(indices, weight, settings, padding_idx, base, *flat):
-        run = _forward_op if torch.compiler.is_compiling() else _forward
+        run = _forward_op if as_one_op() else _forward
         return run(indices, weight, *split(flat, settings), list(settings), base)
 
     @staticmethod
