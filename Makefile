@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 QUANTIZED := $(VENV)/quantized
 KERNELS := $(VENV)/kernels
 DEEPSPEED := $(VENV)/deepspeed
+TORCHTITAN := $(VENV)/torchtitan
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -71,20 +72,26 @@ $(DEEPSPEED)/.installed: $(STAMP) requirements-deepspeed.lock
 		-r requirements-deepspeed.lock
 	@touch $@
 
+$(TORCHTITAN)/.installed: $(STAMP) requirements-torchtitan.lock
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TORCHTITAN) -r requirements-torchtitan.lock
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
 	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
 
 # One thread a process: more would fight over the cores, and make the slow tests slower.
 # The kernels run in triton's interpreter, and then are compiled: a process does one or the other.
-test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed
+test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
-		-m "not slow and not gpu and not quantized and not kernels" --durations=10
+		-m "not slow and not gpu and not quantized and not kernels and not torchtitan" --durations=10
 	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "quantized and not slow and not gpu"
 	PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_interpreted.py
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_compiled.py
+	PYTHONPATH=$(TORCHTITAN):$(KERNELS) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/test_torchtitan.py
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k deepspeed tests/test_shards.py

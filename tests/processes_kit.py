@@ -13,7 +13,8 @@ def run_processes(script, *arguments, count=2, timeout=300):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-    common |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    common |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     processes = []
     try:
         for rank in range(count):

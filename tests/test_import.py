@@ -1,5 +1,6 @@
 """`import nonlinear_lowrank` is light, and yet whatever is imported next knows our types, in any order."""
 
+import importlib
 import subprocess
 import sys
 
@@ -93,6 +94,14 @@ print(type(model).__name__)
 """
     assert run(code, str(tmp_path)).split() == ["NonlinearLowrankLlamaForCausalLM"]
     assert type(nlr.hub.load_model(tmp_path)).__name__ == "NonlinearLowrankLlamaForCausalLM"
+
+
+def test_torchtitan_is_an_extra_which_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.setitem(sys.modules, "spmd_types", None)
+    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.torchtitan", raising=False)
+    with pytest.raises(nlr.UserError, match=r"pip install 'nonlinear-lowrank\[torchtitan\]'"):
+        importlib.import_module("nonlinear_lowrank.torchtitan")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
