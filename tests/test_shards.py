@@ -215,3 +215,14 @@ def test_deepspeed_trains_as_one_process_and_resumes(stage, tmp_path, monkeypatc
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     for name, value in load_file(tmp_path / "again" / "model" / "model.safetensors").items():
         assert torch.equal(value, weights[name]), name
+
+
+def test_what_is_damaged_is_not_unpickled(root, tmp_path):
+    """Also where the newest one was not looked for, but named."""
+    out = stopped(root, tmp_path)
+    folder = out / "checkpoints" / "step-000004"
+    part = next(folder.glob("shards/*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    options = {"deepspeed": False, "allowed": True, "processes": 1}
+    with pytest.raises(UserError, match="is damaged"):
+        shards.check_readable(folder, folder.parent, **options)

@@ -92,6 +92,7 @@ class CheckpointedTrainer(Trainer):
         self.checkpoints = Path(checkpoints)
         self.keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
         self.seconds_before = 0.0
+        self._verified: Path | None = None
         self._started = time.monotonic()
         self._flops_per_token: int | None = None
         # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
@@ -114,6 +115,7 @@ class CheckpointedTrainer(Trainer):
                 deepspeed=self.is_deepspeed_enabled,
                 allowed=self.allow_torch_checkpoints,
                 processes=self.args.world_size,
+                verified=Path(resume_from_checkpoint) == self._verified,
             )
             manifest = read_plain(Path(resume_from_checkpoint) / MANIFEST)
             self.seconds_before = manifest["seconds"]
@@ -138,7 +140,9 @@ class CheckpointedTrainer(Trainer):
             remove_temporaries(self.checkpoints)
             return newest_valid(self.checkpoints)
 
-        return on_first_process(look)
+        found = on_first_process(look)
+        self._verified = found[0]
+        return found
 
     @property
     def seconds(self) -> float:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..errors import UserError
-from ..processes import gather_objects
-from ..storage import describe_file, read_manifest
+from ..processes import gather_objects, on_first_process
+from ..storage import MANIFEST, describe_file, read_manifest
+from .state_files import read_plain
 
 SHARDS, LATEST = "shards", "latest"
 GATHERED_BYTES = 64 << 30
@@ -55,8 +56,18 @@ def check_checkpoint_format(model: nn.Module, *, sharding: bool, allowed: bool) 
         )
 
 
-def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, allowed: bool, processes: int) -> None:
-    """Refuses a checkpoint that this run may or can not go on from.
+def check_readable(
+    folder: Path, checkpoints: Path, *, deepspeed: bool, allowed: bool, processes: int, verified: bool = False
+) -> None:
+    """Refuses a checkpoint that this run may or can not go on from; all processes call it.
+
+    Args:
+        folder: the checkpoint.
+        checkpoints: the run's folder of them.
+        deepspeed: whether DeepSpeed trains.
+        allowed: `allow_torch_checkpoints`.
+        processes: how many there are.
+        verified: every file has just been held against the manifest.
 
     Raises:
         UserError: it is pickled and that is not allowed, it lies elsewhere or behind a link, or it is of another engine
@@ -74,7 +85,7 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, allowed:
         raise UserError(f"{folder} is pickled; to go on from it {_MEND}")
     if folder.resolve().parent != checkpoints.resolve() or any(each.is_symlink() for each in folder.rglob("*")):
         raise UserError(f"{folder} is not in the run's own folder, or has links; pickles are read from nowhere else")
-    written_by = read_manifest(folder)["processes"]
+    written_by = on_first_process(lambda: (_manifest if verified else read_manifest)(folder))["processes"]
     if is_deepspeeds and written_by != processes:
         raise UserError(
             f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}; start as many"
@@ -144,6 +155,10 @@ def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """accelerate's wrapper has the optimizer inside."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _manifest(folder: Path) -> Any:
+    return read_plain(folder / MANIFEST)
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
