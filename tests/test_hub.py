@@ -348,6 +348,8 @@ BROKEN = {
     "unknown class": (lambda folder: edit(folder, architectures=["FooModel"]), "no model class 'FooModel'"),
     "other size": (lambda folder: edit(folder, hidden_size=64), "cannot be loaded as"),
     "nonsense size": (lambda folder: edit(folder, hidden_size="big"), "cannot be loaded as"),
+    "no dtype": (lambda folder: edit(folder, dtype=-1), "cannot be loaded as"),
+    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "cannot be loaded as"),
     "truncated": (lambda folder: truncate(folder / "model.safetensors"), "not a whole safetensors file"),
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),

@@ -11,6 +11,13 @@ class UserError(ValueError):
     """
 
 
+BUILD_ERRORS = (
+    *(RuntimeError, ValueError, TypeError, LookupError, OSError),
+    *(AttributeError, ArithmeticError, AssertionError),
+)
+"""What transformers and peft raise where a config's numbers make no model: not only errors that say so."""
+
+
 class DivergedError(UserError):
     """The loss or the weights are no longer finite numbers, or the loss rose and did not come back."""
 

@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import BUILD_ERRORS, UserError
 from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import check_causal, check_causal_config, load_model, load_tokenizer
 
@@ -77,7 +77,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+    except BUILD_ERRORS as error:
         raise UserError(f"the adapter in {folder} does not fit {named}: {one_line(error)[:500]}") from error
     for warning in caught:
         if "missing adapter keys" in str(warning.message):
@@ -114,7 +114,7 @@ def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **kwargs)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except BUILD_ERRORS as error:
         raise UserError(
             f"the base model {name!r} of {folder} is no folder here, and cannot be had from the hub "
             f"({one_line(error)[:200]}); pass --base FOLDER"

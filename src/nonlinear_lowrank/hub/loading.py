@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..bounds import safetensors_header
-from ..errors import UserError
+from ..errors import BUILD_ERRORS, UserError
 from .classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
 from .files import check_folder, check_model_folder, one_line, read_json, weight_files
 
@@ -43,7 +43,7 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
         check_loading_info(model, info)
     except UserError:
         raise
-    except (StrictDataclassError, RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+    except (StrictDataclassError, *BUILD_ERRORS) as error:
         raise UserError(f"{folder} cannot be loaded as {model_class.__name__}: {one_line(error)[:500]}") from error
     return model
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..errors import UserError
+from ..errors import BUILD_ERRORS, UserError
 from ..layers import config_to_dict, method_of_layer
 from .adapter import CONFIG, WEIGHTS, base_of
 from .card import Origin, shown_name, table, write_card
@@ -184,7 +184,7 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
             return PeftModel.from_pretrained(model, str(folder)).eval()
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
-    except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
+    except BUILD_ERRORS as error:
         raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)[:300]}") from error
 
 
