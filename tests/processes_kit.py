@@ -34,6 +34,8 @@ def run_processes(script, *arguments, count=2, timeout=300):
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 def shard_on_cpus():

@@ -38,6 +38,7 @@ import torch
 torch.set_num_threads(1)
 import nonlinear_lowrank as nlr
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 import test_tensor_parallel as here
 
 root = Path(sys.argv[1])
