@@ -43,7 +43,7 @@ def test_report():
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [4])
 def test_a_step_is_the_next_token_and_leaves_the_cache_as_it_was(mode, rank):
     torch._dynamo.reset()

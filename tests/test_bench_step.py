@@ -178,6 +178,7 @@ def _run_script(output: Path, *options: str) -> dict:
     return data
 
 
+@pytest.mark.slow
 def test_the_gpu_script_runs_on_the_cpu(tmp_path):
     """Its first use is on a machine that is lent by the minute."""
     data = _run_script(tmp_path / "gpu.json", "--rounds", "2", "--steps", "40")
