@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,16 @@ def test_what_deepspeed_would_spoil_is_refused_before_anything_is_written(
             quiet=True,
             **{"allow_torch_checkpoints": True, **options},
         )
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[deepspeed\]'"):
+        train(tmp_path / "out")
+    with pytest.raises(UserError, match="DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints"):
+        train(tmp_path / "out", allow_torch_checkpoints=False)
     assert not (tmp_path / "out").exists()
 
 

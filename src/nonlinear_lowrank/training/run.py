@@ -13,6 +13,7 @@ arm draws and however many processes and micro-batches share the work.
 
 import contextlib
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,8 +83,9 @@ def run_training(
     """
     train = recipe.train
     with _surroundings(train):
+        _check_engine(recipe, allow_torch_checkpoints)
         arguments = _arguments(recipe, Path(out))
-        _check_engine(arguments, recipe, allow_torch_checkpoints)
+        _configure_engine(arguments, train)
         folder = RunFolder(Path(out), recipe)
         say = (lambda text: None) if quiet or not arguments.should_save else print
         micro = _micro_batch(train, arguments.world_size)
@@ -261,18 +263,30 @@ def _launched_with(engine: str) -> bool:
     return bool(strtobool(os.environ.get(f"ACCELERATE_USE_{engine}", "false")))
 
 
-def _check_engine(arguments: TrainingArguments, recipe: Recipe, allowed: bool) -> None:
-    """Makes DeepSpeed's setting of bfloat16 ours; refuses what it would spoil.
+def _check_engine(recipe: Recipe, allowed: bool) -> None:
+    """Refuses DeepSpeed where it cannot be, or would spoil the run.
 
     Raises:
-        UserError: pickled checkpoints are not allowed; Muon, which needs whole matrices; or half-precision weights.
+        UserError: pickled checkpoints are not allowed, it is not installed, or Muon needs whole matrices.
     """
     if not _launched_with("DEEPSPEED"):
         return
     if not allowed:
         raise UserError(DEEPSPEED_IS_PICKLED)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("DeepSpeed is not installed: pip install 'nonlinear-lowrank[deepspeed]', or use FSDP2")
     if _by_muon(recipe, recipe.arm):
         raise UserError("Muon needs whole matrices, which DeepSpeed flattens; leave it out, or use FSDP2")
+
+
+def _configure_engine(arguments: TrainingArguments, train: TrainConfig) -> None:
+    """Makes DeepSpeed's setting of bfloat16 ours.
+
+    Raises:
+        UserError: its configuration has half-precision weights.
+    """
+    if not _launched_with("DEEPSPEED"):
+        return
     plugin: Any = arguments.deepspeed_plugin
     settings = plugin.hf_ds_config.config
     for name in ("bf16", "fp16"):
@@ -281,7 +295,7 @@ def _check_engine(arguments: TrainingArguments, recipe: Recipe, allowed: bool) -
                 f"DeepSpeed's {name} casts all weights, frequencies and phases with them; take it out of its "
                 "configuration and give --train.bf16, which is autocast"
             )
-    if recipe.train.bf16:
+    if train.bf16:
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
