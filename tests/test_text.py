@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
-import psutil
 import pytest
 import torch
 import zstandard
@@ -28,43 +27,12 @@ from nonlinear_lowrank.tasks import packing
 from nonlinear_lowrank.tasks.corpus import Corpus
 from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
 from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT
-
-SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
-WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")
+from text_kit import bad_file, make_documents, small, write
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
-
-
-def make_documents(count=40, lines=12):
-    """Fresh random documents, no two alike."""
-    rng = random.Random()
-    words = [*WORDS, *("".join(rng.choices("abcdefghij\u00e9\u4e2d", k=5)) for _ in range(300))]
-    return ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(lines)) for _ in range(count)]
-
-
-def small(source, **fields):
-    return TextData(**{"source": str(source), "vocab_size": 300, "sequence_length": 16, "eval_sequences": 8} | fields)
-
-
-def write(folder, kind, documents):
-    """The documents as one file of a kind; returns its path."""
-    folder.mkdir(exist_ok=True, parents=True)
-    base, *packed = kind.split(".")
-    path = folder / f"corpus.{kind}"
-    if base == "parquet":
-        datasets.Dataset.from_dict({"text": documents}).to_parquet(path.with_name("corpus.parquet"))
-        data = path.with_name("corpus.parquet").read_bytes()
-    elif base == "jsonl":
-        data = "".join(json.dumps({"text": each}) + "\n" for each in documents).encode()
-    else:
-        data = f"\n{END_OF_TEXT}\n".join(documents).encode()
-    for each in packed:
-        data = SQUEEZE[each](data)
-    path.write_bytes(data)
-    return path
 
 
 def tokens_of(blocks):
@@ -437,12 +405,6 @@ def test_the_standard_library_is_real_code():
     assert "def dumps(" in next(path for path in files if path.parts[-2:] == ("json", "__init__.py")).read_text()
 
 
-def _bad(tmp_path, name, data):
-    path = tmp_path / name
-    path.write_bytes(data)
-    return path
-
-
 def _flip(data):
     """Damage in the middle of it."""
     middle = len(data) // 2
@@ -460,36 +422,36 @@ def _saved(tmp_path, **splits):
     [
         (lambda t: t / "absent.txt", {}, "no file or folder"),
         (lambda t: "owner/absent-dataset-of-nobody", {}, "no dataset of that name"),
-        (lambda t: _bad(t, "a.bin", b"abc"), {}, "unknown kind of file"),
-        (lambda t: _bad(t, "a.txt", b""), {}, "holds no text"),
-        (lambda t: _bad(t, "a.txt", b"   \n\n"), {}, "holds no text"),
-        (lambda t: _bad(t, "a.txt", b"abc\0def"), {}, "binary .*offset 3"),
-        (lambda t: _bad(t, "a.txt", b"abc\xff\xfedef"), {}, "not UTF-8 .*offset 3"),
-        (lambda t: _bad(t, "a.txt.xz", lzma.compress(b"word " * 900)[:-20]), {}, "damaged or cut off"),
-        (lambda t: _bad(t, "a.txt.gz", b"not gzip"), {}, "damaged or cut off"),
-        (lambda t: _bad(t, "a.txt.zst", zstandard.compress(b"word " * 900)[:-5]), {}, "damaged or cut off"),
-        (lambda t: _bad(t, "a.parquet", b"PAR1 no"), {}, "not a whole parquet file"),
-        (lambda t: _bad(t, "a.jsonl", b'{"text": "a"}\n{"tex\n'), {}, r"a\.jsonl:2 is not JSON"),
-        (lambda t: _bad(t, "a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), {}, r"a\.jsonl:2 has no text .*'text'"),
+        (lambda t: bad_file(t, "a.bin", b"abc"), {}, "unknown kind of file"),
+        (lambda t: bad_file(t, "a.txt", b""), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"   \n\n"), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"abc\0def"), {}, "binary .*offset 3"),
+        (lambda t: bad_file(t, "a.txt", b"abc\xff\xfedef"), {}, "not UTF-8 .*offset 3"),
+        (lambda t: bad_file(t, "a.txt.xz", lzma.compress(b"word " * 900)[:-20]), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt.gz", b"not gzip"), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt.zst", zstandard.compress(b"word " * 900)[:-5]), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.parquet", b"PAR1 no"), {}, "not a whole parquet file"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"tex\n'), {}, r"a\.jsonl:2 is not JSON"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), {}, r"a\.jsonl:2 has no text .*'text'"),
         (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
         (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
         (lambda t: write(t, "txt", make_documents()), {"vocab_size": 10**5}, "too small for a vocabulary"),
         (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
         (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
         (lambda t: t, {}, "holds no file of a known kind"),
-        (lambda t: _bad(t, "a.txt.gz", gzip.compress(b"")), {}, "holds no text"),
-        (lambda t: _bad(t, "a.txt", b"one line"), {}, "too few to hold some out"),
-        (lambda t: _bad(t, "a.txt.gz", _flip(gzip.compress(random.randbytes(9000).hex().encode()))), {}, "damaged"),
-        (lambda t: _bad(t, "a.txt.zst", b"not zstd"), {}, "damaged or cut off"),
-        (lambda t: _bad(t, "a.txt", b"good\n" * 3_000_000 + b"b\0d"), {}, "binary .*offset 15000001"),
-        (lambda t: _bad(t, "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), {}, r"UTF-8 text \(offset 24\)"),
-        (lambda t: _bad(t, "a.jsonl", b'{"text": "a \\ud800 b"}\n'), {}, r"a\.jsonl:1 holds half a character"),
-        (lambda t: _bad(t, "a.jsonl", b'{"text": 5}\n'), {}, "is no text but int"),
-        (lambda t: _bad(t, "a.jsonl", b"[1]\n"), {}, r"a\.jsonl:1 has no text"),
+        (lambda t: bad_file(t, "a.txt.gz", gzip.compress(b"")), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"one line"), {}, "too few to hold some out"),
+        (lambda t: bad_file(t, "a.txt.gz", _flip(gzip.compress(random.randbytes(9000).hex().encode()))), {}, "damaged"),
+        (lambda t: bad_file(t, "a.txt.zst", b"not zstd"), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt", b"good\n" * 3_000_000 + b"b\0d"), {}, "binary .*offset 15000001"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), {}, r"UTF-8 text \(offset 24\)"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a \\ud800 b"}\n'), {}, r"a\.jsonl:1 holds half a character"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": 5}\n'), {}, "is no text but int"),
+        (lambda t: bad_file(t, "a.jsonl", b"[1]\n"), {}, r"a\.jsonl:1 has no text"),
         (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* is no text but int"),
         (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),
-        (lambda t: _bad(t, "state.json", b"{").parent, {}, "not a whole saved dataset"),
-        (lambda t: _bad(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
+        (lambda t: bad_file(t, "state.json", b"{").parent, {}, "not a whole saved dataset"),
+        (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
         (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
         (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
     ],
@@ -576,42 +538,3 @@ def test_gpt2_files_give_the_known_counts(shared_data):
     assert packed.tokenizer.eos_token_id == 50256
     assert packed.tokenizer("Hello world")["input_ids"] == [15496, 995]
     assert 3.9 < packed.valid_bytes_per_token < 4.4
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-@pytest.mark.parametrize("packed", ["gz", "xz", "zst"])
-def test_a_bomb_stops_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed):
-    """One document, in one line or in many, that unpacks to a thousand times its file."""
-
-    class Memory:
-        available = 16 << 20
-
-    line = b"a" * (1 << 20)
-    whole = b'{"text": "' + line * 10 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 10
-    path = _bad(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
-    assert path.stat().st_size < 100_000
-    assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    with pytest.raises(UserError, match="unpacks to more than 8,388,608 bytes"):
-        list(Corpus(source=str(path)).documents())
-
-
-def test_a_dataset_whose_connection_drops_leaves_nothing_and_is_read_again(tmp_path, monkeypatch):
-    documents = make_documents(60)
-    rows = [{"text": each} for each in documents]
-
-    def broken():
-        yield from rows[:20]
-        raise ConnectionError("the server has gone away")
-
-    folder = tmp_path / "rows"
-    write(folder, "jsonl", documents)
-    data = small(folder, streaming=True)
-    with monkeypatch.context() as dropped:
-        gone = datasets.IterableDataset.from_generator(broken)
-        dropped.setattr(datasets, "load_dataset", lambda *args, **kwargs: gone)
-        with pytest.raises(UserError, match=r"reading the dataset .* failed: .*the server has gone away"):
-            prepare_text(data, progress=False)
-    assert not list((tmp_path / "cache" / "text").glob("*/text.json"))
-    packed = prepare_text(data, progress=False)
-    assert packed.fingerprint == prepare_text(small(folder / "corpus.jsonl"), progress=False).fingerprint
