@@ -41,7 +41,7 @@ def test_one_graph_for_all_lengths(name, settings, backend):
         ids = tokens(2, length)
         expected = model(input_ids=ids, labels=ids).loss
         found = compiled(input_ids=ids, labels=ids).loss
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         found.backward()
     assert counters["stats"]["unique_graphs"] == 1
     assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
@@ -69,4 +69,4 @@ def test_export_with_dynamic_shapes(name, settings, tmp_path):
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     for shape in ((2, 9), (3, 13)):
         ids = tokens(*shape)
-        torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-4, atol=1e-5)

@@ -162,10 +162,10 @@ def test_it_generates_compiles_copies_and_moves():
     nlr.optimize_for_inference(model)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
     other = copy.deepcopy(model)
-    torch.testing.assert_close(output(other.double().float(), inputs), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(other.double().float(), inputs), wanted, rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(output(compiled, inputs), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_inputs_and_saving(tmp_path):

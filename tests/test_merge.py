@@ -42,7 +42,7 @@ def test_merges_into_a_model_with_the_same_outputs(tmp_path, row):
     assert report.difference <= 1e-5 * max(1, report.scale)
     merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"from": "adapter"}'
     assert (tmp_path / "out" / "vocab.txt").read_text() == "base"
     assert not list((tmp_path / "out").glob("adapter*"))
@@ -164,7 +164,7 @@ def test_pefts_own_adapters_merge_too(tmp_path):
     merge_adapter(adapter, tmp_path / "out")
     merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def nlr_merge(capsys, *arguments):

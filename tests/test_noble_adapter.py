@@ -54,7 +54,7 @@ def test_is_the_papers_formula_beside_the_frozen_layer(make, activation, depth):
     layer = adapted(base, activation=activation, depth=depth)
     x = torch.randn(3, 5, 12)
     expected = noble_linear_reference(x.double(), *weight_and_bias(base), *branch(layer), activation)
-    torch.testing.assert_close(layer(x).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -64,7 +64,7 @@ def test_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
     x = torch.randn(2, 12, 5, 6)
     pixels = x[:, :, ::stride, ::stride].movedim(1, -1).double()
     expected = noble_linear_reference(pixels, *weight_and_bias(base), *branch(layer)).movedim(-1, 1)
-    torch.testing.assert_close(layer(x).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer(x[0]), layer(x)[0])
 
 
@@ -78,7 +78,7 @@ def test_several_adapters_add_their_branches():
     zero = torch.zeros(10, 12, dtype=torch.float64)
     expected = base(x).double() + noble_linear_reference(x.double(), zero, None, *branch(layer))
     expected += noble_linear_reference(x.double(), zero, None, *branch(layer, "other"), "gelu")
-    torch.testing.assert_close(layer(x).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_is_on_the_branchs_input_and_in_training_only():
