@@ -48,6 +48,7 @@ from ..storage import (
     step_folders,
 )
 from . import shards
+from .readers import is_dead_reader, told_where_waited_for
 from .state_files import (
     random_state,
     read_optimizer,
@@ -121,9 +122,10 @@ class CheckpointedTrainer(Trainer):
             self.seconds_before = manifest["seconds"]
         self._started = time.monotonic()
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):  # torch has no class for it
+            with told_where_waited_for():
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not is_dead_reader(error):
                 raise
             raise UserError(
                 f"a process that reads data died at step {self.state.global_step} ({' '.join(str(error).split())}); "
