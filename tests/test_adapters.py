@@ -322,11 +322,16 @@ def test_a_bfloat16_base_with_a_float32_adapter(row):
 def test_autocast(row):
     _, model, inputs = wrapped(row)
     expected = logits(model, inputs)
+    halved = copy.deepcopy(model)
+    with torch.no_grad():  # what rounding the weights alone, to the same 16 bits, does to this draw
+        for value in halved.parameters():
+            value.copy_(value.bfloat16())
+    rounding = (logits(halved, inputs) - expected).norm()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.train()(**inputs, labels=labels(row, inputs)).loss
         low = logits(model.eval(), inputs)
     loss.backward()
-    assert (low.float() - expected).norm() <= 0.05 * expected.norm()
+    assert (low.float() - expected).norm() <= 5 * rounding  # of 60 draws a method the worst was 2.9
     assert all(value.grad.isfinite().all() for value in adapter_parameters(model).values())
 
 

@@ -66,9 +66,25 @@ def test_losses_are_those_of_the_examples_alone_or_the_model_is_refused(family):
         together = model(**rows, use_cache=False, num_items_in_batch=1).loss
         alone = sum(model(**pad([each]), use_cache=False, num_items_in_batch=1).loss for each in examples)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # softmax is in float32
-    with torch.no_grad():
-        mixed = model(input_ids=rows["input_ids"], labels=rows["labels"], use_cache=False, num_items_in_batch=1).loss
-    assert abs(mixed - alone) > 10 * abs(together - alone)  # it matters
+    near, far = distances_from_alone(model, packed)
+    assert near <= 1e-12
+    assert far > 1e-3  # it matters
+
+
+@torch.no_grad()
+def distances_from_alone(model, packed):
+    """The farthest that any logit of an example is, in its row, from what it is alone: with positions, and without."""
+    near = far = 0.0
+    for row in packed:
+        ids = row["input_ids"][None]
+        apart = model(input_ids=ids, position_ids=row["position_ids"][None], use_cache=False).logits[0]
+        mixed = model(input_ids=ids, use_cache=False).logits[0]
+        starts = [*np.flatnonzero(row["position_ids"].numpy() == 0), len(ids[0])]
+        for start, end in itertools.pairwise(starts):
+            alone = model(input_ids=ids[:, start:end], use_cache=False).logits[0]
+            near = max(near, float((apart[start:end] - alone).abs().max()))
+            far = max(far, float((mixed[start:end] - alone).abs().max()))
+    return near, far
 
 
 def test_a_run_is_shorter_by_what_was_padding(tmp_path):
