@@ -4,39 +4,21 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
-
-from tyro.conf import FlagCreatePairsOff
 
 from ..errors import UserError
 from .options import is_main_process, parse_recipe
 from .repeat import is_repetition, take_former
-
-Task = TypeVar("Task")
-Train = TypeVar("Train")
+from .run_options import RunOptions, Task, Train, run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(Generic[Task, Train]):
+class FinetuneOptions(RunOptions[Task, Train]):
     """Options of `nlr finetune`; the recipe's own settings are the nested ones."""
 
-    out: str
-    """Folder for checkpoints, the adapter and result.json; must be empty or new."""
     arm: str
     """How it is tuned: full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200, sine-dora:r=4,omega=200,
     nora:r=2,groups=8, nora++:r=2,lora_r=8, noble-adapter:r=16; low-rank ones may add plus=16 (LoRA+), and all of
     them lr=3e-4 and target_modules=q_proj/v_proj."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Go on from the newest complete checkpoint in --out."""
-    overwrite: FlagCreatePairsOff[bool] = False
-    """Delete what is in --out first."""
-    allow_torch_checkpoints: FlagCreatePairsOff[bool] = False
-    """Under FSDP2 and DeepSpeed: write and read the engine's own sharded checkpoints. They are pickled, and reading a
-    pickle can run code: only for runs of your own."""
-    task: Task
-    """The data and the pretrained model."""
-    train: Train
-    """The optimization."""
 
 
 def run(arguments: list[str]) -> None:
@@ -57,7 +39,6 @@ def run(arguments: list[str]) -> None:
 
     from ..hub.usage import loading_code
     from ..training.recipe import Arm
-    from ..training.run import run_training
     from ..training.tuning import TUNINGS
 
     arm = Arm.parse(options.arm) if former is None else recipe.arm
@@ -67,13 +48,7 @@ def run(arguments: list[str]) -> None:
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
     recipe = replace(recipe, arm=arm)
-    result = run_training(
-        recipe,
-        Path(options.out),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        allow_torch_checkpoints=options.allow_torch_checkpoints,
-    )
+    result = run_recipe(recipe, options)
     if not is_main_process():
         return
     total, trained = result.parameters, result.trainable or result.parameters

@@ -1,37 +1,19 @@
 """`nlr train RECIPE`: one arm of a recipe, to a model folder. `nlr train --from RUN`: a run again."""
 
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
-
-from tyro.conf import FlagCreatePairsOff
 
 from .options import is_main_process, parse_recipe
 from .repeat import is_repetition, take_former
-
-Task = TypeVar("Task")
-Train = TypeVar("Train")
+from .run_options import RunOptions, Task, Train, run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Generic[Task, Train]):
+class TrainOptions(RunOptions[Task, Train]):
     """Options of `nlr train`; the recipe's own settings are the nested ones."""
 
-    out: str
-    """Folder for checkpoints, the final model and result.json; must be empty or new."""
     arm: str
     """What is trained: baseline, baseline:init=noble, noble:rank=64,activation=gelu,depth=1, or your own
     module:function (model in, model out)."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Go on from the newest complete checkpoint in --out."""
-    overwrite: FlagCreatePairsOff[bool] = False
-    """Delete what is in --out first."""
-    allow_torch_checkpoints: FlagCreatePairsOff[bool] = False
-    """Under FSDP2 and DeepSpeed: write and read the engine's own sharded checkpoints. They are pickled, and reading a
-    pickle can run code: only for runs of your own."""
-    task: Task
-    """The data and the model."""
-    train: Train
-    """The optimization."""
 
 
 def run(arguments: list[str]) -> None:
@@ -54,17 +36,10 @@ def run(arguments: list[str]) -> None:
     from ..tasks.language_model import NextTokenTask
     from ..tasks.task import measure_of
     from ..training.recipe import Arm
-    from ..training.run import run_training
 
     if former is None:
         recipe = replace(recipe, arm=Arm.parse(options.arm))
-    result = run_training(
-        recipe,
-        Path(options.out),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        allow_torch_checkpoints=options.allow_torch_checkpoints,
-    )
+    result = run_recipe(recipe, options)
     if not is_main_process():
         return
     measure = measure_of(recipe.task)
