@@ -62,3 +62,11 @@ def test_report(mode, tmp_path):
     assert len(lines) == len(rows)
     draw(result, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_branches_of_a_base_model_keep_three_percent_more():
+    base = {"width": 1024, "layers": 12, "heads": 16, "hidden": 2752, "ranks": (64,), "bf16": True}
+    config = MemoryBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
+    baseline, noble = bench_memory(config, progress=lambda line: None).rows
+    assert 1 < noble.kept / baseline.kept <= 1.03
