@@ -393,18 +393,18 @@ def test_converts_to_lora_and_prints_the_error_of_every_layer(family, dora, tmp_
     layers = [name for name, module in model.named_modules() if hasattr(module, "nlr_sine_lora_up")]
     printed = {}
     for rank in (4, 32):
-        convert_to_lora(model, rank, path=tmp_path)
+        convert_to_lora(model, rank, path=tmp_path / str(rank))
         lines = capsys.readouterr().out.splitlines()
         printed[rank] = {line.split(": rank")[0]: float(line.split()[-1]) for line in lines[:-1]}
         assert list(printed[rank]) == layers
     assert all(0.01 < error < 1 for error in printed[4].values())
     assert all(error < 1e-4 for error in printed[32].values())  # full rank
-    lora = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    lora = peft.PeftModel.from_pretrained(base, tmp_path / "32").eval()
     with torch.no_grad():
         torch.testing.assert_close(lora(**inputs).logits, model(**inputs).logits, rtol=1e-3, atol=1e-4)
 
 
-def test_conversions_that_cannot_be():
+def test_conversions_that_cannot_be(tmp_path):
     _, model = adapted_one("linear")
     with pytest.raises(UserError, match="no adapter 'other'"):
         convert_to_lora(model, 4, "other")
@@ -413,8 +413,12 @@ def test_conversions_that_cannot_be():
             convert_to_lora(model, rank)
     with pytest.raises(UserError, match="larger than the weight"):
         convert_to_lora(model, 40)
-    with pytest.raises(TypeError, match="SineEmbedding"):
+    with pytest.raises(UserError, match="SineEmbedding"):
         convert_to_lora(adapted_one("embedding")[1], 4)
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        convert_to_lora(model, 4, path=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,33 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
         raise
 
 
+@contextmanager
+def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """As `staged_folder`, for what a user asked for: makes the parents too.
+
+    Raises:
+        UserError: it could not be written; then nothing of it is left.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with staged_folder(output, manifest) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        if not is_disk_error(error):
+            raise
+        raise UserError(f"cannot write {output}: {describe_disk_error(error)}") from error
+
+
+def check_new_or_empty(output: Path) -> None:
+    """Refuses to write over anything.
+
+    Raises:
+        UserError: there is a file, or a folder with something in it.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is not an empty folder; choose another")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder whose files all match it.
 

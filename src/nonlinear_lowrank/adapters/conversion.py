@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..storage import check_new_or_empty, staged_output
 from .base import AdapterLayer
 
 
@@ -32,15 +33,15 @@ def convert_to_lora(
         model: a PeftModel with a sine adapter on linears.
         rank: LoRA's rank; a float in (0, 1] is the share of squared singular values to keep, layer by layer.
         adapter_name: which adapter.
-        path: a folder to save the LoRA adapter in.
+        path: a new or empty folder to save the LoRA adapter in.
         report: called with a line for each layer: name, rank, Frobenius norm of the error over that of the delta.
 
     Returns:
         LoRA's config and state dict.
 
     Raises:
-        UserError: there is no such adapter, or a rank is out of range.
-        TypeError: some adapted module is not a linear (peft's error).
+        UserError: there is no such adapter, a rank is out of range, some adapted module is not a linear, or the folder
+            is not empty.
     """
     layers = {
         name: module
@@ -51,9 +52,12 @@ def convert_to_lora(
         raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
     if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
         raise UserError(f"rank must be a whole number above 0, or a share in (0, 1], not {rank!r}")
+    output = None if path is None else Path(path).expanduser()
+    if output is not None:
+        check_new_or_empty(output)
     try:
         config, tensors = peft.convert_to_lora(model, rank, adapter_name)
-    except ValueError as reason:
+    except (ValueError, TypeError) as reason:  # peft's, of ranks and of layers that are no linear
         raise UserError(str(reason)) from reason
     config.fan_in_fan_out = all(getattr(layer, "transposed", False) for layer in layers.values())
     errors, norms = 0.0, 0.0
@@ -67,8 +71,8 @@ def convert_to_lora(
         errors, norms = errors + error**2, norms + norm**2
         report(f"{name}: rank {len(a)}, relative error {error / norm if norm else 0.0:.4f}")
     report(f"all {len(layers)} layers: relative error {(errors / norms) ** 0.5 if norms else 0.0:.4f}")
-    if path is not None:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        save_file(tensors, Path(path) / SAFETENSORS_WEIGHTS_NAME)
-        config.save_pretrained(str(path))
+    if output is not None:
+        with staged_output(output) as folder:
+            save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME)
+            config.save_pretrained(str(folder))
     return config, tensors

@@ -8,21 +8,19 @@ was written.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import initialization as init
 
 from ..augmentation import AugmentReport, augment
 from ..errors import UserError
 from ..layers import NobleConfig, method_of_config
-from ..storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
+from ..storage import MANIFEST, staged_output
 from .card import Origin, shown_name, write_card
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
@@ -119,7 +117,7 @@ def convert(
     if up_init == "paper":
         for layer in augmented_layers(model):
             _draw_up(layer, config)
-    with staged_output(output) as folder:
+    with staged_output(output, {}) as folder:
         model.save_pretrained(folder)
         del model
         copied = copy_companions(source, folder)
@@ -215,16 +213,3 @@ def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[s
     for name in names:
         shutil.copyfile(source / name, folder / name)
     return tuple(names)
-
-
-@contextmanager
-def staged_output(output: Path) -> Iterator[Path]:
-    """A folder to fill that appears as `output` when it is whole; disk errors in words."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with staged_folder(output, {}) as folder:
-            yield folder
-    except (OSError, SafetensorError) as error:
-        if not is_disk_error(error):
-            raise
-        raise UserError(f"cannot write {output}: {describe_disk_error(error)}") from error

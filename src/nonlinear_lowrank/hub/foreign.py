@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import UserError
 from ..layers import METHODS, config_from_dict, config_to_dict
+from ..storage import check_new_or_empty, staged_output
 from .card import Origin, write_card
 from .classes import FIELD, register
-from .conversion import copy_companions, staged_output
+from .conversion import copy_companions
 from .files import check_folder, check_model_folder, one_line, weight_files
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
@@ -76,8 +77,7 @@ def write_folder(
     from transformers import AutoModelForCausalLM
 
     output = Path(folder).expanduser().resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is not an empty folder; choose another")
+    check_new_or_empty(output)
     source = None if assets is None else check_folder(assets)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -89,7 +89,7 @@ def write_folder(
         whole = {key: each if key.rpartition(".")[2] in wide else each.to(dtype) for key, each in whole.items()}
     model.load_state_dict(whole, assign=True)
     model.tie_weights()
-    with staged_output(output) as staged:
+    with staged_output(output, {}) as staged:
         model.save_pretrained(staged)
         if source is not None:
             copy_companions(source, staged)

@@ -14,10 +14,11 @@ from safetensors import safe_open
 
 from ..errors import BUILD_ERRORS, UserError
 from ..layers import config_to_dict, method_of_layer
+from ..storage import check_new_or_empty, staged_output
 from .adapter import CONFIG, WEIGHTS, base_of
 from .card import Origin, shown_name, table, write_card
 from .classes import FIELD
-from .conversion import copy_companions, first_output, random_inputs, staged_output
+from .conversion import copy_companions, first_output, random_inputs
 from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import load_model
 from .pooled import quiet_loading
@@ -88,8 +89,7 @@ def merge_adapter(
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
     config = read_json(folder / CONFIG)
     peft_type = _check_type(folder, config)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is not an empty folder; choose another")
+    check_new_or_empty(output)
     if output == folder or folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     if not (folder / WEIGHTS).is_file():
@@ -110,7 +110,7 @@ def merge_adapter(
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)[:300]}") from error
     needs_package = _mark_ours(model)
-    with staged_output(output) as place:
+    with staged_output(output, {}) as place:
         model.save_pretrained(place)
         del model, adapted
         theirs = copy_companions(Path(named), place) if Path(named).is_dir() else ()
