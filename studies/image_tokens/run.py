@@ -13,11 +13,11 @@ nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.image_token_data import ImageTokenData
 from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
 from nonlinear_lowrank.tasks.language_model import GlmBackbone
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 RANKS = {"cpu": (8, 16, 32), "gpu": (32, 64, 128)}
@@ -45,22 +45,9 @@ def recipe(source: Path, size: str, threads: int | None) -> Recipe:
     )
 
 
-def arms(size: str) -> list[Arm]:
-    """Baselines first."""
-    return [
-        Arm.parse(text)
-        for text in (
-            *("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={WIDER[size]}"),
-            *(f"noble:rank={rank}" for rank in RANKS[size]),
-        )
-    ]
-
-
 def main() -> None:
     given = study_parser(__doc__, "image_tokens", "cifar", sized=True).parse_args()
     base = recipe(given.cifar, given.size, given.threads if given.size == "cpu" else None)
-    if given.smoke:
-        base = replace(base, train=replace(base.train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
     with one_line_errors():
         run_study(
             base,
@@ -68,7 +55,7 @@ def main() -> None:
             HERE,
             given.size,
             smoke=given.smoke,
-            arms=arms(given.size),
+            arms=noble_arms(WIDER[given.size], RANKS[given.size]),
             seeds=given.seeds,
             tune_lr=RATES[given.size],
             max_extensions=2,

@@ -85,9 +85,6 @@ def main() -> None:
     parser.add_argument("--stage", choices=(*RANKS, "all"), default="all")
     given = parser.parse_args()
     base = recipe(given.cifar, given.size, given.threads if given.size == "cpu" else None)
-    if given.smoke:
-        few = replace(base.task.images, train_rows=300, test_rows=100)
-        base = replace(base, task=replace(base.task, images=few), train=replace(base.train, epochs=1))
     for stage in RANKS if given.stage == "all" else [given.stage]:
         name = f"{given.size}-{stage}"
         with one_line_errors(stage):

@@ -19,12 +19,12 @@ steps of everything and copies nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nonlinear_lowrank.tasks.image_augmentation import Augmentation
 from nonlinear_lowrank.tasks.image_backbones import VitBackbone
 from nonlinear_lowrank.tasks.image_data import ImageSource
 from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 STAGES = {"mixed": {"mixup": 0.8, "cutmix": 1.0}, "plain": {"mixup": 0.0, "cutmix": 0.0}}
@@ -68,21 +68,12 @@ def recipe(source: Path, size: str, stage: str, threads: int | None) -> Recipe:
     )
 
 
-def arms(size: str) -> list[Arm]:
-    """Baselines first."""
-    texts = ("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={WIDER[size]}")
-    return [Arm.parse(text) for text in (*texts, f"noble:rank={RANK[size]}")]
-
-
 def main() -> None:
     parser = study_parser(__doc__, "vit_small", "cifar", sized=True)
     parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     given = parser.parse_args()
     for stage in STAGES if given.stage == "all" else [given.stage]:
         base = recipe(given.cifar, given.size, stage, given.threads if given.size == "cpu" else None)
-        if given.smoke:
-            few = replace(base.task.images, train_rows=300, test_rows=100)
-            base = replace(base, task=replace(base.task, images=few), train=replace(base.train, epochs=1))
         name = f"{given.size}-{stage}"
         with one_line_errors(stage):
             run_study(
@@ -91,7 +82,7 @@ def main() -> None:
                 HERE,
                 name,
                 smoke=given.smoke,
-                arms=arms(given.size),
+                arms=noble_arms(WIDER[given.size], [RANK[given.size]]),
                 seeds=given.seeds,
                 tune_lr=RATES[given.size],
                 timing_rounds=30 if stage == "mixed" else 0,

@@ -7,13 +7,16 @@ with one_line_errors():
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..fields.recipe import FieldRecipe
+from ..tasks.image_pretraining import ImagePretrainingTask
+from ..training.arms import Arm
 from ..training.recipe import Recipe
 from .fields import FieldComparison, compare_fields
 from .run import Comparison, compare
@@ -66,7 +69,8 @@ def run_study(
         out: the comparison's folder.
         into: where record, report and pictures are copied; an existing folder.
         name: how the copies' names begin.
-        smoke: only try it: in the folder `out`-smoke, one seed, two rates, no step times, and nothing copied.
+        smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two rates, no step times, and nothing
+            copied.
         options: what `compare` or `compare_fields` takes besides: arms, seeds, rates, the command.
 
     Raises:
@@ -75,7 +79,8 @@ def run_study(
     if smoke:
         out = out.with_name(f"{out.name}-smoke")
         options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
-        options |= {"max_extensions": 0} if isinstance(recipe, Recipe) else {}
+        if isinstance(recipe, Recipe):
+            recipe, options = _few_steps(recipe), {**options, "max_extensions": 0}
     resume = out.exists()
     found: Comparison | FieldComparison
     if isinstance(recipe, FieldRecipe):
@@ -85,3 +90,19 @@ def run_study(
     if not smoke:
         found.copy_to(into, name)
     print(found)
+
+
+def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
+    """NOBLE at some ranks, behind the baseline with three dense inits and one whose MLPs are `wider` times as wide."""
+    texts = ("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={wider}")
+    return [Arm.parse(text) for text in (*texts, *(f"noble:rank={rank}" for rank in ranks))]
+
+
+def _few_steps(recipe: Recipe) -> Recipe:
+    """The recipe over four steps, or one pass over a few hundred images."""
+    task, train = recipe.task, recipe.train
+    if isinstance(task, ImagePretrainingTask):
+        task = replace(task, images=replace(task.images, train_rows=300, test_rows=100))
+    if train.steps:
+        return replace(recipe, task=task, train=replace(train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
+    return replace(recipe, task=task, train=replace(train, epochs=1))
