@@ -12,7 +12,8 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
     fused       the same with fuse_shared_inputs: query, key and value together
     memory      the same model: bytes kept for backward and peak of a step
     forms       NOBLE's up projection accumulated into y or joined with the main product, at each shape of `FORMS`: what
-                `nonlinear_lowrank.ops.up_form.MEASURED` is filled from
+                `nonlinear_lowrank.ops.up_form.MEASURED` is filled from; its down projection a product of its own or in
+                the bottleneck's kernel: what `ops.down_form.MEASURED` is filled from
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
     peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
     op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
@@ -252,14 +253,20 @@ def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any
     found = {}
     for d_in, d_out in FORMS["tiny" if options.tiny else "full"]:
         for tokens in (sizes["op"]["tokens"], sizes["op"]["tokens"] // 16):
-            one = {"operators": ("forms",), "width": d_in, "hidden": d_out, "tokens": tokens, "modes": ("eager",)}
+            one = {
+                "operators": ("forms", "down"),
+                "width": d_in,
+                "hidden": d_out,
+                "tokens": tokens,
+                "modes": ("eager",),
+            }
             found[f"{tokens} {d_in} {d_out}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | one))
     return found
 
 
 def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Single operators."""
-    operators = ("noble", "sine", "rational", "gated")  # "forms" is a part of its own
+    operators = ("noble", "sine", "rational", "gated")  # "forms" and "down" are the part `forms`
     return _measure(bench_op, OpBenchConfig(**sizes["op"] | {"operators": operators}))
 
 

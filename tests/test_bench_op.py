@@ -35,7 +35,7 @@ def test_report(tmp_path):
         assert row.time == paired_ratio(times[row.arm], times[row.over])
         assert str(row.time) in str(result)
     rows = {(row.operator, row.arm): row for row in result.rows}
-    assert len(rows) == 2 + 1 + 5 + 4 + 2
+    assert len(rows) == 2 + 1 + 1 + 5 + 4 + 2
     assert rows["noble", "NOBLE r=4"].kept - rows["noble", "NOBLE r=4"].kept_over == 20 * 4 * 4
     assert rows["forms", "joined r=4"].kept == rows["forms", "joined r=4"].kept_over
     assert rows["sine", "sine-LoRA r=4"].kept == 20 * 24 * 4
@@ -91,9 +91,10 @@ def test_bad_input_is_refused(change, message):
         replace(TINY, **change)
 
 
-def test_the_two_forms_are_one_sum():
-    accumulated, joined = op_arms("forms", TINY)
-    with accumulated.context():
-        want = accumulated.function(*accumulated.inputs)
-    with joined.context():
-        torch.testing.assert_close(joined.function(*joined.inputs), want)
+@pytest.mark.parametrize("operator", ["forms", "down"])
+def test_the_two_forms_are_one_function(operator):
+    first, second = op_arms(operator, TINY)
+    with first.context():
+        want = first.function(*first.inputs)
+    with second.context():
+        torch.testing.assert_close(second.function(*second.inputs), want)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.kernels
 
 # Compiling takes seconds each: in every run the kernels of the default settings, in slow ones every block shape.
 QUICK = {
-    "cosnet": {("cosnet forward", 64), ("cosnet backward", 64), ("cosnet backward", 128)},
+    "cosnet": {("cosnet forward", 64), ("cosnet with down", 64), ("cosnet backward", 64), ("cosnet backward", 128)},
     "rational": {("rational forward", 384), ("rational backward", 384), ("rational backward", 1)},
     "sine": {("sine weight", 16), ("sine factors", 16)},
 }

@@ -11,6 +11,7 @@ from nonlinear_lowrank.ops import (
     rational_gated,
     sine_layer,
     sine_layer_reference,
+    use_down_form,
     use_kernels,
 )
 from nonlinear_lowrank.ops.kernels import kernels
@@ -26,7 +27,8 @@ def leaves_of(dtype, *tensors):
 
 @dtypes
 @pytest.mark.parametrize("rank", [16, 33, 64, 128, 200, 256])
-def test_cosnet(dtype, rank):
+@pytest.mark.parametrize("form", ["separate", "fused"])
+def test_cosnet(dtype, rank, form):
     tensors = [torch.randn(1037, 300), torch.randn(280, 300) / 17, torch.randn(rank, 300) / 17, torch.randn(280, rank)]
     tensors += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
     leaves = leaves_of(dtype, *tensors)
@@ -35,7 +37,8 @@ def test_cosnet(dtype, rank):
     def by(function):
         return lambda x, w, down, up, m, f1, f2, p1, p2: function(x, w, None, down, up, [m], [f1, f2], [p1, p2])
 
-    compare(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(1037, 280, device="cuda"))
+    with use_down_form(form):
+        compare(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(1037, 280, device="cuda"))
 
 
 @dtypes

@@ -18,6 +18,7 @@ from nonlinear_lowrank.ops import (
     rational_reference,
     sine_layer,
     sine_layer_reference,
+    use_down_form,
 )
 from nonlinear_lowrank.ops.kernels import load
 from nonlinear_lowrank.ops.rational import LinearTails, denominator_size
@@ -64,6 +65,32 @@ def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
     leaves = [each.detach().requires_grad_() for each in leaves]
     compare_float32(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
     assert calls == ["cosnet"] * 4
+
+
+@pytest.mark.parametrize(("rank", "tokens", "d_in"), [(5, 37, 11), (33, 70, 75), (1, 1, 32), (128, 3, 40)])
+def test_cosnet_with_its_down_projection(calls, monkeypatch, rank, tokens, d_in):
+    cosnet, fused = load("cosnet"), []
+    whole = cosnet.down_forward
+    monkeypatch.setattr(cosnet, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
+    x = torch.randn(d_in, tokens).t()
+    leaves = [x, torch.randn(10, d_in), torch.randn(rank, d_in) / d_in**0.5, torch.randn(10, rank)]
+    leaves += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
+
+    def by(function):
+        def run(x, weight, down, up, mix, f1, f2, p1, p2):
+            return function(x, weight, None, down, up, [mix], [f1, f2], [p1, p2])
+
+        return run
+
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    with use_down_form("fused"):
+        compare_float32(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
+        with torch.no_grad():
+            assert by(noble_linear)(*(each[:0] if each is leaves[0] else each for each in leaves)).shape == (0, 10)
+    assert fused == [rank] * 3
+    with use_down_form("separate"):
+        by(noble_linear)(*leaves)
+    assert len(fused) == 3
 
 
 @pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])

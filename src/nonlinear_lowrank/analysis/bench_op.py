@@ -4,6 +4,7 @@
 |----------|--------------------|----------------------------------------------------------------------------------|
 | noble    | the dense linear   | NOBLE and its plain formula, at each rank                                        |
 | forms    | up accumulated     | NOBLE with its up projection joined with the main product (`ops.up_form`)        |
+| down     | down separate      | NOBLE with its down projection in the bottleneck's kernel (`ops.down_form`)      |
 | sine     | LoRA of the rank   | sine-LoRA and its plain formula, sine-DoRA, DoRA, PEANuT                         |
 | rational | GELU               | rational, anchored rational, the plain formula, KAT's way (kat_rational.py)      |
 | gated    | SwiGLU             | gated rational and its plain formula                                             |
@@ -16,6 +17,7 @@ take turns; kept bytes (saved.py) and the peak of a step (peak.py) do not depend
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +28,7 @@ from ..environment import cpu_threads
 from ..errors import UserError
 from ..layers import NobleConfig, NobleLinear, RationalConfig
 from ..ops.cosnet import noble_linear_reference
+from ..ops.down_form import RANK, use_down_form
 from ..ops.rational import rational, rational_anchored, rational_reference
 from ..ops.rational_gated import rational_gated, rational_gated_reference
 from ..ops.sine import sine_layer_reference
@@ -49,7 +52,7 @@ from .peak import peak_bytes
 from .saved import saved_bytes
 from .timing import Clock, Ratio, interleaved_step_times, paired_ratio
 
-Operator = Literal["noble", "forms", "sine", "rational", "gated"]
+Operator = Literal["noble", "forms", "down", "sine", "rational", "gated"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -62,7 +65,7 @@ class OpBenchConfig:
     """
 
     operators: tuple[Operator, ...] = get_args(Operator)
-    """noble, forms, sine, rational, gated."""
+    """noble, forms, down, sine, rational, gated."""
     width: int = 512
     """Inputs of the linear."""
     hidden: int = 2048
@@ -70,7 +73,7 @@ class OpBenchConfig:
     tokens: int = 1024
     """Rows of the input."""
     ranks: tuple[int, ...] = (32,)
-    """Of noble, forms and sine."""
+    """Of noble, forms, down (up to 128) and sine."""
     groups: int = 8
     """Of the rational activations."""
     dtype: Dtype = "float32"
@@ -255,7 +258,7 @@ def op_arms(operator: str, config: OpBenchConfig) -> list[OpArm]:
     """The arms of an operator; those that others stand beside come first."""
     torch.manual_seed(0)
     with torch.device(config.device):
-        arms = {"noble": _noble, "forms": _forms, "sine": _sine, "rational": _rational, "gated": _gated}
+        arms = {"noble": _noble, "forms": _forms, "down": _down, "sine": _sine, "rational": _rational, "gated": _gated}
         return arms[operator](config)
 
 
@@ -289,15 +292,27 @@ def _noble(config: OpBenchConfig) -> list[OpArm]:
 
 
 def _forms(config: OpBenchConfig) -> list[OpArm]:
+    return _by_form(config, config.ranks, ("accumulated", "joined"), use_up_form)
+
+
+def _down(config: OpBenchConfig) -> list[OpArm]:
+    ranks = [rank for rank in config.ranks if rank <= RANK]
+    return _by_form(config, ranks, ("separate", "fused"), use_down_form)
+
+
+def _by_form(
+    config: OpBenchConfig, ranks: Sequence[int], forms: tuple[str, str], use: Callable[..., Any]
+) -> list[OpArm]:
+    """One layer at each rank in two forms, the second over the first."""
     x = _input(config, config.width)
     arms = []
-    for rank in config.ranks:
+    for rank in ranks:
         noble = NobleConfig(rank=rank, up_scale=1.0)
         layer = NobleLinear(config.width, config.hidden, False, config=noble, dtype=x.dtype)
-        own, over = tuple(layer.parameters()), f"accumulated r={rank}"
+        own, first, second = tuple(layer.parameters()), *(f"{form} r={rank}" for form in forms)
         arms += [
-            OpArm(over, None, layer, (x,), own, lambda: use_up_form("accumulated")),
-            OpArm(f"joined r={rank}", over, layer, (x,), own, lambda: use_up_form("joined")),
+            OpArm(first, None, layer, (x,), own, partial(use, forms[0])),
+            OpArm(second, first, layer, (x,), own, partial(use, forms[1])),
         ]
     return arms
 

@@ -2,6 +2,7 @@
 
 from .cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear, noble_linear_reference
 from .cosnet_group import noble_group, noble_group_reference
+from .down_form import use_down_form
 from .kernels import use_kernels
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_linear_reference, lowrank_weight
 from .rational import rational, rational_anchored, rational_reference
@@ -48,6 +49,7 @@ __all__ = [
     "sine_layer_reference",
     "sine_linear",
     "sine_weight_reference",
+    "use_down_form",
     "use_kernels",
     "use_up_form",
 ]

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .down_form import chosen_down_form
 from .kernels import kernels
 from .one_op import as_one_op
 from .up_form import main_plus_up
@@ -254,9 +255,12 @@ def _forward(
     passes, not of FLOPs, is the cost (the same in `_backward`).
     """
     x_TI = x.reshape(-1, x.shape[-1])
-    h_TR = _product(x_TI, down, h)
-    h_TR = h_TR.reshape(-1, h_TR.shape[-1])
-    u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
+    if (fast := _fused_kernel(x_TI, down, mixes, frequencies, phases, activation)) is not None:
+        h_TR, u_TR = fast.down_forward(x_TI, down, mixes[0], frequencies, phases)
+    else:
+        h_TR = _product(x_TI, down, h)
+        h_TR = h_TR.reshape(-1, h_TR.shape[-1])
+        u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
     y_TO = F.linear(u_TR, up) if weight is None else main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
     return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
 
@@ -280,9 +284,30 @@ def _kernel(
     h: Tensor, mixes: Sequence[Tensor], frequencies: Sequence[Tensor], phases: Sequence[Tensor], activation: str
 ) -> ModuleType | None:
     """`triton/cosnet.py` where this bottleneck is its formula and its numbers are a GPU's."""
-    if activation != "cosine" or len(mixes) != 1 or mixes[0].dtype != h.dtype or mixes[0].shape[0] != h.shape[-1]:
+    if not _is_cosnet(mixes, activation, h.dtype, h.shape[-1]):
         return None
     return kernels("cosnet", h, *mixes, *frequencies, *phases)
+
+
+def _fused_kernel(
+    x: Tensor,
+    down: Tensor | None,
+    mixes: Sequence[Tensor],
+    frequencies: Sequence[Tensor],
+    phases: Sequence[Tensor],
+    activation: str,
+) -> ModuleType | None:
+    """The same module where it also takes the down projection."""
+    if down is None or down.dtype != x.dtype or not _is_cosnet(mixes, activation, x.dtype, down.shape[0]):
+        return None
+    (tokens, d_in), rank = x.shape, down.shape[0]
+    if chosen_down_form(tokens, d_in, rank, device=x.device, dtype=x.dtype) == "separate":
+        return None
+    return kernels("cosnet", x, down, *mixes, *frequencies, *phases)
+
+
+def _is_cosnet(mixes: Sequence[Tensor], activation: str, dtype: torch.dtype, rank: int) -> bool:
+    return activation == "cosine" and len(mixes) == 1 and mixes[0].dtype == dtype and mixes[0].shape[0] == rank
 
 
 def _backward(

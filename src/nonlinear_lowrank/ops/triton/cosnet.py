@@ -2,7 +2,8 @@
 
 Shapes: h and every r-wide tensor (T, r); mix M (r, r); f1, p1, f2, p2 (r).
 
-Forward is one kernel at every rank: h is read once, c2 written, nothing else touches memory. Backward is one kernel
+Forward is one kernel at every rank: h is read once, c2 written, nothing else touches memory. Up to rank 128 it may have
+the down projection in it (`down_kernel`: x (T, d_in) is read, h and c2 are written). Backward is one kernel
 for r <= 128 and 16-bit numbers (`backward_kernel`: recomputes c1 and c2 out of h, writes c2 for the up projection's
 gradient and dh; M's gradient stays in registers while a program walks over its tokens) and two kernels otherwise,
 where it does not fit them (`outer_kernel`, `inner_kernel`, and one product in cuBLAS). No atomics: every program
@@ -19,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..down_form import RANK as DOWN_RANK
+from ..down_form import TOKENS
 from .common import Variant, cosine, pointer, power_of_2, precision, processors, sine
 
 ONE_KERNEL_RANK = 128
@@ -76,6 +79,29 @@ def forward_kernel(h, mix, f1, p1, f2, p2, c2, T, R: tl.constexpr, BT: tl.conste
     first = tl.program_id(0) * BT
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     h2 = _mixed(h, mix, f1, p1, first, columns, T, R, BT, BN, BK, FAST, PRECISION)
+    value = cosine(h2 * _vector(f2, columns, R) + _vector(p2, columns, R), FAST)
+    _put(c2, value, first, columns, T, R, BT)
+
+
+@triton.jit
+def down_kernel(x, down, mix, f1, p1, f2, p2, h, c2, T, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """h = x Wdown^T and c2 for r <= BN; c1 and c2 are made of h as it is stored, since backward makes them so again."""
+    first = tl.program_id(0) * BT
+    columns = tl.arange(0, BN)
+    total = tl.zeros([BT, BN], tl.float32)
+    for start in range(0, D, BK):
+        k = start + tl.arange(0, BK)
+        inside = (k < D)[:, None] & (columns < R)[None, :]
+        w = tl.load(down + columns[None, :] * D + k[:, None], mask=inside, other=0.0)
+        total = tl.dot(_tile(x, first, k, T, D, BT), w, total, input_precision=PRECISION)
+    stored = total.to(h.dtype.element_ty)
+    _put(h, stored, first, columns, T, R, BT)
+    argument = stored.to(tl.float32) * _vector(f1, columns, R) + _vector(p1, columns, R)
+    c1 = cosine(argument, FAST).to(h.dtype.element_ty)
+    square = (columns < R)[:, None] & (columns < R)[None, :]
+    m = tl.load(mix + columns[None, :] * R + columns[:, None], mask=square, other=0.0).to(h.dtype.element_ty)
+    h2 = tl.dot(c1, m, input_precision=PRECISION)
     value = cosine(h2 * _vector(f2, columns, R) + _vector(p2, columns, R), FAST)
     _put(c2, value, first, columns, T, R, BT)
 
@@ -165,6 +191,17 @@ def forward_variant(rank: int, dtype: torch.dtype) -> Variant:
     return _tiled("cosnet forward", forward_kernel, {"h": own, "mix": own, **_VECTORS, "c2": own}, rank, dtype)
 
 
+def down_variant(d_in: int, rank: int, dtype: torch.dtype) -> Variant:
+    """`down_kernel` as it is launched."""
+    own = pointer(dtype)
+    arguments = {"x": own, "down": own, "mix": own, **_VECTORS, "h": own, "c2": own, "T": "i32"}
+    block = power_of_2(rank, 16)
+    shape = {"D": d_in, "BT": TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
+    return Variant(
+        "cosnet with down", down_kernel, arguments, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 3, 2
+    )
+
+
 def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
     """The one kernel of backward, or both."""
     own = pointer(dtype)
@@ -187,6 +224,8 @@ def variants() -> Iterator[Variant]:
     for rank in (16, 32, 64, 96, 128, 256):
         yield forward_variant(rank, torch.bfloat16)
         yield from backward_variants(rank, torch.bfloat16)
+        if rank <= DOWN_RANK:
+            yield down_variant(1024, rank, torch.bfloat16)
     for rank in (64, 256):
         yield forward_variant(rank, torch.float32)
         yield from backward_variants(rank, torch.float32)
@@ -204,6 +243,19 @@ def forward(h: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tens
         variant = forward_variant(rank, h.dtype)
         variant.launch(_grid(variant, tokens, rank), *_read(h, mix), *_vectors(frequencies, phases), c2, tokens)
     return c2
+
+
+def down_forward(
+    x: Tensor, down: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """h = x down^T and c2 of it, both (T, r) in x's type; x (T, d_in), down (r, d_in), r <= `down_form.RANK`."""
+    (tokens, d_in), rank = x.shape, down.shape[0]
+    h, c2 = (x.new_empty(tokens, rank) for _ in range(2))
+    if h.numel():
+        variant = down_variant(d_in, rank, x.dtype)
+        grid = (triton.cdiv(tokens, variant.constants["BT"]),)
+        variant.launch(grid, *_read(x, down, mix), *_vectors(frequencies, phases), h, c2, tokens)
+    return h, c2
 
 
 def backward(
