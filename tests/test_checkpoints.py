@@ -310,11 +310,7 @@ def test_a_dead_data_reader_is_named_and_the_run_goes_on(server, tmp_path):
     """In processes of their own: torch tells of it by an exception out of a signal's handler, wherever that may be."""
     settings = {"arm": "training_kit:lose_reader,at=7", "dataloader_workers": 1, "steps": 12, "save_every": 2}
     out, whole = tmp_path / "out", tmp_path / "whole"
-    faulty = TrainingServer(NLR_TEST_FAULT="1")
-    try:
-        answer = faulty.run(out, **settings)
-    finally:
-        faulty.close()
+    answer = server.run(out, fault=True, **settings)
     assert answer["exit"] == 2
     assert re.search(r"reads data died at step \d+ .*last good checkpoint is .*--resume", answer["error"])
     newest, damaged = newest_valid(out / "checkpoints")

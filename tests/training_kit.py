@@ -225,18 +225,18 @@ class Wrapped(nn.Module):
 class TrainingServer:
     """Trains in forks of a process that has imported everything; each is a process to kill."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
 
-    def start(self, out: Path, *, limit: int | None = None, **settings: Any) -> int:
-        """Begins or resumes a run; gives its process id. `limit`: bytes a file may have."""
-        command = {"out": str(out), "limit": limit, "settings": settings}
+    def start(self, out: Path, *, limit: int | None = None, fault: bool = False, **settings: Any) -> int:
+        """Begins or resumes a run; gives its process id. `limit`: bytes a file may have; `fault`: the arm's happens."""
+        command = {"out": str(out), "limit": limit, "fault": fault, "settings": settings}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
@@ -296,6 +296,8 @@ def _serve() -> None:
             try:
                 if command["limit"] is not None:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (command["limit"], resource.RLIM_INFINITY))
+                if command["fault"]:
+                    os.environ["NLR_TEST_FAULT"] = "1"
                 recipe = make_recipe(**command["settings"])
                 run_training(recipe, Path(command["out"]), resume=True, prepared=text, quiet=True)
                 code = 0

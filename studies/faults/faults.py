@@ -44,7 +44,7 @@ class Bench:
 
     def __init__(self, folder: Path, random: Random) -> None:
         self.folder, self.random, self._number = folder, random, 0
-        self.server, self.faulty = TrainingServer(), TrainingServer(NLR_TEST_FAULT="1")
+        self.server = TrainingServer()
         self._whole: dict[str, Path] = {}
 
     def new(self) -> Path:
@@ -122,7 +122,7 @@ def clock(bench: Bench, number: int) -> Outcome:
     """The time of day jumps by up to 400 days, back and on, at every look."""
     settings = {**SHORT, "arm": "training_kit:jump_clock", "seed": number}
     whole, out = bench.whole(**settings), bench.new()
-    if (answer := bench.faulty.run(out, **settings)) != {"exit": 0, "error": ""}:
+    if (answer := bench.server.run(out, fault=True, **settings)) != {"exit": 0, "error": ""}:
         return f"{answer}"
     return bench.ends_the_same(out, whole, **settings)  # which is there already: it must only not be touched
 
@@ -149,7 +149,7 @@ def reader(bench: Bench, number: int) -> Outcome:
     at = bench.random.randint(1, 11)
     settings = {**SHORT, "dataloader_workers": 1, "arm": f"training_kit:lose_reader,at={at}"}
     whole, out = bench.whole(**settings), bench.new()
-    answer = bench.faulty.run(out, **settings)
+    answer = bench.server.run(out, fault=True, **settings)
     if answer["exit"] != 2 or "reads data died" not in answer["error"]:
         return f"at {at}: {answer}"
     _, damaged = newest_valid(out / "checkpoints")
@@ -217,7 +217,6 @@ def main() -> int:
                         print(f"{name} {number}: {why}", flush=True)
             finally:
                 bench.server.close()
-                bench.faulty.close()
         results[name] = {
             "what": what,
             "tried": count or options.kills,
