@@ -80,6 +80,7 @@ def test_kats_way_is_the_sum_of_abs():
         ({"operators": ("magic",)}, "unknown operators 'magic'"),
         ({"operators": ()}, "at least one operator"),
         ({"ranks": (24,)}, "rank 24 is not low"),
+        ({"operators": ("down",), "width": 400, "hidden": 400, "ranks": (129, 256)}, "up to rank 128; choose"),
         ({"groups": 7}, "7 groups do not divide 32"),
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"modes": ("fast",)}, "unknown modes 'fast'"),
@@ -89,6 +90,11 @@ def test_kats_way_is_the_sum_of_abs():
 def test_bad_input_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         replace(TINY, **change)
+
+
+def test_an_operator_without_a_fitting_rank_is_passed_over():
+    config = replace(TINY, operators=("down", "forms"), width=140, hidden=144, tokens=4, ranks=(129,))
+    assert [row.operator for row in bench_op(config).rows] == ["forms"]
 
 
 @pytest.mark.parametrize("operator", ["forms", "down"])

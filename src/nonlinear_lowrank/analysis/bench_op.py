@@ -102,6 +102,8 @@ class OpBenchConfig:
             check_at_least_1("ranks", rank)
             if rank >= min(self.width, self.hidden):
                 raise UserError(f"rank {rank} is not low; choose a rank below {min(self.width, self.hidden)}")
+        if self.operators == ("down",) and min(self.ranks) > RANK:
+            raise UserError(f"the down projection is in the bottleneck's kernel up to rank {RANK}; choose such a rank")
         if self.hidden % self.groups:
             raise UserError(f"{self.groups} groups do not divide {self.hidden} channels; choose groups that do")
         for name, known in (("operators", get_args(Operator)), ("dtype", get_args(Dtype))):
@@ -203,7 +205,7 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] | None 
     with cpu_threads(config.threads):
         for operator in config.operators:
             arms = {arm.name: arm for arm in op_arms(operator, config)}
-            for mode in config.modes:
+            for mode in config.modes if arms else ():
                 if progress is not None:
                     progress(f"{operator}, {mode}: {len(arms)} arms, {config.rounds} timed steps each")
                 torch._dynamo.reset()
