@@ -12,7 +12,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(down_form, "_processors", lambda device: 132)
+    monkeypatch.setattr(down_form, "processors", lambda device: 132)
 
 
 def chosen(tokens=16_384, d_in=1024, rank=64, device=CUDA, dtype=torch.bfloat16):

@@ -8,15 +8,14 @@ one launch; but a tile of tokens walks along d_in alone, where cuBLAS may divide
 taken where a tile of tokens for every processor is there: in training and long prompts, not in decoding.
 """
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Literal, get_args
 
 import torch
 
-from ..errors import UserError
+from .forced import forced
+from .kernels import processors
 
 DownForm = Literal["separate", "fused"]
 
@@ -32,20 +31,13 @@ benchmarks/gpu.py; empty: not measured yet."""
 _FORCED: ContextVar[DownForm | None] = ContextVar("nonlinear_lowrank_down_form", default=None)
 
 
-@contextmanager
-def use_down_form(form: DownForm | None) -> Iterator[None]:
+def use_down_form(form: DownForm | None) -> AbstractContextManager[None]:
     """Inside it the forward of NOBLE layers up to rank 128 is of this form, where kernels are used; None: as chosen.
 
     Raises:
         UserError: there is no such form.
     """
-    if form not in (*get_args(DownForm), None):
-        raise UserError(f"the form of a down projection is {' or '.join(get_args(DownForm))}, not {form!r}")
-    token = _FORCED.set(form)
-    try:
-        yield
-    finally:
-        _FORCED.reset(token)
+    return forced(_FORCED, form, get_args(DownForm), "a down projection")
 
 
 def chosen_down_form(tokens: int, d_in: int, rank: int, *, device: torch.device, dtype: torch.dtype) -> DownForm:
@@ -60,15 +52,10 @@ def chosen_down_form(tokens: int, d_in: int, rank: int, *, device: torch.device,
     """
     if rank > RANK:
         return "separate"
-    if (forced := _FORCED.get()) is not None:
-        return forced
+    if (named := _FORCED.get()) is not None:
+        return named
     if device.type != "cuda" or dtype.itemsize != 2 or (dtype.itemsize * d_in) % 16:
         return "separate"
     if (measured := MEASURED.get((tokens, d_in, rank))) is not None:
         return measured
-    return "fused" if -(-tokens // TOKENS) >= _processors(device) else "separate"
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return "fused" if -(-tokens // TOKENS) >= processors(device) else "separate"

@@ -48,6 +48,12 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f".triton.{name}", __package__)
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 for the interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def _fits(tensor: Tensor) -> bool:
     return (
         tensor.is_cuda and tensor.dtype in _KERNEL_TYPES and type(tensor) in (Tensor, torch.nn.Parameter)

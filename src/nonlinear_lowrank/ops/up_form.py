@@ -13,8 +13,7 @@ by arithmetic, and without gradients a branch whose up projection is zero has to
 which a product of another inner width does not promise.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Literal, get_args
 
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UserError
+from .forced import forced
 
 UpForm = Literal["accumulated", "joined"]
 
@@ -33,20 +32,13 @@ part "forms" of benchmarks/gpu.py; empty: not measured yet."""
 _FORCED: ContextVar[UpForm | None] = ContextVar("nonlinear_lowrank_up_form", default=None)
 
 
-@contextmanager
-def use_up_form(form: UpForm | None) -> Iterator[None]:
+def use_up_form(form: UpForm | None) -> AbstractContextManager[None]:
     """Inside it the forward of NOBLE layers in training is of this form, on any device; None: as chosen.
 
     Raises:
         UserError: there is no such form.
     """
-    if form not in (*get_args(UpForm), None):
-        raise UserError(f"the form of an up projection is {' or '.join(get_args(UpForm))}, not {form!r}")
-    token = _FORCED.set(form)
-    try:
-        yield
-    finally:
-        _FORCED.reset(token)
+    return forced(_FORCED, form, get_args(UpForm), "an up projection")
 
 
 def numbers_moved(form: UpForm, tokens: int, d_in: int, d_out: int, rank: int) -> int:
@@ -78,8 +70,8 @@ def chosen_form(tokens: int, d_in: int, d_out: int, rank: int, *, device: str, d
         device: a device's type, e.g. "cuda".
         dtype: of x. In 16 bits rows must be multiples of 16 bytes for the matrix units.
     """
-    if (forced := _FORCED.get()) is not None:
-        return forced
+    if (named := _FORCED.get()) is not None:
+        return named
     if device != "cuda" or (dtype.itemsize * (d_in + rank)) % 16:
         return "accumulated"
     if (measured := MEASURED.get((tokens, d_in, d_out, rank))) is not None:

@@ -1,6 +1,5 @@
 """What the kernels share: sine and cosine, sums, and the description of a kernel in one block shape."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +55,6 @@ def precision(dtype: torch.dtype) -> str:
         return "ieee"
     backends: Any = torch.backends
     return "tf32" if backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 2 for the interpreter on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def power_of_2(n: int, least: int) -> int:

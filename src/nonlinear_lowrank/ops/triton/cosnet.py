@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..down_form import RANK as DOWN_RANK
 from ..down_form import TOKENS
-from .common import Variant, cosine, pointer, power_of_2, precision, processors, sine
+from ..kernels import processors
+from .common import Variant, cosine, pointer, power_of_2, precision, sine
 
 ONE_KERNEL_RANK = 128
 """Up to here backward is one kernel, for 16-bit numbers."""

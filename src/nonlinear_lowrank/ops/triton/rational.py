@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Variant, plain_rows, pointer, power_of_2, processors
+from ..kernels import processors
+from .common import Variant, plain_rows, pointer, power_of_2
 
 __all__ = ["backward", "forward", "plain_rows", "variants"]
 

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Variant, cosine, pointer, power_of_2, processors, sine
+from ..kernels import processors
+from .common import Variant, cosine, pointer, power_of_2, sine
 
 RANK = 256
 """The largest rank these kernels take: a row tile of `up` stays in registers."""
