@@ -1,6 +1,9 @@
 """What the scripts under studies/ share: their options, their folders, smoke runs and errors; and that all start."""
 
+import json
+import re
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +65,85 @@ def test_a_study_is_copied_and_goes_on(photo, tmp_path, capsys):
     options = {"timing_rounds": 0, "command": "python run.py", "quiet": True}
     run_study(photo, out, into, "small", seeds=1, **options)
     assert "sine-k1" in capsys.readouterr().out
-    assert {path.name for path in into.iterdir()} == {"small.json", "small.md", "small-rate.png", "small-strip.png"}
+    assert {path.name for path in into.iterdir()} == {
+        *("small.json", "small.md", "small-rate.png", "small-strip.png", "small-runs.jsonl")
+    }
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
     run_study(photo, out, into, "small", seeds=2, **options)
     after = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
     assert len(after) == len(before) + 2
     assert {path: after[path] for path in before} == before
     assert "python run.py" in (into / "small.md").read_text()
+
+
+def table(file):
+    """Every arm's runs out of a study's record, and what its rate was chosen by."""
+    return {arm["name"]: (arm.get("runs", arm.get("curves")), arm["tuning"]) for arm in read(file)["arms"]}
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+    shutil.copytree(into, tmp_path / "whole")
+    kept = (into / "small-runs.jsonl").read_text().splitlines(keepends=True)
+    assert len(kept) == 1 + 2 * 2
+    elsewhere = re.sub('"processor": "[^"]*"', '"processor": "Z80"', kept[0])
+    (into / "small-runs.jsonl").write_text("".join([elsewhere, *kept[1:4]]))
+    run_study(photo, tmp_path / "two", into, "small", seeds=2, **options)
+    assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
+    assert "made by more than one processor: Z80, " in (into / "small.md").read_text()
+    # Of the kept fits the first seed's are made again for the strip of pictures, and no other.
+    fitted = {path.relative_to(tmp_path / "two" / "runs").parts for path in (tmp_path / "two").glob("runs/**/model")}
+    assert {parts[3] for parts in fitted if parts[0] == "low-rank-k1-kaiming_zero"} == {"seed-1"}
+    assert {parts[3] for parts in fitted if parts[0] == "sine-k1-kaiming_zero"} == {"seed-1", "seed-2"}
+    assert (into / "small-strip.png").read_bytes() == (tmp_path / "whole" / "small-strip.png").read_bytes()
+
+
+def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "max_extensions": 0, "quiet": True}
+    into.mkdir()
+    arms = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
+    run_study(novel, tmp_path / "one", into, "small", arms=arms, seeds=1, **options)
+    shutil.copytree(into, tmp_path / "whole")
+    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=1, **options)
+    # Nothing was trained again.
+    assert not list((tmp_path / "two").glob("runs/**/model"))
+    assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
+    assert (into / "small-runs.jsonl").read_bytes() == (tmp_path / "whole" / "small-runs.jsonl").read_bytes()
+    assert str(tmp_path) not in (into / "small-runs.jsonl").read_text()
+    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=2, **options)
+    trained = {
+        path.relative_to(tmp_path / "two" / "runs").parts[2] for path in (tmp_path / "two").glob("runs/**/model")
+    }
+    assert trained == {"seed-2"}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda text: text.replace('"train.steps": 4', '"train.steps": 5'), "train.steps was 5 .* is 4 now; use the"),
+        (lambda text: text[: len(text) // 2], "line .* is no run of a comparison; bring the file back or move it away"),
+        (lambda text: text.replace('"runs/', '"../', 1), "line 2 is no run of a comparison"),
+        (lambda text: "".join(text.splitlines(keepends=True)[1:]), "does not say what its runs are of; move it away"),
+    ],
+    ids=["settings", "torn", "outside", "marker"],
+)
+def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, message):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    spoilt = spoil((into / "small-runs.jsonl").read_text())
+    (into / "small-runs.jsonl").write_text(spoilt)
+    with pytest.raises(UserError, match=message):
+        run_study(photo, tmp_path / "two", into, "small", seeds=1, **options)
+    assert not (tmp_path / "two").exists()
+    assert (into / "small-runs.jsonl").read_text() == spoilt
 
 
 def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):

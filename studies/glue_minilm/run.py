@@ -24,7 +24,15 @@ from nonlinear_lowrank.training import Arm
 
 HERE = Path(__file__).parent
 EPOCHS = {"cola": 3, "stsb": 2}
-OMEGAS = ("sine-lora:r=1,omega=50,grid=1e-4/3e-4/1e-3", "sine-lora:r=1,omega=800,grid=1e-5/3e-5/1e-4")
+# At the zero start a step of Adam moves sine-LoRA's weight omega / sqrt(384) times as far as LoRA's, so its rates are
+# LoRA's divided by that: by 10 at omega 200. The rate of `head` is fixed in every arm and needs no grid.
+ARMS = (
+    *("lora:r=1,grid=1e-3/3e-3/1e-2", "lora:r=4,grid=1e-3/3e-3/1e-2", "dora:r=1,grid=1e-3/3e-3/1e-2"),
+    *("sine-lora:r=1,omega=200,grid=1e-4/3e-4/1e-3", "sine-lora:r=4,omega=200,grid=1e-4/3e-4/1e-3"),
+    *("sine-dora:r=1,omega=200,grid=1e-4/3e-4/1e-3", "peanut:r=1", "nora:r=2,groups=8"),
+    *("nora++:r=2,groups=8,lora_r=1", "head:lr=1e-3"),
+)
+OMEGAS = ("sine-lora:r=1,omega=50,grid=3e-4/1e-3/3e-3", "sine-lora:r=1,omega=800,grid=3e-5/1e-4/3e-4")
 
 
 def study(data: Path, task: str, seeds: int, threads: int, work: Path) -> None:
@@ -36,7 +44,7 @@ def study(data: Path, task: str, seeds: int, threads: int, work: Path) -> None:
         task=replace(glue, glue=replace(glue.glue, task=task, source=str(data))),
         train=replace(recipe.train, epochs=EPOCHS[task], threads=threads, tracker="none"),
     )
-    texts = (*recipe.arms, *(OMEGAS if task == "cola" else ()))
+    texts = (*ARMS, *(OMEGAS if task == "cola" else ()))
     run_study(
         recipe,
         work / task,

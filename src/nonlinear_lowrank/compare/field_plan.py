@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ..environment import versions
 from ..errors import UserError
 from ..fields.problem import FieldMethod, Init
 from ..fields.recipe import FieldRecipe
 from ..storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
-from .folder import check_choices, is_new, tidy, tidy_grid
+from .folder import check_choices, first_difference, is_new, sessions, tidy, tidy_grid
 from .record import flatten
 
 MARKER = "fields.json"
@@ -117,10 +116,9 @@ def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, 
         return
     former = read_json(out / MARKER, settings=dict, fingerprint=str, arms=dict)
     mend = "use the former value, another folder, or --overwrite"
-    for name in sorted(set(former["settings"]) | set(plan.settings)):
-        old, new = former["settings"].get(name, "(absent)"), plan.settings.get(name, "(absent)")
-        if old != new:
-            raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
+    if (found := first_difference(former["settings"], plan.settings)) is not None:
+        name, old, new = found
+        raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
     if former["fingerprint"] != fingerprint:
         raise UserError(f"the runs in {out} were fitted to other data; bring it back or use another folder")
     for name, now in arm_settings(plan.arms).items():
@@ -144,7 +142,13 @@ def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool
         if (out / MARKER).is_file():
             arms = read_json(out / MARKER, arms=dict)["arms"] | arms
         write_json(
-            out / MARKER, {"settings": plan.settings, "fingerprint": fingerprint, "arms": arms, "versions": versions()}
+            out / MARKER,
+            {
+                "settings": plan.settings,
+                "fingerprint": fingerprint,
+                "arms": arms,
+                "versions": sessions(out / MARKER),
+            },
         )
     except OSError as error:
         raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error

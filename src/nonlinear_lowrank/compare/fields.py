@@ -28,10 +28,11 @@ from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
 from ..storage import read_json, write_json
 from .field_pictures import plot_rates, plot_strip
-from .field_plan import FieldArm, FieldPlan, check_folder, open_folder
+from .field_plan import MARKER, FieldArm, FieldPlan, check_folder, open_folder
 from .field_record import FieldArmRecord, FieldRun, build_record
 from .field_report import render_report, render_table
-from .folder import copy_report, write_text
+from .folder import copy_report, version_notes, write_text
+from .kept_runs import KeptRuns
 from .record import command_line
 
 _DIVERGED = "diverged.json"
@@ -68,6 +69,7 @@ def compare_fields(
     overwrite: bool = False,
     max_seconds: float | None = None,
     timing_rounds: int = 20,
+    kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -88,6 +90,9 @@ def compare_fields(
         max_seconds: no new seed and no new tuning fit is begun that would not end within this time, by the slowest fit
             so far. The first choice of every arm and the first seed always run.
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        kept_runs: a file that keeps the finished fits, a line each, outside `out`: what it has and `out` lacks is used
+            as it is, and it is written anew after each fit. With it a folder is gone on with, as with `resume`. The
+            first seed's fits, which the strip of pictures shows, are fitted again where `out` lacks their weights.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         clock: seconds, for `max_seconds`.
@@ -99,15 +104,19 @@ def compare_fields(
     started, out = clock(), Path(out)
     plan = FieldPlan.make(recipe, arms, seeds, tune_lr)
     problem = recipe.problem.prepare()
+    kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
+    if kept is not None:
+        resume = True
+        kept.restore(plan.settings)
     check_folder(out, plan, problem.fingerprint, resume=resume, overwrite=overwrite)
     sizes = {arm.name: _size(build(problem, arm.method, plan.tuning_seed)) for arm in plan.arms}
     dense = _size(build(problem, FieldMethod(), plan.tuning_seed))
     console = Console(stderr=True, quiet=quiet, highlight=False)
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
-        runs = _Runs(problem, recipe, out, console)
+        runs = _Runs(problem, recipe, out, console, kept)
         strip = _Strip(out / "strip.png", problem, runs, plan)
-        notes: list[str] = []
+        notes = version_notes(out / MARKER)
         times = _step_times(problem, plan, recipe, timing_rounds) if timing_rounds else None
 
         def time_for(arms: Sequence[FieldArm]) -> bool:
@@ -150,12 +159,16 @@ def compare_fields(
 
         going = [(arm, choice) for arm in plan.arms if (choice := best[arm.name]) is not None]
         for index, seed in enumerate(plan.seeds):
-            missing = [(arm, choice) for arm, choice in going if runs.find(arm, *choice, seed) is None]
+            missing = [
+                (arm, choice)
+                for arm, choice in going
+                if runs.find(arm, *choice, seed) is None or (index == 0 and not runs.is_whole(arm, *choice, seed))
+            ]
             if index > 0 and missing and not time_for([arm for arm, _ in missing]):
                 notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
                 break
             for arm, choice in missing:
-                runs.get(arm, *choice, seed, f"seed {index + 1} of {len(plan.seeds)}")
+                runs.fit(arm, *choice, seed, f"seed {index + 1} of {len(plan.seeds)}")
             if missing and index + 1 < len(plan.seeds):
                 publish()
         return publish()
@@ -166,8 +179,10 @@ def compare_fields(
 class _Runs:
     """The fits of one folder: found when they are finished, fitted when they are not."""
 
-    def __init__(self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console) -> None:
-        self.problem, self.recipe, self.out, self.console = problem, recipe, out, console
+    def __init__(
+        self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console, kept: KeptRuns | None
+    ) -> None:
+        self.problem, self.recipe, self.out, self.console, self.kept = problem, recipe, out, console, kept
         self._slowest: dict[str, float] = {}
 
     def folder(self, arm: FieldArm, init: Init, rate: float, seed: int) -> Path:
@@ -197,10 +212,19 @@ class _Runs:
         )
 
     def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
-        """The finished fit. One that diverges is a result too."""
-        if (found := self.find(arm, init, rate, seed)) is not None:
-            return found
+        """The finished fit."""
+        return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place)
+
+    def is_whole(self, arm: FieldArm, init: Init, rate: float, seed: int) -> bool:
+        """Whether a finished fit has its weights; one of a kept run has not. One that diverged has none to have."""
         folder = self.folder(arm, init, rate, seed)
+        return (folder / _DIVERGED).is_file() or (folder / "model").is_dir()
+
+    def fit(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
+        """Fits, or goes on with a fit. One that diverges is a result too."""
+        folder = self.folder(arm, init, rate, seed)
+        if not self.is_whole(arm, init, rate, seed):
+            (folder / "result.json").unlink(missing_ok=True)
         title = f"{arm.name}, {init}, rate {rate:g}, {place}"
         try:
             result: FitResult | None = fit(
@@ -208,7 +232,7 @@ class _Runs:
                 replace(arm.method, init=init),
                 replace(self.recipe.train, lr=rate, seed=seed),
                 folder,
-                resume=folder.exists(),
+                resume=folder.exists() and any(folder.iterdir()),
                 quiet=True,
                 pictures=False,
                 about=asdict(self.recipe.problem),
@@ -218,6 +242,8 @@ class _Runs:
             write_json(folder / _DIVERGED, {"step": error.step})
         line = "diverged" if result is None else f"{result.score} {result.value:.4g}, {result.seconds:.1f} s"
         self.console.print(f"{title}: {line}", soft_wrap=True, markup=False)
+        if self.kept is not None:
+            self.kept.collect()
         run = self.find(arm, init, rate, seed)
         assert run is not None
         return run

@@ -5,7 +5,7 @@ must be equal for that, is decided here.
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from ..training.recipe import Arm, Recipe
 from .matching import Match, settle_matches
 from .record import clean, flatten
 
-_MARKER = "compare.json"
+MARKER = "compare.json"
 # The marker goes last: while it is there, the folder can still be continued or overwritten.
-_OURS = ("timing.json", "results.json", "report.md", "curves.png", "rates.png", _MARKER)
+_OURS = ("timing.json", "results.json", "report.md", "curves.png", "rates.png", MARKER)
 # What may differ between the runs of one folder: rate and seed are in each run's path, the others change
 # no number, or only by rounding (run_training has the same list).
 _FREE = {
@@ -164,24 +164,22 @@ def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> Non
     """Refuses a folder that is not ours to continue or to replace; changes nothing."""
     if is_new(out, resume=resume, overwrite=overwrite):
         return
-    ours = (out / _MARKER).exists()
+    ours = (out / MARKER).exists()
     if overwrite:
         if not ours and (out / "runs").exists():
             raise UserError(f"{out} holds runs that no comparison wrote; choose another folder")
         return
     if not ours:
         raise UserError(f"{out} holds no comparison to go on with; choose an empty folder")
-    _check_same(out, read_json(out / _MARKER, settings=dict), plan)
+    _check_same(out, read_json(out / MARKER, settings=dict), plan)
 
 
 def _check_same(out: Path, former: dict[str, Any], plan: Plan) -> None:
     """Raises UserError naming the first field that differs from the runs already there."""
     mend = "use the former value, another folder, or --overwrite"
-    before = former["settings"]
-    for name in sorted(set(before) | set(plan.settings)):
-        old, new = before.get(name, plan.defaults.get(name, "(absent)")), plan.settings.get(name, "(absent)")
-        if old != new:
-            raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
+    if (found := first_difference(former["settings"], plan.settings, plan.defaults)) is not None:
+        name, old, new = found
+        raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
     for name, now in arm_settings(plan.arms).items():
         then = former.get("arms", {}).get(name)
         for key in now | then if then is not None else ():
@@ -190,9 +188,27 @@ def _check_same(out: Path, former: dict[str, Any], plan: Plan) -> None:
                 raise UserError(f"{key} of arm {name!r} was {was!r} in {out}, is {is_now!r} now; {mend}")
 
 
+def first_difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> tuple[str, Any, Any] | None:
+    """The first setting that two runs do not share, with both values; None where they share all.
+
+    Args:
+        before: flat settings, as they were written down.
+        now: flat settings.
+        defaults: what `before` means where it is older than a setting.
+    """
+    for name in sorted({*before, *now}):
+        old = before.get(name, (defaults or {}).get(name, "(absent)"))
+        new = now.get(name, "(absent)")
+        if old != new:
+            return name, old, new
+    return None
+
+
 def check_text(out: Path, fingerprint: str) -> None:
     """Refuses to go on with another text than the runs in the folder were trained on."""
-    if (out / _MARKER).exists() and read_json(out / _MARKER).get("fingerprint") != fingerprint:
+    if (out / MARKER).exists() and read_json(out / MARKER).get("fingerprint") != fingerprint:
         raise UserError(f"the runs in {out} were trained on other text or data; bring it back or use another folder")
 
 
@@ -205,31 +221,45 @@ def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> 
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(out)
-        if overwrite and (out / _MARKER).exists():
+        if overwrite and (out / MARKER).exists():
             shutil.rmtree(out / "runs", ignore_errors=True)
         for name in _OURS if overwrite else ():
             (out / name).unlink(missing_ok=True)
         arms = arm_settings(plan.arms)
-        sessions = [versions()]
-        if (out / _MARKER).exists():
-            former = read_json(out / _MARKER)
-            arms = former.get("arms", {}) | arms
-            sessions = [session for session in former.get("versions", []) if session != sessions[0]] + sessions
-        marker = {"settings": plan.settings, "fingerprint": fingerprint, "arms": arms, "versions": sessions}
-        write_json(out / _MARKER, clean(marker))
+        if (out / MARKER).exists():
+            arms = read_json(out / MARKER).get("arms", {}) | arms
+        marker = {
+            "settings": plan.settings,
+            "fingerprint": fingerprint,
+            "arms": arms,
+            "versions": sessions(out / MARKER),
+        }
+        write_json(out / MARKER, clean(marker))
     except OSError as error:
         raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error
     return lock
 
 
-def version_notes(out: Path) -> list[str]:
-    """A sentence for each package whose version changed between the sessions of this folder."""
-    seen = read_json(out / _MARKER).get("versions", [])
+def sessions(marker: Path) -> list[dict[str, str]]:
+    """The versions and processors that a folder's runs were made under, this session's last.
+
+    Args:
+        marker: the folder's file of shared settings, if it has one yet.
+    """
+    now = {**versions(), "processor": str(machine()["processor"])}
+    before = read_json(marker).get("versions", []) if marker.exists() else []
+    return [session for session in before if session != now] + [now]
+
+
+def version_notes(marker: Path) -> list[str]:
+    """A sentence for each package whose version changed between a folder's sessions, and for the processor."""
+    seen = sessions(marker)
     names = sorted({name for session in seen for name in session})
     found = {name: list(dict.fromkeys(session.get(name, "absent") for session in seen)) for name in names}
     return [
-        f"Runs of this folder were made under several versions of {name}: {', '.join(values)}."
+        f"Runs of this folder were made {what} {name}: {', '.join(values)}."
         for name, values in found.items()
+        for what in ("by more than one" if name == "processor" else "under several versions of",)
         if len(values) > 1
     ]
 

@@ -30,6 +30,7 @@ from ..training.checkpoints import on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.run import join_processes, run_training
 from .folder import (
+    MARKER,
     Plan,
     arm_settings,
     check_folder,
@@ -41,6 +42,7 @@ from .folder import (
     version_notes,
     write_text,
 )
+from .kept_runs import KeptRuns
 from .measure import Measurement, measure_arms
 from .plots import ArmCurves, plot_curves, plot_rate_sweep
 from .record import ArmRecord, Run, build_results, command_line
@@ -94,6 +96,7 @@ def compare(
     timing_rounds: int = 30,
     workers: int | None = None,
     keep_checkpoints: bool = False,
+    kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
     run: Runner = run_training,
@@ -124,6 +127,8 @@ def compare(
             names and whose machines all see `out`; None: one after another, in this process. With `max_seconds` the
             seeds follow each other still.
         keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
+        kept_runs: a file that keeps the finished runs, a line each, outside `out`: what it has and `out` lacks is used
+            as it is, and it is written anew after each run. With it a folder is gone on with, as with `resume`.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         run: trains one arm; has `run_training`'s signature.
@@ -142,6 +147,10 @@ def compare(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_processes(recipe, out)
     main = int(os.environ.get("RANK", "0")) == 0
+    kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
+    if kept is not None:
+        resume = True
+        on_first_process(lambda: kept.restore(plan.settings, plan.defaults))
     on_first_process(lambda: check_folder(out, plan, resume=resume, overwrite=overwrite))
     console = Console(quiet=quiet or not main, highlight=False)
     on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)  # fills the cache
@@ -162,9 +171,9 @@ def compare(
         if main and measured.times is not None:
             save_timing(out, plan, measured.times)
         notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
-        notes += [*measured.notes, *(on_first_process(lambda: version_notes(out)) if resume else [])]
+        notes += [*measured.notes, *(on_first_process(lambda: version_notes(out / MARKER)) if resume else [])]
         helpers = stack.enter_context(open_workers(workers, recipe.train.threads, run, console))
-        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers)
+        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers, kept)
 
         def time_for(arms: Sequence[Arm]) -> bool:
             def fits() -> bool:

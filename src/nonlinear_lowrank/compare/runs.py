@@ -15,6 +15,7 @@ from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.result import stability
 from .folder import Plan, begun, tidy
+from .kept_runs import KeptRuns
 from .record import Run
 from .workers import Workers
 
@@ -34,8 +35,9 @@ class Runs:
         quiet: bool,
         console: Console,
         workers: Workers | None = None,
+        kept: KeptRuns | None = None,
     ) -> None:
-        self.workers = workers
+        self.workers, self.kept = workers, kept
         self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
         self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
         self._slowest: dict[str, float] = {}
@@ -83,6 +85,7 @@ class Runs:
         loss = f"diverged at step {found.steps}" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
         self._sweep(found, folder)
+        self._keep()
         return found
 
     def train_ahead(self, wanted: Sequence[tuple[Arm, float, int]]) -> None:
@@ -95,6 +98,7 @@ class Runs:
             found = self.find(*each)
             assert found is not None, f"{self.folder(*each)} has no result.json after training"
             self._sweep(found, self.folder(*each))
+        self._keep()
 
     def _recipe(self, arm: Arm, rate: float, seed: int) -> Recipe:
         return replace(
@@ -104,6 +108,10 @@ class Runs:
     def _sweep(self, found: Run, folder: Path) -> None:
         if found.final_loss is not None and not self.keep_checkpoints:
             on_first_process(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
+
+    def _keep(self) -> None:
+        if self.kept is not None:
+            on_first_process(self.kept.collect)
 
 
 def _as_run(record: Mapping[str, Any], seed: int, rate: float) -> Run:

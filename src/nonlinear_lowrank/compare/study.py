@@ -62,12 +62,13 @@ def one_line_errors(part: str = "") -> Iterator[None]:
 def run_study(
     recipe: Recipe | FieldRecipe, out: Path, into: Path, name: str, *, smoke: bool = False, **options: Any
 ) -> None:
-    """Compares in `out`, going on with what is there; copies the report and prints the tables.
+    """Compares in `out`, going on with what is there and with the finished runs kept in `into`; prints the tables.
 
     Args:
         recipe: what the arms share; a recipe of a field is compared by `compare_fields`, any other by `compare`.
         out: the comparison's folder.
-        into: where record, report and pictures are copied; an existing folder.
+        into: where record, report and pictures are copied, and where `name`-runs.jsonl keeps the finished runs, so that
+            a study goes on from a checkout; an existing folder.
         name: how the copies' names begin.
         smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two rates, no step times, and nothing
             copied.
@@ -81,6 +82,8 @@ def run_study(
         options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
         if isinstance(recipe, Recipe):
             recipe, options = _few_steps(recipe), {**options, "max_extensions": 0}
+    else:
+        options["kept_runs"] = into / f"{name}-runs.jsonl"
     resume = out.exists()
     found: Comparison | FieldComparison
     if isinstance(recipe, FieldRecipe):
