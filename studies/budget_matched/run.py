@@ -8,6 +8,7 @@ studies/llm_small: a GLM backbone of width 128 with 4 layers, embeddings of stan
     baseline                        transformers' init
     baseline-init-noble             NOBLE's dense init and no branch
     noble-r8                        branches of rank 8
+    noble-r8-share_down-qkv         the same, one down projection for query, key and value
     wide-mlp-as-noble-r8            MLPs so wide that the model has noble-r8's parameters, with transformers' init
     ...-init-noble                  the same with NOBLE's dense init
     wide-mlp-as-noble-r8-flops-...  MLPs so wide that it has noble-r8's FLOPs, with NOBLE's dense init
@@ -31,6 +32,7 @@ ARMS = (
     "baseline",
     "baseline:init=noble",
     "noble:rank=8",
+    "noble:rank=8,share_down=qkv",
     "wide-mlp:match=noble-r8",
     "wide-mlp:match=noble-r8,init=noble",
     "wide-mlp:match=noble-r8,by=flops,init=noble",
