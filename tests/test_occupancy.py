@@ -3,17 +3,21 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import trimesh
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 from torch import nn
 
 from nonlinear_lowrank import UserError
+from nonlinear_lowrank.fields import surface_sampling
 from nonlinear_lowrank.fields.mesh_files import knot
 from nonlinear_lowrank.fields.mesh_picture import View, render
 from nonlinear_lowrank.fields.model import FieldConfig
 from nonlinear_lowrank.fields.occupancy import OccupancyProblem, OccupancySettings, log_odds, surface
 from nonlinear_lowrank.fields.occupancy_grid import Frame
 from nonlinear_lowrank.fields.problem import FieldMethod
+from nonlinear_lowrank.fields.surface_sampling import LatticePoints
 
 SMALL = {"resolution": 24, "held_out": 24, "mesh_resolution": 24, "points": 256, "picture_height": 48}
 
@@ -21,12 +25,12 @@ SMALL = {"resolution": 24, "held_out": 24, "mesh_resolution": 24, "points": 256,
 class Ball(nn.Module):
     """Log-odds of a ball about the middle of the box."""
 
-    def __init__(self, radius):
+    def __init__(self, radius, steep=10):
         super().__init__()
-        self.radius = nn.Parameter(torch.tensor(radius))
+        self.radius, self.steep = nn.Parameter(torch.tensor(radius)), steep
 
     def forward(self, x):
-        return 10 * (self.radius - x.norm(dim=-1, keepdim=True))
+        return self.steep * (self.radius - x.norm(dim=-1, keepdim=True))
 
 
 def seeded(seed=None):
@@ -53,19 +57,61 @@ def test_an_open_omega_is_the_published_one():
         assert [layer.sine_config.omega for layer in model.hidden] == [omega, omega]
 
 
-def test_batches_are_points_of_the_lattice_with_their_labels():
-    problem = ball_problem(points=5000)
+@pytest.mark.parametrize("share", [0.0, 0.7, 0.95])
+def test_batches_are_points_of_the_lattice_with_their_labels(share):
+    problem = ball_problem(points=20000, surface_share=share)
     seed = int(torch.randint(2**31, ()))
-    points, inside = problem.batch(0, seeded(seed))
+    points, inside, weight = problem.batch(0, seeded(seed))
     radius = points.norm(dim=-1)
     clear = (radius - 1).abs() > 1e-2
     assert torch.equal(inside[clear] == 1, radius[clear] < 1)
     places = (points + 1) * 12 - 0.5
     torch.testing.assert_close(places, places.round(), atol=1e-5, rtol=0)
     assert [round(float(end)) for end in places.aminmax()] == [0, 23]
-    assert inside.mean() == pytest.approx(np.pi / 6, abs=0.04)
+    assert (weight * inside).mean() == pytest.approx(np.pi / 6, abs=0.04)
+    assert weight.mean() == pytest.approx(1, abs=0.06)
     again = problem.batch(7, seeded(seed))
     assert torch.equal(again[0], points)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_the_expected_loss_is_the_whole_boxs(share):
+    problem = ball_problem(points=40_000, surface_share=share)
+    model = Ball(0.7 + 0.2 * float(torch.rand(())))
+    n, grid = 24, problem.grid
+    truth = torch.from_numpy(grid.inside.reshape(-1)).float()
+    whole = F.binary_cross_entropy_with_logits(model(torch.from_numpy(grid.points(0, n)).reshape(-1, 3))[:, 0], truth)
+    found = [float(problem.loss(model, problem.batch(0, seeded())).detach()) for _ in range(20)]
+    assert np.mean(found) == pytest.approx(float(whole.detach()), abs=5 * np.std(found) / 20**0.5)
+
+
+def test_points_near_the_surface_make_the_losss_gradient_steadier():
+    """A ball that is nearly right: all that is left to learn is at its surface."""
+
+    def spread(share):
+        problem, found = ball_problem(points=500, surface_share=share, surface_band=0.06, resolution=96), []
+        for _ in range(150):
+            model = Ball(0.98, steep=150)
+            problem.loss(model, problem.batch(0, seeded())).backward()
+            found.append(float(model.radius.grad))
+        return np.std(found)
+
+    assert spread(0.8) < 0.85 * spread(0.0)
+
+
+@pytest.mark.parametrize("planes", [5, 64], ids=["in-slabs", "at-once"])
+def test_the_band_is_what_has_the_other_kind_so_near(planes, monkeypatch):
+    monkeypatch.setattr(surface_sampling, "_PLANES", planes)
+    rng = np.random.default_rng()
+    n, cells = 17, 2
+    inside = gaussian_filter(rng.standard_normal((n, n, n)), 2) > 0.05
+    points, _, weight = LatticePoints(inside, 0.9, 2 * cells / n).draw(200_000, seeded())
+    drawn = {tuple(each) for each in ((points + 1) * (n / 2) - 0.5).round().int()[weight == weight.min()].tolist()}
+    padded = np.pad(inside, cells, mode="edge")
+    views = np.lib.stride_tricks.sliding_window_view(padded, (2 * cells + 1,) * 3)
+    near = views.any(axis=(3, 4, 5)) & ~views.all(axis=(3, 4, 5))
+    assert drawn == {tuple(each) for each in np.argwhere(near).tolist()}
+    assert LatticePoints(np.ones((4, 4, 4), dtype=bool), 0.9, 0.5).draw(10, seeded())[2].eq(1).all()
 
 
 def test_iou_is_that_of_the_volumes_and_measured_off_the_lattice():
@@ -81,12 +127,12 @@ def test_iou_is_that_of_the_volumes_and_measured_off_the_lattice():
 def test_the_loss_is_the_binary_cross_entropy_of_the_log_odds():
     problem = ball_problem()
     model = problem.build(FieldMethod(kind="sine", rank=2), seeded())
-    points, inside = problem.batch(0, seeded())
+    points, inside, weight = problem.batch(0, seeded())
     odds = model(points)[:, 0].double()
     chance = torch.sigmoid(odds)
     right = torch.where(inside == 1, chance, 1 - chance)
     torch.testing.assert_close(
-        problem.loss(model, (points, inside)).double(), -right.log().mean(), rtol=1e-4, atol=1e-6
+        problem.loss(model, (points, inside, weight)).double(), -(weight * right.log()).mean(), rtol=1e-4, atol=1e-6
     )
 
 

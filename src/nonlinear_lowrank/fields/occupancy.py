@@ -1,7 +1,7 @@
 """A shape as a function of position: which points of its box are inside (sine_lowrank.txt, sections 4.4 and A.2.5).
 
 The network's output is the log-odds of being inside. It is fitted, by binary cross-entropy, to points drawn from a
-lattice over the tight box of a mesh, and judged off it:
+lattice over the tight box of a mesh (`surface_sampling` has which), and judged off it:
 
 | metric | what it is                                                                                            |
 |--------|-------------------------------------------------------------------------------------------------------|
@@ -32,6 +32,7 @@ from .mesh_picture import Axis, View, render
 from .model import Field, FieldConfig
 from .occupancy_grid import Frame, OccupancyGrid, check_memory, occupancy_grid
 from .problem import FieldMethod
+from .surface_sampling import LatticePoints
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -52,6 +53,11 @@ class OccupancySettings:
     """n: training points are drawn from a lattice of n^3; the paper has 512."""
     points: int = 8192
     """Points of a step, drawn anew in each."""
+    surface_share: float = 0.7
+    """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
+    them evenly."""
+    surface_band: float = 0.03
+    """How far the band reaches to both sides, along each axis; the box has sides of 2."""
     held_out: int = 96
     """IoU is measured at so many points, cubed, at random places off the lattice."""
     mesh_resolution: int = 128
@@ -72,6 +78,10 @@ class OccupancySettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if not 0 <= self.surface_share < 1:
+            raise UserError(f"surface_share must be at least 0 and below 1, not {self.surface_share!r}")
+        if not 0 < self.surface_band <= 2:
+            raise UserError(f"surface_band must be above 0 and at most 2, not {self.surface_band!r}")
         for name in ("azimuth", "elevation"):
             if not -360 <= getattr(self, name) <= 360:
                 raise UserError(f"{name} must be degrees from -360 to 360, not {getattr(self, name)!r}")
@@ -89,7 +99,9 @@ class OccupancySettings:
         import_trimesh()
         # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
         check_memory(
-            resolution=(self.resolution, 1), held_out=(self.held_out, 1), mesh_resolution=(self.mesh_resolution, 8)
+            resolution=(self.resolution, 3 if self.surface_share else 1),
+            held_out=(self.held_out, 1),
+            mesh_resolution=(self.mesh_resolution, 8),
         )
         return OccupancyProblem(read_mesh(self.source, repair=self.repair), self, name=Path(self.source).stem)
 
@@ -116,11 +128,12 @@ class OccupancyProblem:
                 "mesh editor if that is not meant",
                 stacklevel=2,
             )
-        self._inside = torch.from_numpy(self.grid.inside.reshape(-1))
+        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)
         self._view = View(
             up=settings.up, azimuth=settings.azimuth, elevation=settings.elevation, height=settings.picture_height
         )
-        digest = hashlib.sha256(f"{settings.points} {settings.field}".encode())
+        drawn = settings.points, settings.surface_share, settings.surface_band
+        digest = hashlib.sha256(f"{drawn} {settings.field}".encode())
         for grid in (self.grid, self.held_out):
             digest.update(np.packbits(grid.inside).tobytes())
         self.fingerprint = digest.hexdigest()
@@ -129,17 +142,14 @@ class OccupancyProblem:
         """The network; an omega left open is the published one for this rank."""
         return Field(self.settings.field, method.settled("occupancy"), generator)
 
-    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Points of the lattice (points, 3), and whether they are inside (points,), as 0 and 1."""
-        n = self.grid.resolution
-        chosen = torch.randint(n**3, (self.settings.points,), generator=generator)
-        index = torch.stack([chosen // (n * n), chosen // n % n, chosen % n], dim=-1)
-        return (index.float() + 0.5) * (2 / n) - 1, self._inside[chosen].float()
+    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Points of the lattice (points, 3), whether they are inside (points,), as 0 and 1, and weights (points,)."""
+        return self.lattice.draw(self.settings.points, generator)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean binary cross-entropy, nats."""
-        points, inside = batch
-        return F.binary_cross_entropy_with_logits(model(points).squeeze(-1), inside)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Binary cross-entropy, nats: an estimate of its mean over the box."""
+        points, inside, weight = batch
+        return F.binary_cross_entropy_with_logits(model(points).squeeze(-1), inside, weight)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """IoU off the lattice, percent."""
