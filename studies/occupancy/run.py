@@ -23,7 +23,7 @@ from nonlinear_lowrank.fields.problem import FieldMethod
 from nonlinear_lowrank.fields.recipe import FieldRecipe
 from nonlinear_lowrank.fields.step import FitConfig
 
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 3e-3, 8e-3)
 OMEGAS = (25, 50, 100, 200, 400, 800)
 
 
