@@ -40,8 +40,8 @@ def nerf_fern() -> FieldRecipe:
 
     Command: `nlr fit nerf-fern --source fern_252x189.npz`, or `nlr compare nerf-fern --source ...`.
     Hardware: 2 CPU cores, 2 GB of memory.
-    Time: a dense step took 0.6 to 0.85 s of CPU time on a busy machine; 3,000 of them, 30 to 43 minutes of one core.
-    Expect: not measured to the end; at half size 600 dense steps of 64 rays gave 18.0 dB and were still rising.
+    Time: dense, 17 minutes of 2 idle cores with AVX-512 (0.35 s a step), and some minutes to render the frames.
+    Expect: 21.3 dB dense after 3,000 steps (18.8 after 1,500), SSIM 0.56, on the views 0, 8 and 16 (one seed).
     """
     return FieldRecipe(
         name="nerf-fern",
