@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
+from nonlinear_lowrank.compare.fields import compare_fields
 from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.fields.image import ImageSettings
@@ -96,7 +97,7 @@ def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
     (into / "small-runs.jsonl").write_text("".join([elsewhere, *kept[1:4]]))
     run_study(photo, tmp_path / "two", into, "small", seeds=2, **options)
     assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
-    assert "made by more than one processor: Z80, " in (into / "small.md").read_text()
+    assert "made by several processors: Z80, " in (into / "small.md").read_text()
     # Of the kept fits the first seed's are made again for the strip of pictures, and no other.
     fitted = {path.relative_to(tmp_path / "two" / "runs").parts for path in (tmp_path / "two").glob("runs/**/model")}
     assert {parts[3] for parts in fitted if parts[0] == "low-rank-k1-kaiming_zero"} == {"seed-1"}
@@ -144,6 +145,23 @@ def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, messa
         run_study(photo, tmp_path / "two", into, "small", seeds=1, **options)
     assert not (tmp_path / "two").exists()
     assert (into / "small-runs.jsonl").read_text() == spoilt
+
+
+def test_kept_runs_are_not_put_among_others(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    foreign, other = tmp_path / "foreign", tmp_path / "other"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    longer = replace(photo, train=replace(photo.train, steps=5))
+    compare_fields(longer, other, seeds=1, **options)
+    before = sorted(other.rglob("*"))
+    for folder, message in ((foreign, "holds no comparison"), (other, "train.steps was 5 .* is 4 now")):
+        with pytest.raises(UserError, match=message):
+            run_study(photo, folder, into, "small", seeds=1, **options)
+    assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
+    assert sorted(other.rglob("*")) == before
 
 
 def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):

@@ -248,20 +248,25 @@ def sessions(marker: Path) -> list[dict[str, str]]:
     """
     now = {**versions(), "processor": str(machine()["processor"])}
     before = read_json(marker).get("versions", []) if marker.exists() else []
+    if isinstance(before, dict):  # as fields had it at first
+        before = [before]
     return [session for session in before if session != now] + [now]
 
 
 def version_notes(marker: Path) -> list[str]:
     """A sentence for each package whose version changed between a folder's sessions, and for the processor."""
     seen = sessions(marker)
-    names = sorted({name for session in seen for name in session})
+    names = sorted({name for session in seen for name in session} - {"processor"})
     found = {name: list(dict.fromkeys(session.get(name, "absent") for session in seen)) for name in names}
-    return [
-        f"Runs of this folder were made {what} {name}: {', '.join(values)}."
+    processors = list(dict.fromkeys(session["processor"] for session in seen if "processor" in session))
+    notes = [
+        f"Runs of this folder were made under several versions of {name}: {', '.join(values)}."
         for name, values in found.items()
-        for what in ("by more than one" if name == "processor" else "under several versions of",)
         if len(values) > 1
     ]
+    if len(processors) > 1:
+        notes.append(f"Runs of this folder were made by several processors: {', '.join(processors)}.")
+    return notes
 
 
 def load_timing(out: Path, plan: Plan, rounds: int) -> dict[str, list[float]] | None:

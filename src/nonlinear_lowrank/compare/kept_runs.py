@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..storage import is_inside, read_json, write_json
+from ..storage import is_free, is_inside, read_json, write_json
 from .folder import first_difference, write_text
 
 # Of a run's result: the same in every run, and kept by the marker or the record.
@@ -48,12 +48,15 @@ class KeptRuns:
         kept = next((line["content"] for line in lines if line.get("marker") == self.marker), None)
         if kept is None:
             raise UserError(f"{self.file} does not say what its runs are of; move it away to begin anew")
-        if (found := first_difference(kept["settings"], json.loads(json.dumps(settings)), defaults)) is not None:
+        now = json.loads(json.dumps(settings))  # tuples are lists in the file
+        if (found := first_difference(kept["settings"], now, defaults)) is not None:
             name, old, new = found
             raise UserError(
                 f"{name} was {old!r} for the runs in {self.file} and is {new!r} now; use the former value, "
                 "or move the file away to begin anew"
             )
+        if not self._is_theirs(kept, now, defaults):
+            return  # the folder is refused next, by what it holds
         missing = [line for line in lines if "run" in line and not (self.out / line["run"]).exists()]
         self.out.mkdir(parents=True, exist_ok=True)
         if not (self.out / self.marker).exists():
@@ -71,6 +74,14 @@ class KeptRuns:
             content = {key: value for key, value in read_json(path).items() if key not in _SHARED}
             lines.append({"run": path.relative_to(self.out).as_posix(), "content": content})
         write_text(self.file, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def _is_theirs(self, kept: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> bool:
+        """Whether the folder is new, or holds runs like those kept."""
+        if not (self.out / self.marker).exists():
+            return is_free(self.out, resume=True, overwrite=False)
+        there = read_json(self.out / self.marker, settings=dict)
+        same = first_difference(there["settings"], now, defaults) is None
+        return same and there.get("fingerprint") == kept.get("fingerprint")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         text = self.file.read_text(encoding="utf-8")
