@@ -5,7 +5,8 @@ unmerged and merged again is mended here:
 
 - bitsandbytes 4-bit: a no-grad forward on a CPU with AVX512-BF16 packs the weight in place, and dequantizing
   the packed form gives garbage. The packed form also has no gradient with respect to the input, and
-  bitsandbytes' own way back leaves the scales transposed.
+  bitsandbytes' own way back leaves the scales transposed. Packing rounds the scales to bfloat16, so the way back is
+  not to the bit: a module with an adapter is kept from being packed at all.
 - bitsandbytes 4-bit: peft's `set_base_weight` marks the old weight, which is kept here, as unquantized.
 - torchao: dequantizing and quantizing again drifts, so an unmerged weight is the kept one, never a new one.
 """
@@ -36,6 +37,13 @@ def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> Quantizatio
     if backend is not None and backend.backend_name == "torchao" and by_hand:
         backend.supports_merge = False
     return backend
+
+
+def keep_unpacked(base: nn.Module) -> None:
+    """Undoes a 4-bit weight's packing and has it never packed again; the module then computes as with a gradient."""
+    unpack(base)
+    if getattr(base, _PACKS, False):
+        setattr(base, _PACKS, False)
 
 
 def unpack(base: nn.Module) -> None:
@@ -137,6 +145,7 @@ class Kept:
 
 
 _KINDS = ("bnb 4bit", "bnb 8bit", "torchao")
+_PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
 def _unpacked(data: Tensor, state: Any) -> tuple[Tensor, Any]:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UserError
 from ..layers.matrix import Matrix, matrix_of
 from .base import AdapterLayer
-from .quantized import Kept, backend_of, unpack
+from .quantized import Kept, backend_of, keep_unpacked, unpack
 
 
 class WeightLayer(AdapterLayer):
@@ -37,6 +37,8 @@ class WeightLayer(AdapterLayer):
         self.matrix = matrix
         self.d_out, self.d_in = matrix.d_out, matrix.d_in
         self.quantization_backend = backend_of(base_layer, quantization)
+        if self.quantization_backend is not None:
+            keep_unpacked(base_layer)
         self._kept: Kept | None = None
         # Read by code that takes this for the plain module.
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
