@@ -197,7 +197,7 @@ def test_a_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
 def test_options_are_the_studys(capsys):
     parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
     given = parser.parse_args(["a.txt", "b"])
-    assert (given.text, given.rows, given.work) == (Path("a.txt"), Path("b"), Path("runs/tiny"))
+    assert (given.text, given.rows, given.work) == (Path.cwd() / "a.txt", Path.cwd() / "b", Path("runs/tiny"))
     assert (given.size, given.smoke, given.seeds, given.threads) == ("cpu", False, 2, 1)
     given = parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"])
     assert (given.size, given.smoke, given.seeds, given.threads, given.work) == ("gpu", True, 5, 4, Path("w"))

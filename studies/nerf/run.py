@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import absolute, one_line_errors, run_study, study_parser
 from nonlinear_lowrank.fields.nerf import NerfSettings
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
@@ -75,16 +75,16 @@ def chosen(record: Path) -> list[FieldArm]:
 
 def main() -> None:
     parser = study_parser(__doc__, "nerf")
-    parser.add_argument("fern")
-    parser.add_argument("lego")
+    parser.add_argument("fern", type=absolute)
+    parser.add_argument("lego", type=absolute)
     parser.add_argument("--stage", choices=("fern", "lego", "size", "all"), default="all")
     parser.add_argument("--steps", type=int, default=600, help="of the runs at half size")
     parser.add_argument("--full-steps", type=int, default=3000, help="of the runs at full size")
     parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")
     options = parser.parse_args()
     scenes = {
-        "fern": NerfSettings(source=options.fern, **SMALL),
-        "lego": NerfSettings(source=options.lego, held_out=LEGO_VIEWS, **SMALL),
+        "fern": NerfSettings(source=str(options.fern), **SMALL),
+        "lego": NerfSettings(source=str(options.lego), held_out=LEGO_VIEWS, **SMALL),
     }
     wanted = ("fern", "lego", "size") if options.stage == "all" else (options.stage,)
     with one_line_errors():
@@ -93,7 +93,7 @@ def main() -> None:
                 record = options.into / "fern.json"
                 if not record.is_file():
                     raise UserError("run the stage fern first: size takes its inits and rates")
-                settings = NerfSettings(source=options.fern, frames=0)
+                settings = NerfSettings(source=str(options.fern), frames=0)
                 stage(name, settings, options.full_steps, chosen(record), 1, options)
             else:
                 stage(name, scenes[name], options.steps, None, options.seeds, options)

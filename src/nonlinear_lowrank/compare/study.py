@@ -30,13 +30,14 @@ def study_parser(
     Args:
         doc: the script's docstring, printed by `--help` as it is.
         name: of the study; it works in runs/`name` unless `--work` says otherwise.
-        data: names of the files or folders to give first, in order; each becomes a Path.
+        data: names of the files or folders to give first, in order; each becomes an absolute Path, of which records
+            keep the last name alone: from wherever the script is started, its settings are the same.
         seeds: the default of `--seeds`.
         sized: whether the study has two sizes (`--size`) and can be tried in a few steps (`--smoke`).
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for each in data:
-        parser.add_argument(each, type=Path)
+        parser.add_argument(each, type=absolute)
     if sized:
         parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
         parser.add_argument("--smoke", action="store_true", help="a few steps of everything; copies nothing")
@@ -44,6 +45,11 @@ def study_parser(
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs") / name, help="where finished runs are kept")
     return parser
+
+
+def absolute(path: str) -> Path:
+    """Of a path given on the command line."""
+    return Path(path).absolute()
 
 
 @contextmanager
