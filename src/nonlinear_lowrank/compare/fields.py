@@ -232,7 +232,7 @@ class _Runs:
                 replace(arm.method, init=init),
                 replace(self.recipe.train, lr=rate, seed=seed),
                 folder,
-                resume=folder.exists() and any(folder.iterdir()),
+                resume=folder.exists(),
                 quiet=True,
                 pictures=False,
                 about=asdict(self.recipe.problem),
