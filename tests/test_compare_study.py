@@ -132,8 +132,10 @@ def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
         (lambda text: text[: len(text) // 2], "line .* is no run of a comparison; bring the file back or move it away"),
         (lambda text: text.replace('"runs/', '"../', 1), "line 2 is no run of a comparison"),
         (lambda text: "".join(text.splitlines(keepends=True)[1:]), "does not say what its runs are of; move it away"),
+        (lambda text: text.replace('"settings"', '"sett\u00fcngs"', 1), "does not say what its runs are of"),
+        (lambda text: "\x00\x01" + text, "line 1 is no run of a comparison"),
     ],
-    ids=["settings", "torn", "outside", "marker"],
+    ids=["settings", "torn", "outside", "marker", "no-settings", "no-text"],
 )
 def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, message):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}

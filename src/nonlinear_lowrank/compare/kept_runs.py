@@ -46,7 +46,7 @@ class KeptRuns:
             return
         lines = list(self._lines())
         kept = next((line["content"] for line in lines if line.get("marker") == self.marker), None)
-        if kept is None:
+        if kept is None or not isinstance(kept.get("settings"), dict):
             raise UserError(f"{self.file} does not say what its runs are of; move it away to begin anew")
         now = json.loads(json.dumps(settings))  # tuples are lists in the file
         if (found := first_difference(kept["settings"], now, defaults)) is not None:
@@ -84,7 +84,7 @@ class KeptRuns:
         return same and there.get("fingerprint") == kept.get("fingerprint")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        text = self.file.read_text(encoding="utf-8")
+        text = self.file.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
         for number, each in enumerate(text.splitlines(), start=1):
             fault = f"{self.file}, line {number} is no run of a comparison; bring the file back or move it away"
             try:
