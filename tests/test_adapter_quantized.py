@@ -206,7 +206,8 @@ def test_a_weight_under_an_adapter_is_never_packed(folder, kind, row):
     states = [layer.get_base_layer().weight.quant_state for layer in layers(model)]
     before = state(model)
     first = logits(model, ids)
-    assert states and not any(each.packing_format_for_cpu for each in states)
+    assert states
+    assert not any(each.packing_format_for_cpu for each in states)
     assert_same(state(model), before)
     assert torch.equal(logits(model, ids), first)
 

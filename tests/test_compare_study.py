@@ -149,6 +149,19 @@ def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, messa
     assert (into / "small-runs.jsonl").read_text() == spoilt
 
 
+def test_kept_runs_fit_data_that_lie_elsewhere_and_no_other_data(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    moved = tmp_path / "album.png"
+    (tmp_path / "photo.png").rename(moved)
+    elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
+    run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **options)
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(moved)
+    with pytest.raises(UserError, match="other data"):
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+
+
 def test_kept_runs_are_not_put_among_others(photo, tmp_path):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()

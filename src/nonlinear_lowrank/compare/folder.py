@@ -193,6 +193,8 @@ def first_difference(
 ) -> tuple[str, Any, Any] | None:
     """The first setting that two runs do not share, with both values; None where they share all.
 
+    Where data lie (`...source`) is no difference: what they are, the fingerprint says.
+
     Args:
         before: flat settings, as they were written down.
         now: flat settings.
@@ -201,7 +203,7 @@ def first_difference(
     for name in sorted({*before, *now}):
         old = before.get(name, (defaults or {}).get(name, "(absent)"))
         new = now.get(name, "(absent)")
-        if old != new:
+        if old != new and not name.endswith("source"):
             return name, old, new
     return None
 
