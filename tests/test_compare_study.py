@@ -132,10 +132,11 @@ def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
         (lambda text: text[: len(text) // 2], "line .* is no run of a comparison; bring the file back or move it away"),
         (lambda text: text.replace('"runs/', '"../', 1), "line 2 is no run of a comparison"),
         (lambda text: "".join(text.splitlines(keepends=True)[1:]), "does not say what its runs are of; move it away"),
+        (lambda text: text.replace("rank=1", "rank=2", 1), "arm '.*' was .*rank=2.* and is .*rank=1.* now; use the"),
         (lambda text: text.replace('"settings"', '"sett\u00fcngs"', 1), "does not say what its runs are of"),
         (lambda text: "\x00\x01" + text, "line 1 is no run of a comparison"),
     ],
-    ids=["settings", "torn", "outside", "marker", "no-settings", "no-text"],
+    ids=["settings", "torn", "outside", "marker", "arm", "no-settings", "no-text"],
 )
 def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, message):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
@@ -160,6 +161,10 @@ def test_kept_runs_fit_data_that_lie_elsewhere_and_no_other_data(photo, tmp_path
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(moved)
     with pytest.raises(UserError, match="other data"):
         run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+    moved.unlink()
+    with pytest.raises(UserError, match=r"album\.png"):
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+    assert not (tmp_path / "three").exists()
 
 
 def test_kept_runs_are_not_put_among_others(photo, tmp_path):

@@ -28,7 +28,7 @@ from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
 from ..storage import read_json, write_json
 from .field_pictures import plot_rates, plot_strip
-from .field_plan import MARKER, FieldArm, FieldPlan, check_folder, open_folder
+from .field_plan import MARKER, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
 from .field_record import FieldArmRecord, FieldRun, build_record
 from .field_report import render_report, render_table
 from .folder import copy_report, version_notes, write_text
@@ -103,15 +103,17 @@ def compare_fields(
     """
     started, out = clock(), Path(out)
     plan = FieldPlan.make(recipe, arms, seeds, tune_lr)
-    problem = recipe.problem.prepare()
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
     if kept is not None:
         resume = True
-        kept.restore(plan.settings)
+        kept.check(plan.settings, arm_settings(plan.arms))
+    problem = recipe.problem.prepare()
     check_folder(out, plan, problem.fingerprint, resume=resume, overwrite=overwrite)
     sizes = {arm.name: _size(build(problem, arm.method, plan.tuning_seed)) for arm in plan.arms}
     dense = _size(build(problem, FieldMethod(), plan.tuning_seed))
     console = Console(stderr=True, quiet=quiet, highlight=False)
+    if kept is not None:
+        kept.restore(problem.fingerprint)
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
         runs = _Runs(problem, recipe, out, console, kept)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..storage import is_free, is_inside, read_json, write_json
+from ..storage import describe_disk_error, is_inside, read_json, write_json
 from .folder import first_difference, write_text
 
 # Of a run's result: the same in every run, and kept by the marker or the record.
@@ -31,40 +31,65 @@ class KeptRuns:
 
     def __init__(self, file: Path, out: Path, marker: str) -> None:
         self.file, self.out, self.marker = file, out, marker
+        self._lines: list[dict[str, Any]] = []
+        self._kept: dict[str, Any] = {}  # the marker among the lines
 
-    def restore(self, settings: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """Writes to the folder those kept runs that it lacks.
+    def check(
+        self, settings: Mapping[str, Any], arms: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuses a file that cannot be gone on with; to be called before the work of preparing data.
 
         Args:
             settings: what all runs of the comparison share, flat.
+            arms: what each arm is, by name.
             defaults: what the file means where it is older than a setting.
 
         Raises:
-            UserError: the file is damaged, or its runs have other settings. Nothing has been written then.
+            UserError: the file is damaged, or its runs have other settings.
         """
-        if not self.file.exists():
+        self._lines = list(self._read()) if self.file.exists() else []
+        if not self._lines:
             return
-        lines = list(self._lines())
-        kept = next((line["content"] for line in lines if line.get("marker") == self.marker), None)
-        if kept is None or not isinstance(kept.get("settings"), dict):
+        kept = next((line["content"] for line in self._lines if line.get("marker") == self.marker), None)
+        if kept is None or not all(isinstance(kept.get(name), dict) for name in ("settings", "arms")):
             raise UserError(f"{self.file} does not say what its runs are of; move it away to begin anew")
-        now = json.loads(json.dumps(settings))  # tuples are lists in the file
-        if (found := first_difference(kept["settings"], now, defaults)) is not None:
+        now = json.loads(json.dumps({"settings": settings, "arms": arms}))  # tuples are lists in the file
+        found = first_difference(kept["settings"], now["settings"], defaults)
+        if found is None:
+            pairs = ((f"arm {name!r}", kept["arms"].get(name, arm), arm) for name, arm in now["arms"].items())
+            found = next((each for each in pairs if each[1] != each[2]), None)
+        if found is not None:
             name, old, new = found
             raise UserError(
                 f"{name} was {old!r} for the runs in {self.file} and is {new!r} now; use the former value, "
                 "or move the file away to begin anew"
             )
-        if not self._is_theirs(kept, now, defaults):
-            return  # the folder is refused next, by what it holds
-        missing = [line for line in lines if "run" in line and not (self.out / line["run"]).exists()]
-        self.out.mkdir(parents=True, exist_ok=True)
-        if not (self.out / self.marker).exists():
-            write_json(self.out / self.marker, kept)
-        for line in missing:
-            path = self.out / line["run"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, line["content"])
+        self._kept = kept
+
+    def restore(self, fingerprint: str) -> None:
+        """Writes to the folder, which may be gone on with, those of the checked runs that it lacks.
+
+        Args:
+            fingerprint: of the prepared data.
+
+        Raises:
+            UserError: the runs are of other data, or the folder cannot be written. In the first case nothing has been.
+        """
+        if not self._lines:
+            return
+        if self._kept.get("fingerprint") != fingerprint:
+            raise UserError(f"the runs in {self.file} are of other data; bring those back, or move the file away")
+        missing = [line for line in self._lines if "run" in line and not (self.out / line["run"]).exists()]
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            if not (self.out / self.marker).exists():
+                write_json(self.out / self.marker, self._kept)
+            for line in missing:
+                path = self.out / line["run"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, line["content"])
+        except OSError as error:
+            raise UserError(f"cannot write to {self.out}: {describe_disk_error(error)}") from error
 
     def collect(self) -> None:
         """Writes the file anew from the finished runs of the folder; it is whole at any moment."""
@@ -75,15 +100,7 @@ class KeptRuns:
             lines.append({"run": path.relative_to(self.out).as_posix(), "content": content})
         write_text(self.file, "".join(json.dumps(line) + "\n" for line in lines))
 
-    def _is_theirs(self, kept: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> bool:
-        """Whether the folder is new, or holds runs like those kept."""
-        if not (self.out / self.marker).exists():
-            return is_free(self.out, resume=True, overwrite=False)
-        there = read_json(self.out / self.marker, settings=dict)
-        same = first_difference(there["settings"], now, defaults) is None
-        return same and there.get("fingerprint") == kept.get("fingerprint")
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _read(self) -> Iterator[dict[str, Any]]:
         text = self.file.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
         for number, each in enumerate(text.splitlines(), start=1):
             fault = f"{self.file}, line {number} is no run of a comparison; bring the file back or move it away"

@@ -150,7 +150,7 @@ def compare(
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
     if kept is not None:
         resume = True
-        on_first_process(lambda: kept.restore(plan.settings, plan.defaults))
+        on_first_process(lambda: kept.check(plan.settings, arm_settings(plan.arms), plan.defaults))
     on_first_process(lambda: check_folder(out, plan, resume=resume, overwrite=overwrite))
     console = Console(quiet=quiet or not main, highlight=False)
     on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)  # fills the cache
@@ -164,6 +164,8 @@ def compare(
         return found if former is None else replace(found, times=former)
 
     measured = on_first_process(measured_now)
+    if kept is not None:
+        on_first_process(lambda: kept.restore(prepared.fingerprint))
     lock = open_folder(out, plan, prepared.fingerprint, overwrite=overwrite) if main else None
     with contextlib.ExitStack() as stack:
         if lock is not None:
