@@ -47,7 +47,10 @@ def keep_unpacked(base: nn.Module) -> None:
 
 
 def unpack(base: nn.Module) -> None:
-    """Undoes, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing."""
+    """Undoes, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing.
+
+    Called before a weight is read, too: versions of bitsandbytes without a switch to turn off pack it all the same.
+    """
     weight: Any = base.weight
     state = getattr(weight, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
