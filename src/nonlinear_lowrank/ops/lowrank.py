@@ -139,7 +139,7 @@ def _forward(
 ) -> Tensor:
     """y of `lowrank_linear`, with the weight formed."""
     with torch.no_grad(), no_autocast(x):
-        phase = _product(up, down, omega)
+        phase = _product(up, down, omega, None)
         return F.linear(x, _PHI[activation].value(phase).mul_(1 / gain).to(x.dtype), bias)
 
 
@@ -149,7 +149,7 @@ def _backward(
     """Gradients of x, up, down, bias; None where `wanted` says no."""
     dx = dup = ddown = dbias = None
     with torch.no_grad(), no_autocast(x):
-        phase = _product(up, down, omega, after=dy)
+        phase = _product(up, down, omega, dy)
         dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if wanted[0]:
             weight = _PHI[activation].value(phase).mul_(1 / gain).to(x.dtype)
@@ -157,15 +157,18 @@ def _backward(
             del weight
         if wanted[1] or wanted[2]:
             dphase, chain = _PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI), omega / gain
-            dup = _product(dphase, down.t()).mul_(chain).to(up.dtype)
-            ddown = _product(up.t(), dphase).mul_(chain).to(down.dtype)
+            dup = _product(dphase, down.t(), 1.0, None).mul_(chain).to(up.dtype)
+            ddown = _product(up.t(), dphase, 1.0, None).mul_(chain).to(down.dtype)
         if wanted[3]:
             dbias = dy_TO.sum(0)
     return [each if want else None for each, want in zip((dx, dup, ddown, dbias), wanted, strict=True)]
 
 
-def _product(left: Tensor, right: Tensor, scale: float = 1.0, after: Tensor | None = None) -> Tensor:
-    """scale * left @ right in float32 or wider; to the compiler, one op that needs `after` too."""
+def _product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
+    """scale * left @ right in float32 or wider; to the compiler, one op that needs `after` too.
+
+    Nothing has a default: with dynamic shapes dynamo takes a default float for an input, and fails in backward.
+    """
     run = _product_op if torch.compiler.is_compiling() else _wide_product
     return run(left, right, scale, after)
 
