@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..fields.problem import FieldMethod, Init
 from ..fields.recipe import FieldRecipe
 from ..storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
-from .folder import check_choices, first_difference, is_new, sessions, tidy, tidy_grid
+from .folder import ANOTHER, check_choices, check_same, is_new, sessions, tidy, tidy_grid
 from .record import flatten
 
 MARKER = "fields.json"
@@ -115,16 +115,9 @@ def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, 
     if overwrite:
         return
     former = read_json(out / MARKER, settings=dict, fingerprint=str, arms=dict)
-    mend = "use the former value, another folder, or --overwrite"
-    if (found := first_difference(former["settings"], plan.settings)) is not None:
-        name, old, new = found
-        raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
+    check_same(f"in {out}", former, plan.settings, arm_settings(plan.arms), ANOTHER)
     if former["fingerprint"] != fingerprint:
         raise UserError(f"the runs in {out} were fitted to other data; bring it back or use another folder")
-    for name, now in arm_settings(plan.arms).items():
-        then = former["arms"].get(name, now)
-        if then != now:
-            raise UserError(f"arm {name!r} was {then!r} in {out} and is {now!r} now; {mend}")
 
 
 def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool) -> FolderLock:

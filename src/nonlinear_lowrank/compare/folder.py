@@ -18,6 +18,8 @@ from .matching import Match, settle_matches
 from .record import clean, flatten
 
 MARKER = "compare.json"
+ANOTHER = "use the former value, another folder, or --overwrite"
+"""The mend for a folder with other settings."""
 # The marker goes last: while it is there, the folder can still be continued or overwritten.
 _OURS = ("timing.json", "results.json", "report.md", "curves.png", "rates.png", MARKER)
 # What may differ between the runs of one folder: rate and seed are in each run's path, the others change
@@ -171,21 +173,41 @@ def check_folder(out: Path, plan: Plan, *, resume: bool, overwrite: bool) -> Non
         return
     if not ours:
         raise UserError(f"{out} holds no comparison to go on with; choose an empty folder")
-    _check_same(out, read_json(out / MARKER, settings=dict), plan)
+    former = read_json(out / MARKER, settings=dict)
+    check_same(f"in {out}", former, plan.settings, arm_settings(plan.arms), ANOTHER, plan.defaults)
 
 
-def _check_same(out: Path, former: dict[str, Any], plan: Plan) -> None:
-    """Raises UserError naming the first field that differs from the runs already there."""
-    mend = "use the former value, another folder, or --overwrite"
-    if (found := first_difference(former["settings"], plan.settings, plan.defaults)) is not None:
+def check_same(
+    where: str,
+    former: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    arms: Mapping[str, Any],
+    mend: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuses to go on with the runs of other settings, or with other arms of the same names.
+
+    Args:
+        where: the runs, for the message.
+        former: what was written down of them: "settings", and "arms" by name.
+        settings: now, flat.
+        arms: now, what each is.
+        mend: the end of the message.
+        defaults: as for `first_difference`.
+
+    Raises:
+        UserError: names the first setting, or the first part of an arm, that differs, with both values.
+    """
+    found = first_difference(former["settings"], settings, defaults)
+    for name, now in arms.items():
+        old = former.get("arms", {}).get(name, now)
+        parts = [(f"arm {name!r}", old, now)]
+        if isinstance(now, dict) and isinstance(old, dict):
+            parts = [(f"{key} of arm {name!r}", old.get(key), now.get(key)) for key in now | old]
+        found = found or next((part for part in parts if part[1] != part[2]), None)
+    if found is not None:
         name, old, new = found
-        raise UserError(f"{name} was {old!r} in {out} and is {new!r} now; {mend}")
-    for name, now in arm_settings(plan.arms).items():
-        then = former.get("arms", {}).get(name)
-        for key in now | then if then is not None else ():
-            if then.get(key) != now.get(key):
-                was, is_now = then.get(key), now.get(key)
-                raise UserError(f"{key} of arm {name!r} was {was!r} in {out}, is {is_now!r} now; {mend}")
+        raise UserError(f"{name} was {old!r} {where} and is {new!r} now; {mend}")
 
 
 def first_difference(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..storage import describe_disk_error, is_inside, read_json, write_json
-from .folder import first_difference, write_text
+from .folder import check_same, write_text
 
 # Of a run's result: the same in every run, and kept by the marker or the record.
 _SHARED = {"data", "versions"}
@@ -54,16 +54,8 @@ class KeptRuns:
         if kept is None or not all(isinstance(kept.get(name), dict) for name in ("settings", "arms")):
             raise UserError(f"{self.file} does not say what its runs are of; move it away to begin anew")
         now = json.loads(json.dumps({"settings": settings, "arms": arms}))  # tuples are lists in the file
-        found = first_difference(kept["settings"], now["settings"], defaults)
-        if found is None:
-            pairs = ((f"arm {name!r}", kept["arms"].get(name, arm), arm) for name, arm in now["arms"].items())
-            found = next((each for each in pairs if each[1] != each[2]), None)
-        if found is not None:
-            name, old, new = found
-            raise UserError(
-                f"{name} was {old!r} for the runs in {self.file} and is {new!r} now; use the former value, "
-                "or move the file away to begin anew"
-            )
+        mend = "use the former value, or move the file away to begin anew"
+        check_same(f"for the runs in {self.file}", kept, now["settings"], now["arms"], mend, defaults)
         self._kept = kept
 
     def restore(self, fingerprint: str) -> None:

@@ -139,8 +139,7 @@ def _forward(
 ) -> Tensor:
     """y of `lowrank_linear`, with the weight formed."""
     with torch.no_grad(), no_autocast(x):
-        phase = _product(up, down, omega, None)
-        return F.linear(x, _PHI[activation].value(phase).mul_(1 / gain).to(x.dtype), bias)
+        return F.linear(x, _formed(_product(up, down, omega, None), activation, gain, x.dtype), bias)
 
 
 def _backward(
@@ -152,9 +151,7 @@ def _backward(
         phase = _product(up, down, omega, dy)
         dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if wanted[0]:
-            weight = _PHI[activation].value(phase).mul_(1 / gain).to(x.dtype)
-            dx = (dy_TO @ weight).view(x.shape)
-            del weight
+            dx = (dy_TO @ _formed(phase, activation, gain, x.dtype)).view(x.shape)
         if wanted[1] or wanted[2]:
             dphase, chain = _PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI), omega / gain
             dup = _product(dphase, down.t(), 1.0, None).mul_(chain).to(up.dtype)
@@ -162,6 +159,11 @@ def _backward(
         if wanted[3]:
             dbias = dy_TO.sum(0)
     return [each if want else None for each, want in zip((dx, dup, ddown, dbias), wanted, strict=True)]
+
+
+def _formed(phase: Tensor, activation: str, gain: float, dtype: torch.dtype) -> Tensor:
+    """The weight out of its phase, rounded once."""
+    return _PHI[activation].value(phase).mul_(1 / gain).to(dtype)
 
 
 def _product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
