@@ -44,6 +44,8 @@ class EvaluateOptions:
     """For --format generate: beams of the search; 1 is greedy."""
     num_fewshot: int | None = None
     """Answered examples in front of each question; default: 5 for mmlu_local, else as the task has it."""
+    split: Literal["dev", "test"] | None = None
+    """Of a model tuned on GLUE: the labelled split that is scored; default: that of its recipe."""
     include_path: str | None = None
     """A folder with lm-eval task files of your own."""
     limit: int | None = None
@@ -67,9 +69,12 @@ def run(arguments: list[str]) -> None:
     )
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
-    if options.text is None and not options.tasks and _is_other_model(folder):
-        _run_held_out(folder, options)
+    recipe = None if options.text is not None or options.tasks else _other_recipe(folder)
+    if recipe is not None:
+        _run_held_out(recipe, folder, options)
         return
+    if options.split is not None:
+        raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --text and --tasks")
     local, named = _find_tasks(options)
 
     model = open_language_model(folder, options.device, options.base)
@@ -99,37 +104,47 @@ def _write(results: dict[str, Any], options: EvaluateOptions) -> None:
         Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _is_other_model(folder: Path) -> bool:
-    """Whether a recipe of ours made the model, and it is no language model that continues text."""
+def _other_recipe(folder: Path) -> Any:
+    """The recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
     from ..hub.adapter import is_adapter
     from ..hub.loading import check_causal
-
-    if is_adapter(folder) or find_recipe_file(folder) is None:
-        return False
-    try:
-        check_causal(folder)
-    except UserError:
-        return True
-    return False
-
-
-def _run_held_out(folder: Path, options: EvaluateOptions) -> None:
-    """Masked language models and classifiers: the held-out data of their own recipe."""
-    from ..evaluation.held_out import score_held_out
-    from ..hub import load_model
-    from ..tasks.task import measure_of
     from ..training.recipe import Recipe
 
     file = find_recipe_file(folder)
-    assert file is not None
+    if file is None:
+        return None
     recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
-    model = load_model(folder).to(choose_device(options.device))
-    scores = score_held_out(model, recipe.task.prepare(), batch_size=options.batch_size)
+    if hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens"):
+        if is_adapter(folder):  # of peft's own, on what the recipe made
+            return None
+        try:
+            check_causal(folder)
+        except UserError:
+            return recipe
+        return None
+    return recipe
+
+
+def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
+    """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
+    from ..evaluation.held_out import score_saved
+    from ..tasks.task import measure_of
+
+    scores = score_saved(
+        recipe.task,
+        folder,
+        base=options.base,
+        split=options.split,
+        device=choose_device(options.device),
+        batch_size=options.batch_size,
+    )
     measure = measure_of(recipe.task)
     loss = f"loss {scores['loss']:.4f} {measure.unit if measure.is_loss else 'nats'}"
     others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
-    print(f"held-out data of {recipe.name}: {'   '.join([*others, loss])}")
-    _write({"checkpoint": options.checkpoint, "held_out": scores, "versions": _versions()}, options)
+    where = "held-out data" if options.split is None else f"split {options.split} of the data"
+    print(f"{where} of {recipe.name}: {'   '.join([*others, loss])}")
+    result = {"checkpoint": options.checkpoint, "split": options.split, "held_out": scores, "versions": _versions()}
+    _write(result, options)
 
 
 def _check(options: EvaluateOptions) -> None:

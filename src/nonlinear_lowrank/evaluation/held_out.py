@@ -2,14 +2,54 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ..errors import UserError
+from ..hub import load_model
+from ..hub.adapter import is_adapter, put_adapter
 from ..tasks.metrics import scores_of_examples
-from ..tasks.task import collate_of, predicts_next, score_of, scored_split
+from ..tasks.task import collate_of, on_split, predicts_next, score_of, scored_split
+
+
+def score_saved(
+    task: Any,
+    folder: Path,
+    *,
+    base: str | None = None,
+    split: str | None = None,
+    device: str = "cpu",
+    batch_size: int = 16,
+) -> dict[str, float]:
+    """Loss and scores of a saved model or adapter on the held-out data of the task that it was made for.
+
+    Args:
+        task: of the recipe; an adapter goes on the pretrained model that it names, with its new head.
+        folder: as the run saved it.
+        base: folder or name of the pretrained model, where it is not what the task names.
+        split: "dev" or "test" of GLUE's tasks; None: what the run was scored on.
+        device: where the model runs.
+        batch_size: examples per forward pass.
+
+    Raises:
+        UserError: data or model cannot be used, or there is no such split.
+    """
+    if base is not None:
+        if not is_adapter(folder):
+            raise UserError(f"--base is for adapters; {folder} holds a whole model")
+        task = replace(task, model=replace(task.model, checkpoint=base))
+    if split is not None:
+        task = on_split(task, split)
+    prepared = task.prepare()
+    if is_adapter(folder):
+        model = put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)
+    else:
+        model = load_model(folder)
+    return score_held_out(model.to(device), prepared, batch_size=batch_size)
 
 
 @torch.no_grad()

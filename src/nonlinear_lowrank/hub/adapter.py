@@ -51,18 +51,12 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         UserError: a file is missing or damaged, the base is not there, is no causal language model, or
             the adapter does not fit it.
     """
-    from peft import PeftModel
-
     folder = check_folder(path)
     config = read_json(folder / CONFIG)
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise UserError(f"{folder} is an adapter for {task}, not for a causal language model")
-    if not (folder / WEIGHTS).is_file():
-        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
-        raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
-    tensor_names(folder / WEIGHTS)
-    check_hashes(folder)
+    _check_weights(folder)
     named = base_of(folder, base)
     if Path(named).is_dir():
         check_causal(named)
@@ -73,11 +67,46 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the adapter brings them
+    return _put_on(model, folder, named)
+
+
+def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:
+    """Puts an adapter's folder on a model that is there already, unmerged.
+
+    Args:
+        model: the base with a head of the adapter's shape, where it has one; it is changed.
+        path: a folder as `PeftModel.save_pretrained` writes it.
+        base: what messages call the model.
+
+    Returns:
+        The `peft.PeftModel` of the adapter's task, in evaluation mode.
+
+    Raises:
+        UserError: a file is missing or damaged, or the adapter does not fit the model.
+    """
+    folder = check_folder(path)
+    _check_weights(folder)
+    return _put_on(model, folder, base)
+
+
+def _check_weights(folder: Path) -> None:
+    if not (folder / WEIGHTS).is_file():
+        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
+        raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
+    tensor_names(folder / WEIGHTS)
+    check_hashes(folder)
+
+
+def _put_on(model: Any, folder: Path, named: str) -> Any:
+    from peft import PeftModel
+
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = PeftModel.from_pretrained(model, str(folder))
     except BUILD_ERRORS as error:
+        if isinstance(error, KeyError) and str(error.args[0]).startswith("base_model."):  # of a module saved whole
+            raise UserError(f"{folder / WEIGHTS} is not whole: it has no {error.args[0]}") from error
         raise UserError(f"the adapter in {folder} does not fit {named}: {one_line(error)[:500]}") from error
     for warning in caught:
         if "missing adapter keys" in str(warning.message):

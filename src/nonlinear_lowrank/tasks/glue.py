@@ -6,7 +6,7 @@ no share held out and choices fall on the scored split itself, as in most papers
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -91,6 +91,10 @@ class GlueTask:
     def sequence_length(self) -> int:
         """Tokens of an example, at most."""
         return self.glue.max_length
+
+    def on_split(self, name: Literal["dev", "test"]) -> "GlueTask":
+        """The task with its final score on another labelled split, "dev" or "test"."""
+        return replace(self, glue=replace(self.glue, scored=name))
 
     def prepare(self, progress: bool = True) -> PreparedGlue:
         """Reads, splits and tokenizes; nothing is cached.

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import UserError
+
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, torch.Tensor]]], Batch]
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
@@ -83,6 +85,18 @@ def score_of(prepared: Any) -> Score | None:
 def scored_split(prepared: Any) -> Any:
     """The examples of the final score, apart from those that choices are made on; None where they are the same."""
     return getattr(prepared, "test", None)
+
+
+def on_split(task: Any, name: str) -> Any:
+    """The task, to be scored on another of its labelled splits.
+
+    Raises:
+        UserError: it has one alone, or none of that name.
+    """
+    other = getattr(task, "on_split", None)
+    if other is None:
+        raise UserError("only a task of GLUE has more than one labelled split; leave --split away")
+    return other(name)
 
 
 def training_split(prepared: Any, seed: int) -> Any:

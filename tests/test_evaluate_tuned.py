@@ -1,0 +1,105 @@
+"""`nlr evaluate RUN` of `nlr finetune`: the run's own numbers again, another split, another base, and wrong input."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import finetune_kit as kit
+from cli_kit import run
+from nonlinear_lowrank.training import run_training
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+TASKS = {"cola": kit.glue_task, "instructions": kit.instruction_task, "images": kit.image_task}
+ARMS = ("full", "lora:r=2", "sine-dora:r=2,omega=30", "nora++:r=2,groups=4,lora_r=2", "noble-adapter:r=2")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Tiny checkpoints and data, made once."""
+    return kit.root(tmp_path_factory.mktemp("data"))
+
+
+def tuned(task, out, arm="sine-lora:r=2,omega=30"):
+    return run_training(kit.recipe(task, arm, steps=3, eval_every=3, save_every=3), out, quiet=True)
+
+
+def evaluated(capsys, folder, *options):
+    code, out, err = run(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
+    assert code == 0, err
+    written = json.loads((folder / "scores.json").read_text())["held_out"]
+    for name, value in written.items():
+        assert f"{name} {value:.4f}" in out
+    return written
+
+
+def refused(capsys, *arguments):
+    code, out, err = run(capsys, "evaluate", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("nlr: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("kind", "arm"), [*((kind, arm) for kind in TASKS for arm in ARMS), ("cola", "head"), ("images", "head")]
+)
+def test_the_runs_own_numbers_again(root, tmp_path, capsys, kind, arm):
+    result = tuned(TASKS[kind](root), tmp_path / "out", arm)
+    expected = result.scores or {"loss": result.final_loss}
+    assert evaluated(capsys, tmp_path / "out") == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["own", "mean"])
+def test_a_split_that_the_run_was_not_scored_on(root, tmp_path, capsys, pooling):
+    # Trained alike, and scored on the one and on the other.
+    runs = {
+        split: tuned(kit.glue_task(root, "stsb", pooling, scored=split), tmp_path / split) for split in ("dev", "test")
+    }
+    assert runs["dev"].scores != runs["test"].scores
+    for split, other in (("dev", "test"), ("test", "dev")):
+        assert evaluated(capsys, tmp_path / split) == pytest.approx(runs[split].scores, rel=1e-4, abs=1e-6)
+        found = evaluated(capsys, tmp_path / split, "--split", other)
+        assert found == pytest.approx(runs[other].scores, rel=1e-4, abs=1e-6)
+
+
+def test_a_base_that_has_moved(root, tmp_path, capsys):
+    shutil.copytree(root, tmp_path / "here")
+    result = tuned(kit.glue_task(tmp_path / "here"), tmp_path / "out")
+    shutil.move(tmp_path / "here" / "bert", tmp_path / "there")
+    assert "here/bert" in refused(capsys, tmp_path / "out")
+    found = evaluated(capsys, tmp_path / "out", "--base", tmp_path / "there")
+    assert found == pytest.approx(result.scores, rel=1e-4, abs=1e-6)
+
+
+def test_wrong_input(root, tmp_path, capsys):
+    glue, images, full = (tmp_path / name for name in ("glue", "images", "full"))
+    tuned(kit.glue_task(root), glue)
+    tuned(kit.image_task(root), images)
+    tuned(kit.glue_task(root), full, "full")
+    assert "only a task of GLUE" in refused(capsys, images, "--split", "test")
+    assert "--split is for" in refused(capsys, root / "llama", "--split", "test")
+    assert "invalid choice" in refused(capsys, glue, "--split", "train")
+    assert "not for a causal language model" in refused(capsys, glue, "--text", root / "alpaca.json")
+    assert "--base is for adapters" in refused(capsys, full, "--base", root / "bert")
+    shutil.copytree(root / "bert", tmp_path / "wide")
+    wide = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(wide | {"hidden_size": 32}))
+    err = refused(capsys, glue, "--base", tmp_path / "wide")
+    assert str(tmp_path / "wide") in err
+    weights = glue / "model" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: each for name, each in tensors.items() if "classifier" not in name}, weights)
+    (glue / "model" / "manifest.json").unlink()
+    assert "not whole" in refused(capsys, glue)
+    save_file({name: torch.full_like(each, torch.nan) for name, each in tensors.items()}, weights)
+    assert "the model is broken" in refused(capsys, glue)
+    weights.unlink()
+    assert re.search(r"no adapter_model\.safetensors", refused(capsys, glue))
+    shutil.rmtree(root / "glue")
+    assert "glue" in refused(capsys, full)
+    kit.glue_folder(root / "glue")
