@@ -476,7 +476,7 @@ def test_compare_by_a_metric(root, tmp_path):
     assert [each["control"] for each in results["arms"]] == [True, True, False]
     assert [run["lr"] for run in lora["tuning"]] == [0.001, 0.003]
     assert (head["tuning"], sine["tuning"]) == ([], [])
-    best = max(lora["tuning"], key=lambda run: (run["selection"], -run["lr"]))
+    best = max(lora["tuning"], key=lambda run: (run["selection"], -run["final_loss"], -run["lr"]))
     assert lora["lr"] == best["lr"], "by the held-out share, higher is better"
     for arm in results["arms"]:
         for run in arm["runs"]:

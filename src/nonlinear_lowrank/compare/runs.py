@@ -219,10 +219,13 @@ def next_rate(tried: Sequence[Run], measure: Measure = LOSS) -> float | None:
 
 
 def _best(tried: Iterable[Run], measure: Measure) -> Run | None:
-    """The run with the best selection; of equals the one with the smallest rate."""
+    """The run with the best selection; of equals the one with the lower loss, then the smaller rate.
+
+    Correlations of a classifier that knows the commonest class alone are all 0, and the loss still tells them apart.
+    """
     sign = -1 if measure.higher_is_better else 1
-    finite = [(sign * run.chosen_by, run.lr, run) for run in tried if run.chosen_by is not None]
-    return min(finite, key=lambda each: each[:2], default=(0, 0, None))[2]
+    finite = [(sign * run.chosen_by, run.final_loss, run.lr, run) for run in tried if run.chosen_by is not None]
+    return min(finite, key=lambda each: each[:3], default=(0, 0, 0, None))[3]
 
 
 def _edge_note(name: str, tried: Sequence[Run], extensions: int, measure: Measure) -> str:
