@@ -14,6 +14,15 @@ def run(capsys, *arguments):
     return code, out, err
 
 
+def refused(capsys, *arguments):
+    """The one line by which a command refuses its input, with nothing else said."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("nlr: ")
+    assert err.count("\n") == 1
+    return err
+
+
 def run_python(code, *arguments):
     """The finished process of a new interpreter."""
     command = [sys.executable, "-c", code, *map(str, arguments)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from cli_kit import run
+from cli_kit import refused, run
 from nonlinear_lowrank import NobleConfig, augment
 from nonlinear_lowrank.cli import main
 from nonlinear_lowrank.evaluation import find_local_tasks, score_documents, score_tasks
@@ -45,14 +45,6 @@ def folder(tmp_path_factory):
     for stem in ("piqa", "boolq"):
         write_lines(folder / "data" / "commonsense" / f"{stem}.jsonl", commonsense_rows(stem, 6))
     return folder
-
-
-def refused(capsys, *arguments):
-    code, out, err = run(capsys, "evaluate", *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("nlr: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize("name", ["base", "ours", "adapter", "adapter_ours"])
@@ -104,13 +96,13 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = [tmp_path / "adapter", "--text", tmp_path / "text.txt"]
-    assert "/no/such/base" in refused(capsys, *arguments)
+    assert "/no/such/base" in refused(capsys, "evaluate", *arguments)
     code, out, err = run(capsys, "evaluate", *arguments, "--base", folder / "base")
     assert code == 0, err
     model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
     score = score_documents(model, byte_tokenizer(), [TEXT], sequence_length=1024, separator="<end>")
     assert f"loss {score.loss:.4f}" in out
-    assert "is for adapters" in refused(capsys, folder / "base", "--base", folder / "base")
+    assert "is for adapters" in refused(capsys, "evaluate", folder / "base", "--base", folder / "base")
 
 
 def test_the_adapter_is_on(folder, capsys, tmp_path):
@@ -187,7 +179,7 @@ def change(**fields):
 def test_a_damaged_adapter_is_refused(folder, capsys, tmp_path, damage, message):
     shutil.copytree(folder / "adapter", tmp_path / "adapter")
     damage(tmp_path / "adapter")
-    err = refused(capsys, tmp_path / "adapter", "--tasks", "piqa_local", "--data", folder / "data")
+    err = refused(capsys, "evaluate", tmp_path / "adapter", "--tasks", "piqa_local", "--data", folder / "data")
     assert message in err
 
 
@@ -196,7 +188,7 @@ def test_an_adapter_of_another_size_names_the_shapes(folder, capsys, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
     byte_tokenizer().save_pretrained(tmp_path / "small")
     (tmp_path / "text.txt").write_text(TEXT)
-    err = refused(capsys, folder / "adapter", "--base", tmp_path / "small", "--text", tmp_path / "text.txt")
+    err = refused(capsys, "evaluate", folder / "adapter", "--base", tmp_path / "small", "--text", tmp_path / "text.txt")
     assert "does not fit" in err
     assert "[2, 32]" in err
     assert "[2, 16]" in err
@@ -210,9 +202,9 @@ def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path
     byte_tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--tasks", "piqa_local", "--data", folder / "data"]
     message = "is no causal language model: its config.json names BertForSequenceClassification"
-    assert message in refused(capsys, tmp_path / "bert", *arguments)
+    assert message in refused(capsys, "evaluate", tmp_path / "bert", *arguments)
     shutil.copytree(folder / "adapter", tmp_path / "adapter")
-    assert message in refused(capsys, tmp_path / "adapter", "--base", tmp_path / "bert", *arguments)
+    assert message in refused(capsys, "evaluate", tmp_path / "adapter", "--base", tmp_path / "bert", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +228,7 @@ def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path
 def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, message):
     places = {"{data}": str(folder / "data")}
     arguments = [argument.replace("{data}", places["{data}"]) for argument in arguments]
-    assert message.replace("{data}", places["{data}"]) in refused(capsys, folder / "base", *arguments)
+    assert message.replace("{data}", places["{data}"]) in refused(capsys, "evaluate", folder / "base", *arguments)
 
 
 def test_other_commands_say_what_to_do_with_an_adapter(folder, capsys, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import finetune_kit as kit
-from cli_kit import run
+from cli_kit import refused, run
 from nonlinear_lowrank.training import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -32,17 +32,10 @@ def evaluated(capsys, folder, *options):
     code, out, err = run(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
     assert code == 0, err
     written = json.loads((folder / "scores.json").read_text())["held_out"]
+    assert ("squared error" if "pearson" in written else "nats") in out
     for name, value in written.items():
         assert f"{name} {value:.4f}" in out
     return written
-
-
-def refused(capsys, *arguments):
-    code, out, err = run(capsys, "evaluate", *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("nlr: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,7 @@ def test_a_base_that_has_moved(root, tmp_path, capsys):
     shutil.copytree(root, tmp_path / "here")
     result = tuned(kit.glue_task(tmp_path / "here"), tmp_path / "out")
     shutil.move(tmp_path / "here" / "bert", tmp_path / "there")
-    assert "here/bert" in refused(capsys, tmp_path / "out")
+    assert "here/bert" in refused(capsys, "evaluate", tmp_path / "out")
     found = evaluated(capsys, tmp_path / "out", "--base", tmp_path / "there")
     assert found == pytest.approx(result.scores, rel=1e-4, abs=1e-6)
 
@@ -81,25 +74,25 @@ def test_wrong_input(root, tmp_path, capsys):
     tuned(kit.glue_task(root), glue)
     tuned(kit.image_task(root), images)
     tuned(kit.glue_task(root), full, "full")
-    assert "only a task of GLUE" in refused(capsys, images, "--split", "test")
-    assert "--split is for" in refused(capsys, root / "llama", "--split", "test")
-    assert "invalid choice" in refused(capsys, glue, "--split", "train")
-    assert "not for a causal language model" in refused(capsys, glue, "--text", root / "alpaca.json")
-    assert "--base is for adapters" in refused(capsys, full, "--base", root / "bert")
+    assert "only a task of GLUE" in refused(capsys, "evaluate", images, "--split", "test")
+    assert "--split is for" in refused(capsys, "evaluate", root / "llama", "--split", "test")
+    assert "invalid choice" in refused(capsys, "evaluate", glue, "--split", "train")
+    assert "not for a causal language model" in refused(capsys, "evaluate", glue, "--text", root / "alpaca.json")
+    assert "--base is for adapters" in refused(capsys, "evaluate", full, "--base", root / "bert")
     shutil.copytree(root / "bert", tmp_path / "wide")
     wide = json.loads((tmp_path / "wide" / "config.json").read_text())
     (tmp_path / "wide" / "config.json").write_text(json.dumps(wide | {"hidden_size": 32}))
-    err = refused(capsys, glue, "--base", tmp_path / "wide")
+    err = refused(capsys, "evaluate", glue, "--base", tmp_path / "wide")
     assert str(tmp_path / "wide") in err
     weights = glue / "model" / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({name: each for name, each in tensors.items() if "classifier" not in name}, weights)
     (glue / "model" / "manifest.json").unlink()
-    assert "not whole" in refused(capsys, glue)
+    assert "not whole" in refused(capsys, "evaluate", glue)
     save_file({name: torch.full_like(each, torch.nan) for name, each in tensors.items()}, weights)
-    assert "the model is broken" in refused(capsys, glue)
+    assert "the model is broken" in refused(capsys, "evaluate", glue)
     weights.unlink()
-    assert re.search(r"no adapter_model\.safetensors", refused(capsys, glue))
+    assert re.search(r"no adapter_model\.safetensors", refused(capsys, "evaluate", glue))
     shutil.rmtree(root / "glue")
-    assert "glue" in refused(capsys, full)
+    assert "glue" in refused(capsys, "evaluate", full)
     kit.glue_folder(root / "glue")

@@ -139,7 +139,8 @@ def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
         batch_size=options.batch_size,
     )
     measure = measure_of(recipe.task)
-    loss = f"loss {scores['loss']:.4f} {measure.unit if measure.is_loss else 'nats'}"
+    unit = measure.unit if measure.is_loss else "squared error" if "pearson" in scores else "nats"
+    loss = f"loss {scores['loss']:.4f} {unit}"
     others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
     where = "held-out data" if options.split is None else f"split {options.split} of the data"
     print(f"{where} of {recipe.name}: {'   '.join([*others, loss])}")

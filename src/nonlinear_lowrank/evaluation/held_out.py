@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..hub import load_model
-from ..hub.adapter import is_adapter, put_adapter
+from ..hub.adapter import check_weights, is_adapter, put_adapter
 from ..tasks.metrics import scores_of_examples
 from ..tasks.task import collate_of, on_split, predicts_next, score_of, scored_split
 
@@ -44,6 +44,8 @@ def score_saved(
         task = replace(task, model=replace(task.model, checkpoint=base))
     if split is not None:
         task = on_split(task, split)
+    if is_adapter(folder):
+        check_weights(folder)
     prepared = task.prepare()
     if is_adapter(folder):
         model = put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)

@@ -56,7 +56,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise UserError(f"{folder} is an adapter for {task}, not for a causal language model")
-    _check_weights(folder)
+    check_weights(folder)
     named = base_of(folder, base)
     if Path(named).is_dir():
         check_causal(named)
@@ -85,11 +85,16 @@ def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any
         UserError: a file is missing or damaged, or the adapter does not fit the model.
     """
     folder = check_folder(path)
-    _check_weights(folder)
+    check_weights(folder)
     return _put_on(model, folder, base)
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
+    """Refuses an adapter whose tensors are not there, are pickled or have changed, before anything is built.
+
+    Raises:
+        UserError: as said.
+    """
     if not (folder / WEIGHTS).is_file():
         pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
         raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
