@@ -14,11 +14,9 @@ import pytest
 from nonlinear_lowrank.compare import compare
 from nonlinear_lowrank.compare.measure import Measurement
 from nonlinear_lowrank.compare.plots import Bar, ablation_bars
-from nonlinear_lowrank.compare.record import Run, clean, flatten
+from nonlinear_lowrank.compare.record import clean, flatten
 from nonlinear_lowrank.compare.report import findings, render_report
-from nonlinear_lowrank.compare.runs import next_rate
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.task import Measure
 from nonlinear_lowrank.training import Arm, DivergedError, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
@@ -253,30 +251,6 @@ def test_diverged_rates_lose_and_an_arm_that_never_trains_is_left_out(go):
     assert [run["lr"] for run in arms["noble-r4"]["tuning"]] == [0.5e-3, 1e-3, 2e-3, 4e-3], "grows downwards"
     assert comparison.results["n"] == 3, "the other arms go on"
     assert any("`noble-r4` diverged at every rate" in line for line in findings(comparison.results))
-
-
-@pytest.mark.parametrize(("losses", "expected"), [((0.63, 0.62), 9e-3), ((0.62, 0.63), 1e-3 / 3)])
-def test_where_the_metric_says_nothing_the_loss_chooses(losses, expected):
-    """Matthews correlation is 0 of every classifier that knows the commonest class alone."""
-    tried = [
-        Run(
-            seed=0,
-            lr=rate,
-            final_loss=loss,
-            steps=9,
-            seconds=1.0,
-            tokens_per_step=1,
-            fingerprint="",
-            curve=(),
-            score=0.1,
-            selection=0.0,
-        )
-        for rate, loss in zip((1e-3, 3e-3), losses, strict=True)
-    ]
-    measure = Measure(name="matthews", higher_is_better=True, unit="")
-    assert next_rate(tried, measure) == pytest.approx(expected, rel=1e-5)
-    better = replace(tried[0], selection=0.1, final_loss=9.0)
-    assert next_rate([better, *tried[1:]], measure) == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"
 
 
 def test_an_arm_with_its_own_rate_is_not_tuned(go):

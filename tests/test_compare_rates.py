@@ -1,0 +1,33 @@
+"""How a learning rate is chosen from the runs that tried some."""
+
+from dataclasses import replace
+
+import pytest
+
+from nonlinear_lowrank.compare.record import Run
+from nonlinear_lowrank.compare.runs import next_rate
+from nonlinear_lowrank.tasks.task import Measure
+
+
+@pytest.mark.parametrize(("losses", "expected"), [((0.63, 0.62), 9e-3), ((0.62, 0.63), 1e-3 / 3)])
+def test_where_the_metric_says_nothing_the_loss_chooses(losses, expected):
+    """Matthews correlation is 0 of every classifier that knows the commonest class alone."""
+    tried = [
+        Run(
+            seed=0,
+            lr=rate,
+            final_loss=loss,
+            steps=9,
+            seconds=1.0,
+            tokens_per_step=1,
+            fingerprint="",
+            curve=(),
+            score=0.1,
+            selection=0.0,
+        )
+        for rate, loss in zip((1e-3, 3e-3), losses, strict=True)
+    ]
+    measure = Measure(name="matthews", higher_is_better=True, unit="")
+    assert next_rate(tried, measure) == pytest.approx(expected, rel=1e-5)
+    better = replace(tried[0], selection=0.1, final_loss=9.0)
+    assert next_rate([better, *tried[1:]], measure) == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"
