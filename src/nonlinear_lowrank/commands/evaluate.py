@@ -107,22 +107,25 @@ def _write(results: dict[str, Any], options: EvaluateOptions) -> None:
 def _other_recipe(folder: Path) -> Any:
     """The recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
     from ..hub.adapter import is_adapter
-    from ..hub.loading import check_causal
     from ..training.recipe import Recipe
 
     file = find_recipe_file(folder)
     if file is None:
         return None
     recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
-    if hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens"):
-        if is_adapter(folder):  # of peft's own, on what the recipe made
-            return None
-        try:
-            check_causal(folder)
-        except UserError:
-            return recipe
-        return None
-    return recipe
+    continues = hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens")
+    # An adapter that lies there is peft's own, on what the recipe made.
+    return None if continues and (is_adapter(folder) or _is_causal(folder)) else recipe
+
+
+def _is_causal(folder: Path) -> bool:
+    from ..hub.loading import check_causal
+
+    try:
+        check_causal(folder)
+    except UserError:
+        return False
+    return True
 
 
 def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
