@@ -7,9 +7,9 @@ al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells:
 
 A point is inside where a ray from below it has crossed the surface an odd number of times. Rays run along z, one for
 all n points of a column, n columns by n in slabs. A ray that runs along an edge may hit one of its triangles, both or
-none: rays are moved off the lattice by up to a hundredth of a cell, and a ray that crosses the surface an odd number
-of times all in all is cast again from a little further off, and counted. Bodies that overlap are hollow where they
-do: `hollow` of the grid says how much volume that is.
+none: rays are moved off the lattice by up to a hundredth of a cell (those of random places start where they are), and
+a ray that crosses the surface an odd number of times all in all is cast again from a little further off, and counted.
+Bodies that overlap are hollow where they do: `hollow` of the grid says how much volume that is.
 """
 
 from dataclasses import dataclass
@@ -117,7 +117,8 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
         column, height = np.zeros(0, dtype=np.int64), np.zeros(0)
         todo = np.arange(len(cells))
         for attempt in range(_TRIES + 1):
-            span = _NUDGE * 1.6**attempt
+            # A random place is on no edge but by chance; moved, it might leave the mesh that it is in.
+            span = _NUDGE * 1.6**attempt if places is None or attempt else 0.0
             aim = within[todo, :2] + nudge.uniform(-span, span, (len(todo), 2))
             hit, at = _hits(caster, (low[todo] + aim) * (2 / n) - 1)
             odd = np.bincount(hit, minlength=len(todo)) % 2 == 1
