@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
+from nonlinear_lowrank.compare import field_runs as runs_module
 from nonlinear_lowrank.compare import fields as compare_module
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.compare.field_record import FieldArmRecord, FieldRun, build_record
@@ -52,7 +53,8 @@ def _recipe(tmp_path):
 
 
 def _compare(recipe, out, **options):
-    return compare_fields(recipe, out, quiet=True, **{"timing_rounds": 0, "command": "compare"} | options)
+    settled = {"timing_rounds": 0, "max_extensions": 0, "command": "compare"}
+    return compare_fields(recipe, out, quiet=True, **settled | options)
 
 
 def test_the_record_says_what_the_runs_gave(compared):
@@ -164,7 +166,7 @@ def test_a_seed_that_an_arm_has_not_finished_does_not_count():
 def test_it_goes_on_where_it_was_stopped(recipe, tmp_path, monkeypatch):
     whole = _compare(recipe, tmp_path / "whole", arms=[FieldArm.parse(each) for each in ARMS[1:3]]).results
     arms = [FieldArm.parse(each) for each in ARMS[1:3]]
-    fit, fitted = compare_module.fit, []
+    fit, fitted = runs_module.fit, []
 
     def stops(problem, method, config, folder, **options):
         fitted.append(folder)
@@ -172,7 +174,7 @@ def test_it_goes_on_where_it_was_stopped(recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return fit(problem, method, config, folder, **options)
 
-    monkeypatch.setattr(compare_module, "fit", stops)
+    monkeypatch.setattr(runs_module, "fit", stops)
     with pytest.raises(KeyboardInterrupt):
         _compare(recipe, tmp_path / "cut", arms=arms)
     done = fitted[:5]
@@ -186,7 +188,7 @@ def test_it_goes_on_where_it_was_stopped(recipe, tmp_path, monkeypatch):
 
 
 def test_an_arm_that_diverges_is_reported_and_left_out(recipe, tmp_path, monkeypatch):
-    fit = compare_module.fit
+    fit = runs_module.fit
 
     def diverges(problem, method, config, folder, **options):
         if method.kind == "sine" and (config.lr > 5e-3 or method.rank == 2):
@@ -194,7 +196,7 @@ def test_an_arm_that_diverges_is_reported_and_left_out(recipe, tmp_path, monkeyp
             raise DivergedError("no number", 3)
         return fit(problem, method, config, folder, **options)
 
-    monkeypatch.setattr(compare_module, "fit", diverges)
+    monkeypatch.setattr(runs_module, "fit", diverges)
     found = _compare(recipe, tmp_path / "out", arms=[FieldArm.parse(each) for each in ARMS[1:5]]).results
     arms = {arm["name"]: arm for arm in found["arms"]}
     assert arms["sine-k1"]["lr"] == 1e-3
@@ -202,6 +204,62 @@ def test_an_arm_that_diverges_is_reported_and_left_out(recipe, tmp_path, monkeyp
     assert any("`sine-k2` diverged at every choice" in note for note in found["notes"])
     assert [pair["sine"] for pair in found["pairs"]] == ["sine-k1"]
     assert "diverged" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """Fits score what the test says of init and rate (None: the fit diverges), not what they reach."""
+    fit = runs_module.fit
+
+    def install(score):
+        def scored(problem, method, config, folder, **options):
+            value = score(method.init, config.lr)
+            if value is None:
+                folder.mkdir(parents=True)
+                raise DivergedError("no number", 3)
+            found = fit(problem, method, config, folder, **options)
+            result = json.loads((folder / "result.json").read_text())
+            (folder / "result.json").write_text(json.dumps(result | {"metrics": result["metrics"] | {"psnr": value}}))
+            return found
+
+        monkeypatch.setattr(runs_module, "fit", scored)
+
+    return install
+
+
+def _tried(arm, init):
+    return sorted(each["lr"] for each in arm["tuning"] if each["init"] == init)
+
+
+def test_the_grid_of_the_best_init_grows_while_its_best_rate_is_at_the_edge(recipe, tmp_path, scores):
+    scores(lambda init, rate: -abs(np.log(rate / 0.03)) - (init == "kaiming_zero"))
+    arms = [FieldArm.parse(each) for each in ("low-rank:rank=1", "sine:rank=1,lr=1e-3")]
+    recipe = replace(recipe, tune_lr=(2.5e-3, 5e-3, 1e-2), train=replace(recipe.train, steps=1))
+    found = _compare(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=4).results
+    low, sine = found["arms"]
+    assert _tried(low, "kaiming_sqrt5") == [2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2]
+    assert _tried(low, "kaiming_zero") == [2.5e-3, 5e-3, 1e-2]
+    assert (low["init"], low["lr"]) == ("kaiming_sqrt5", 4e-2)
+    assert _tried(sine, "kaiming_sqrt5") == [1e-3], "an arm's own rate is no grid"
+    assert not found["notes"]
+    fewer = _compare(recipe, tmp_path / "fewer", arms=arms, seeds=1, max_extensions=1).results
+    assert _tried(fewer["arms"][0], "kaiming_sqrt5") == [2.5e-3, 5e-3, 1e-2, 2e-2]
+    assert any("its best rate 0.02 is at the edge" in note for note in fewer["notes"])
+    more = _compare(recipe, tmp_path / "fewer", arms=arms, seeds=1, max_extensions=4, resume=True).results
+    assert [arm["tuning"] for arm in more["arms"]] == [arm["tuning"] for arm in found["arms"]]
+
+
+def test_where_every_choice_diverges_the_grid_grows_downwards(recipe, tmp_path, scores):
+    scores(lambda init, rate: None if rate > 3e-4 else 20.0 + (init == "kaiming_zero"))
+    arms = [FieldArm.parse(each) for each in ("low-rank:rank=1", "sine:rank=1,lr=1e-4")]
+    recipe = replace(recipe, tune_lr=(1e-3, 2e-3), train=replace(recipe.train, steps=1))
+    found = _compare(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=2).results
+    low = found["arms"][0]
+    assert _tried(low, "kaiming_sqrt5") == _tried(low, "kaiming_zero") == [2.5e-4, 5e-4, 1e-3, 2e-3]
+    assert (low["init"], low["lr"]) == ("kaiming_zero", 2.5e-4)
+    with pytest.raises(UserError, match="max_extensions must be a whole number of at least 0"):
+        _compare(recipe, tmp_path / "none", arms=arms, max_extensions=-1)
+    assert not (tmp_path / "none").exists()
 
 
 def test_time_stops_it_with_every_arm_at_the_same_seeds(recipe, tmp_path):

@@ -10,7 +10,8 @@ from ..errors import UserError
 from ..fields.problem import FieldMethod, Init
 from ..fields.recipe import FieldRecipe
 from ..storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
-from .folder import ANOTHER, check_choices, check_same, is_new, sessions, tidy, tidy_grid
+from .folder import ANOTHER, check_choices, check_same, is_new, sessions
+from .rates import tidy, tidy_grid
 from .record import flatten
 
 MARKER = "fields.json"
@@ -79,17 +80,25 @@ class FieldPlan:
     seeds: tuple[int, ...]
     tuning_seed: int
     grid: tuple[float, ...]
+    max_extensions: int
     settings: dict[str, Any]
 
     @classmethod
     def make(
-        cls, recipe: FieldRecipe, arms: Sequence[FieldArm] | None, seeds: int | None, tune_lr: Sequence[float] | None
+        cls,
+        recipe: FieldRecipe,
+        arms: Sequence[FieldArm] | None,
+        seeds: int | None,
+        tune_lr: Sequence[float] | None,
+        max_extensions: int,
     ) -> "FieldPlan":
         """Raises UserError for arms, rates or seeds that make no comparison."""
         chosen = tuple(arms) if arms is not None else tuple(FieldArm.parse(text) for text in recipe.arms)
         count = recipe.seeds if seeds is None else seeds
         grid = tidy_grid(recipe.tune_lr if tune_lr is None else tune_lr)
-        check_choices([arm.name for arm in chosen], count, grid, example="low-rank:rank=5 sine:rank=5,omega=50")
+        check_choices(
+            [arm.name for arm in chosen], count, grid, max_extensions, example="low-rank:rank=5 sine:rank=5,omega=50"
+        )
         first = recipe.train.seed + 1
         flat = flatten({"problem": recipe.problem, "train": recipe.train})
         return cls(
@@ -97,6 +106,7 @@ class FieldPlan:
             seeds=tuple(range(first, first + count)),
             tuning_seed=recipe.train.seed,
             grid=grid,
+            max_extensions=max_extensions,
             settings={name: value for name, value in flat.items() if name not in _FREE},
         )
 

@@ -12,7 +12,7 @@ strip shows the first seed's fits, and is drawn again only when those have chang
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,19 @@ from torch import nn
 
 from ..analysis.timing import interleaved_step_times
 from ..environment import cpu_threads
-from ..errors import DivergedError
-from ..fields.fit import FitResult, build, fit, load_weights
-from ..fields.problem import FieldMethod, Init, Problem
+from ..fields.fit import build
+from ..fields.problem import FieldMethod, Problem
 from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
-from ..storage import read_json, write_json
+from ..storage import write_json
 from .field_pictures import plot_rates, plot_strip
 from .field_plan import MARKER, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
-from .field_record import FieldArmRecord, FieldRun, build_record
+from .field_record import FieldArmRecord, build_record
 from .field_report import render_report, render_table
+from .field_runs import FieldRuns, chosen, tune_fields
 from .folder import copy_report, version_notes, write_text
 from .kept_runs import KeptRuns
 from .record import command_line
-
-_DIVERGED = "diverged.json"
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ def compare_fields(
     overwrite: bool = False,
     max_seconds: float | None = None,
     timing_rounds: int = 20,
+    max_extensions: int = 4,
     kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
@@ -90,6 +89,8 @@ def compare_fields(
         max_seconds: no new seed and no new tuning fit is begun that would not end within this time, by the slowest fit
             so far. The first choice of every arm and the first seed always run.
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        max_extensions: how often an arm's grid of rates may grow, at its best init, while its best rate is at the edge;
+            after that the report says so.
         kept_runs: a file that keeps the finished fits, a line each, outside `out`: what it has and `out` lacks is used
             as it is, and it is written anew after each fit. With it a folder is gone on with, as with `resume`. The
             first seed's fits, which the strip of pictures shows, are fitted again where `out` lacks their weights.
@@ -102,7 +103,7 @@ def compare_fields(
             may not be used. Nothing has been written then.
     """
     started, out = clock(), Path(out)
-    plan = FieldPlan.make(recipe, arms, seeds, tune_lr)
+    plan = FieldPlan.make(recipe, arms, seeds, tune_lr, max_extensions)
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
     if kept is not None:
         resume = True
@@ -116,7 +117,7 @@ def compare_fields(
         kept.restore(problem.fingerprint)
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
-        runs = _Runs(problem, recipe, out, console, kept)
+        runs = FieldRuns(problem, recipe, out, console, kept)
         strip = _Strip(out / "strip.png", problem, runs, plan)
         notes = version_notes(out / MARKER)
         times = _step_times(problem, plan, recipe, timing_rounds) if timing_rounds else None
@@ -124,8 +125,8 @@ def compare_fields(
         def time_for(arms: Sequence[FieldArm]) -> bool:
             return max_seconds is None or clock() - started + runs.expected(arms) < max_seconds
 
-        tuned = _tune(plan, recipe, runs, time_for, notes)
-        best = {arm.name: _chosen(arm, tuned[arm.name], notes) for arm in plan.arms}
+        tuned = tune_fields(plan, recipe.train.lr, runs, time_for, notes)
+        best = {arm.name: chosen(arm, tuned[arm.name], notes) for arm in plan.arms}
 
         def publish() -> FieldComparison:
             records = []
@@ -178,128 +179,6 @@ def compare_fields(
         lock.release()
 
 
-class _Runs:
-    """The fits of one folder: found when they are finished, fitted when they are not."""
-
-    def __init__(
-        self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console, kept: KeptRuns | None
-    ) -> None:
-        self.problem, self.recipe, self.out, self.console, self.kept = problem, recipe, out, console, kept
-        self._slowest: dict[str, float] = {}
-
-    def folder(self, arm: FieldArm, init: Init, rate: float, seed: int) -> Path:
-        return self.out / "runs" / arm.name / init / f"lr-{rate:.6g}" / f"seed-{seed}"
-
-    def expected(self, arms: Sequence[FieldArm]) -> float:
-        """Seconds of one fit of each, by the slowest so far."""
-        slowest = max(self._slowest.values(), default=0.0)
-        return 1.1 * sum(self._slowest.get(arm.name, slowest) for arm in arms)
-
-    def find(self, arm: FieldArm, init: Init, rate: float, seed: int) -> FieldRun | None:
-        folder = self.folder(arm, init, rate, seed)
-        if (folder / _DIVERGED).is_file():
-            return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED, step=int)["step"])
-        if not (folder / "result.json").is_file():
-            return None
-        found = read_json(folder / "result.json", score=str, metrics=dict, curve=list, seconds=float)
-        self._slowest[arm.name] = max(self._slowest.get(arm.name, 0.0), found["seconds"])
-        return FieldRun(
-            init=init,
-            lr=rate,
-            seed=seed,
-            score=found["score"],
-            metrics=found["metrics"],
-            curve=found["curve"],
-            seconds=found["seconds"],
-        )
-
-    def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
-        """The finished fit."""
-        return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place)
-
-    def is_whole(self, arm: FieldArm, init: Init, rate: float, seed: int) -> bool:
-        """Whether a finished fit has its weights; one of a kept run has not. One that diverged has none to have."""
-        folder = self.folder(arm, init, rate, seed)
-        return (folder / _DIVERGED).is_file() or (folder / "model").is_dir()
-
-    def fit(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
-        """Fits, or goes on with a fit. One that diverges is a result too."""
-        folder = self.folder(arm, init, rate, seed)
-        if not self.is_whole(arm, init, rate, seed):
-            (folder / "result.json").unlink(missing_ok=True)
-        title = f"{arm.name}, {init}, rate {rate:g}, {place}"
-        try:
-            result: FitResult | None = fit(
-                self.problem,
-                replace(arm.method, init=init),
-                replace(self.recipe.train, lr=rate, seed=seed),
-                folder,
-                resume=folder.exists(),
-                quiet=True,
-                pictures=False,
-                about=asdict(self.recipe.problem),
-            )
-        except DivergedError as error:
-            result = None
-            write_json(folder / _DIVERGED, {"step": error.step})
-        line = "diverged" if result is None else f"{result.score} {result.value:.4g}, {result.seconds:.1f} s"
-        self.console.print(f"{title}: {line}", soft_wrap=True, markup=False)
-        if self.kept is not None:
-            self.kept.collect()
-        run = self.find(arm, init, rate, seed)
-        assert run is not None
-        return run
-
-    def model(self, arm: FieldArm, run: FieldRun) -> nn.Module:
-        """A finished fit's network."""
-        model = build(self.problem, replace(arm.method, init=run.init), run.seed)
-        load_weights(model, self.folder(arm, run.init, run.lr, run.seed))
-        return model.eval()
-
-
-def _tune(
-    plan: FieldPlan,
-    recipe: FieldRecipe,
-    runs: _Runs,
-    time_for: Callable[[Sequence[FieldArm]], bool],
-    notes: list[str],
-) -> dict[str, list[FieldRun]]:
-    """Every choice of every arm on the tuning seed, choice by choice; an arm with one choice has no tuning."""
-    choices = {arm.name: plan.choices(arm, recipe.train.lr) for arm in plan.arms}
-    tried: dict[str, list[FieldRun]] = {arm.name: [] for arm in plan.arms}
-    for arm in plan.arms:
-        if len(choices[arm.name]) == 1:
-            init, rate = choices[arm.name][0]
-            tried[arm.name].append(FieldRun(init=init, lr=rate, seed=plan.tuning_seed))
-    for index in range(max(map(len, choices.values()))):
-        now = [
-            (arm, choices[arm.name][index]) for arm in plan.arms if index < len(choices[arm.name]) > 1
-        ]  # an arm with one choice is not tuned
-        missing = [arm for arm, choice in now if runs.find(arm, *choice, plan.tuning_seed) is None]
-        if index > 0 and missing and not time_for(missing):
-            notes.append(f"Tuning stopped for time after {index} choices of init and rate of every arm.")
-            break
-        for arm, choice in now:
-            place = f"tuning {index + 1} of {len(choices[arm.name])}"
-            tried[arm.name].append(runs.get(arm, *choice, plan.tuning_seed, place))
-    return tried
-
-
-def _chosen(arm: FieldArm, tried: Sequence[FieldRun], notes: list[str]) -> tuple[Init, float] | None:
-    """The arm's best init and rate, or None where every choice diverged."""
-    if len(tried) == 1 and tried[0].score is None and tried[0].diverged is None:
-        return tried[0].init, tried[0].lr  # the only choice
-    whole = [run for run in tried if run.value is not None]
-    if not whole:
-        notes.append(f"`{arm.name}` diverged at every choice, and was left out of the comparison.")
-        return None
-    best = max(whole, key=lambda run: (run.value, -run.lr))
-    rates = sorted({run.lr for run in tried})
-    if len(rates) > 1 and best.lr in (rates[0], rates[-1]):
-        notes.append(f"`{arm.name}`: its best rate {best.lr:g} is at the edge of those tried; it may do better.")
-    return best.init, best.lr
-
-
 def _step_times(problem: Problem, plan: FieldPlan, recipe: FieldRecipe, rounds: int) -> dict[str, list[float]]:
     """Seconds of interleaved training steps of every arm."""
 
@@ -321,7 +200,7 @@ class _Strip:
     A picture can take longer than a fit (a shape is a mesh, a scene its rays), and further seeds change none.
     """
 
-    def __init__(self, path: Path, problem: Problem, runs: _Runs, plan: FieldPlan) -> None:
+    def __init__(self, path: Path, problem: Problem, runs: FieldRuns, plan: FieldPlan) -> None:
         self.path, self.problem, self.runs, self.plan = path, problem, runs, plan
         self._drawn: object = None  # nothing yet in this session, whatever an earlier one left
 

@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..storage import TEMPORARY, FolderLock, describe_disk_error, is_free, read_json, write_json
 from ..training.recipe import Arm, Recipe
 from .matching import Match, settle_matches
+from .rates import tidy_grid
 from .record import clean, flatten
 
 MARKER = "compare.json"
@@ -62,7 +63,7 @@ class Plan:
         count = recipe.seeds if seeds is None else seeds
         grid = tidy_grid(recipe.tune_lr if tune_lr is None else tune_lr)
         names = [arm.name for arm in chosen]
-        check_choices(names, count, grid, example="baseline noble:rank=64")
+        check_choices(names, count, grid, max_extensions, example="baseline noble:rank=64")
         if reference is not None and reference not in names:
             raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
         chosen, matches = settle_matches(recipe, chosen)
@@ -93,13 +94,16 @@ class Plan:
         return () if arm.lr is not None else tidy_grid(arm.grid) or self.grid
 
 
-def check_choices(names: Sequence[str], seeds: object, grid: Sequence[float], *, example: str) -> None:
+def check_choices(
+    names: Sequence[str], seeds: object, grid: Sequence[float], max_extensions: object, *, example: str
+) -> None:
     """Raises UserError for arms, seeds or rates that make no comparison.
 
     Args:
         names: of the arms.
         seeds: how many.
         grid: rates to tune over; none: no tuning.
+        max_extensions: how often it may grow.
         example: two arms, for the message.
     """
     if len(names) < 2:
@@ -107,22 +111,13 @@ def check_choices(names: Sequence[str], seeds: object, grid: Sequence[float], *,
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
-    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
-        raise UserError(f"seeds must be a whole number of at least 1, not {seeds!r}")
+    for name, count, least in (("seeds", seeds, 1), ("max_extensions", max_extensions, 0)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise UserError(f"{name} must be a whole number of at least {least}, not {count!r}")
     if any(not 0 < rate < float("inf") for rate in grid):
         raise UserError("every rate of tune_lr must be a finite number above 0")
     if len(grid) == 1 or len(set(grid)) < len(grid):
         raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
-
-
-def tidy_grid(rates: Iterable[float]) -> tuple[float, ...]:
-    """Rates in order, each `tidy`."""
-    return tuple(sorted(tidy(rate) for rate in rates))
-
-
-def tidy(rate: float) -> float:
-    """Six digits, so that a rate and its folder's name are one to one."""
-    return float(f"{rate:.6g}")
 
 
 def _shared_settings(recipe: Recipe) -> dict[str, Any]:

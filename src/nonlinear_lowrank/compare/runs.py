@@ -14,8 +14,9 @@ from ..tasks.task import LOSS, Measure, measure_of
 from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.result import stability
-from .folder import Plan, begun, tidy
+from .folder import Plan, begun
 from .kept_runs import KeptRuns
+from .rates import rate_beyond, tidy
 from .record import Run
 from .workers import Workers
 
@@ -205,17 +206,9 @@ def tune(
 
 
 def next_rate(tried: Sequence[Run], measure: Measure = LOSS) -> float | None:
-    """The rate by which a grid grows when its best is at an edge, by the ratio found there; None if it is not.
-
-    Where every rate diverged, the grid grows downwards.
-    """
-    ordered = sorted(tried, key=lambda run: run.lr)
-    best = _best(ordered, measure)
-    if best is None or best is ordered[0]:
-        return tidy(ordered[0].lr * ordered[0].lr / ordered[1].lr)
-    if best is ordered[-1]:
-        return tidy(ordered[-1].lr * ordered[-1].lr / ordered[-2].lr)
-    return None
+    """The rate by which an arm's grid grows, or None where its best is at no edge (`rate_beyond`)."""
+    best = _best(tried, measure)
+    return rate_beyond([run.lr for run in tried], None if best is None else best.lr)
 
 
 def _best(tried: Iterable[Run], measure: Measure) -> Run | None:

@@ -86,8 +86,9 @@ def run_study(
     if smoke:
         out = out.with_name(f"{out.name}-smoke")
         options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
+        options["max_extensions"] = 0
         if isinstance(recipe, Recipe):
-            recipe, options = _few_steps(recipe), {**options, "max_extensions": 0}
+            recipe = _few_steps(recipe)
     else:
         options["kept_runs"] = into / f"{name}-runs.jsonl"
     resume = out.exists()

@@ -1,0 +1,175 @@
+"""The fits of a comparison of fields: found when they are finished, fitted when they are not; each arm's choice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from ..errors import DivergedError
+from ..fields.fit import FitResult, build, fit, load_weights
+from ..fields.problem import Init, Problem
+from ..fields.recipe import FieldRecipe
+from ..storage import read_json, write_json
+from .field_plan import FieldArm, FieldPlan
+from .field_record import FieldRun
+from .kept_runs import KeptRuns
+from .rates import rate_beyond
+
+_DIVERGED = "diverged.json"
+
+
+class FieldRuns:
+    """The fits of one folder: found when they are finished, fitted when they are not."""
+
+    def __init__(
+        self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console, kept: KeptRuns | None
+    ) -> None:
+        self.problem, self.recipe, self.out, self.console, self.kept = problem, recipe, out, console, kept
+        self._slowest: dict[str, float] = {}
+
+    def folder(self, arm: FieldArm, init: Init, rate: float, seed: int) -> Path:
+        return self.out / "runs" / arm.name / init / f"lr-{rate:.6g}" / f"seed-{seed}"
+
+    def expected(self, arms: Sequence[FieldArm]) -> float:
+        """Seconds of one fit of each, by the slowest so far."""
+        slowest = max(self._slowest.values(), default=0.0)
+        return 1.1 * sum(self._slowest.get(arm.name, slowest) for arm in arms)
+
+    def find(self, arm: FieldArm, init: Init, rate: float, seed: int) -> FieldRun | None:
+        folder = self.folder(arm, init, rate, seed)
+        if (folder / _DIVERGED).is_file():
+            return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED, step=int)["step"])
+        if not (folder / "result.json").is_file():
+            return None
+        found = read_json(folder / "result.json", score=str, metrics=dict, curve=list, seconds=float)
+        self._slowest[arm.name] = max(self._slowest.get(arm.name, 0.0), found["seconds"])
+        return FieldRun(
+            init=init,
+            lr=rate,
+            seed=seed,
+            score=found["score"],
+            metrics=found["metrics"],
+            curve=found["curve"],
+            seconds=found["seconds"],
+        )
+
+    def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
+        """The finished fit."""
+        return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place)
+
+    def is_whole(self, arm: FieldArm, init: Init, rate: float, seed: int) -> bool:
+        """Whether a finished fit has its weights; one of a kept run has not. One that diverged has none to have."""
+        folder = self.folder(arm, init, rate, seed)
+        return (folder / _DIVERGED).is_file() or (folder / "model").is_dir()
+
+    def fit(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
+        """Fits, or goes on with a fit. One that diverges is a result too."""
+        folder = self.folder(arm, init, rate, seed)
+        if not self.is_whole(arm, init, rate, seed):
+            (folder / "result.json").unlink(missing_ok=True)
+        title = f"{arm.name}, {init}, rate {rate:g}, {place}"
+        try:
+            result: FitResult | None = fit(
+                self.problem,
+                replace(arm.method, init=init),
+                replace(self.recipe.train, lr=rate, seed=seed),
+                folder,
+                resume=folder.exists(),
+                quiet=True,
+                pictures=False,
+                about=asdict(self.recipe.problem),
+            )
+        except DivergedError as error:
+            result = None
+            write_json(folder / _DIVERGED, {"step": error.step})
+        line = "diverged" if result is None else f"{result.score} {result.value:.4g}, {result.seconds:.1f} s"
+        self.console.print(f"{title}: {line}", soft_wrap=True, markup=False)
+        if self.kept is not None:
+            self.kept.collect()
+        run = self.find(arm, init, rate, seed)
+        assert run is not None
+        return run
+
+    def model(self, arm: FieldArm, run: FieldRun) -> nn.Module:
+        """A finished fit's network."""
+        model = build(self.problem, replace(arm.method, init=run.init), run.seed)
+        load_weights(model, self.folder(arm, run.init, run.lr, run.seed))
+        return model.eval()
+
+
+def tune_fields(
+    plan: FieldPlan,
+    default_rate: float,
+    runs: FieldRuns,
+    time_for: Callable[[Sequence[FieldArm]], bool],
+    notes: list[str],
+) -> dict[str, list[FieldRun]]:
+    """Every choice of every arm on the tuning seed, choice by choice; an arm with one choice has no tuning.
+
+    Where an arm's best rate is at the edge, the grid of its best init grows.
+    """
+    choices = {arm.name: plan.choices(arm, default_rate) for arm in plan.arms}
+    tried: dict[str, list[FieldRun]] = {arm.name: [] for arm in plan.arms}
+    for arm in plan.arms:
+        if len(choices[arm.name]) == 1:
+            init, rate = choices[arm.name][0]
+            tried[arm.name].append(FieldRun(init=init, lr=rate, seed=plan.tuning_seed))
+    for index in range(max(map(len, choices.values()))):
+        now = [(arm, choices[arm.name][index]) for arm in plan.arms if index < len(choices[arm.name]) > 1]
+        missing = [arm for arm, choice in now if runs.find(arm, *choice, plan.tuning_seed) is None]
+        if index > 0 and missing and not time_for(missing):
+            notes.append(f"Tuning stopped for time after {index} choices of init and rate of every arm.")
+            return tried
+        for arm, choice in now:
+            place = f"tuning {index + 1} of {len(choices[arm.name])}"
+            tried[arm.name].append(runs.get(arm, *choice, plan.tuning_seed, place))
+    growing = list(plan.arms)
+    for _ in range(plan.max_extensions):
+        beyond = {arm.name: _next_choices(tried[arm.name]) for arm in growing}
+        growing = [arm for arm in growing if beyond[arm.name]]
+        for arm in list(growing):
+            begun = [runs.find(arm, *each, plan.tuning_seed) for each in beyond[arm.name]]
+            if None in begun and not time_for([arm] * begun.count(None)):
+                growing.remove(arm)
+                continue
+            for init, rate in beyond[arm.name]:
+                tried[arm.name].append(runs.get(arm, init, rate, plan.tuning_seed, f"grid extended to {rate:g}"))
+    return tried
+
+
+def _next_choices(tried: Sequence[FieldRun]) -> list[tuple[Init, float]]:
+    """What an arm tries next: its best init at the rate beyond the edge that its best is at.
+
+    Where every choice diverged: every init, at the next lower rate.
+    """
+    best = _best(tried)
+    found = []
+    for init in dict.fromkeys(run.init for run in tried) if best is None else (best.init,):
+        rates = [run.lr for run in tried if run.init == init]
+        rate = rate_beyond(rates, None if best is None else best.lr) if len(rates) > 1 else None
+        if rate is not None:
+            found.append((init, rate))
+    return found
+
+
+def _best(tried: Sequence[FieldRun]) -> FieldRun | None:
+    """The fit with the best score, of equals the one with the smaller rate; None where all diverged."""
+    whole = [(run.value, -run.lr, run) for run in tried if run.value is not None]
+    return max(whole, key=lambda each: each[:2], default=(0, 0, None))[2]
+
+
+def chosen(arm: FieldArm, tried: Sequence[FieldRun], notes: list[str]) -> tuple[Init, float] | None:
+    """The arm's best init and rate, or None where every choice diverged."""
+    if len(tried) == 1 and tried[0].score is None and tried[0].diverged is None:
+        return tried[0].init, tried[0].lr  # the only choice
+    best = _best(tried)
+    if best is None:
+        notes.append(f"`{arm.name}` diverged at every choice, and was left out of the comparison.")
+        return None
+    if _next_choices(tried):
+        notes.append(
+            f"`{arm.name}`: its best rate {best.lr:g} is at the edge of those tried with its init; it may do better."
+        )
+    return best.init, best.lr
