@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: the way to the kernels on a CPU, and the bound on their errors."""
+"""What the tests of the Triton kernels share: the way to the kernels on a CPU, and the comparison with the formula."""
 
 import importlib
 
@@ -6,6 +6,7 @@ import torch
 
 from nonlinear_lowrank.ops import rational, rational_gated, rational_gated_reference, rational_reference
 from nonlinear_lowrank.ops.kernels import load
+from rounding_kit import assert_as_good_as_plain, cast, jittered
 
 CALLERS = ("cosnet", "rational_gpu", "sine")
 """Files of `ops` that ask for kernels."""
@@ -26,30 +27,6 @@ def with_gradients(function, leaves, dy):
     """y and the gradient of every leaf."""
     y = function(*leaves)
     return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-
-def cast(tensors, dtype):
-    """Leaves of a type with the same numbers, in the same layout."""
-    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-
-
-def jittered(tensors):
-    """Float64 leaves moved by a unit in float32's last place, up or down by chance."""
-    return cast([each.double() * (1 + 2**-23 * torch.randn_like(each).sign()) for each in tensors], torch.float64)
-
-
-def assert_as_good_as_plain(fast, plain, exact, moved):
-    """err(fast) <= 2 (err(plain) + err(moved)) + 1e-6, all against float64, relative to the largest entry.
-
-    `moved` is the exact answer for numbers that float32 hardly tells from the given ones. Where the terms of a sum
-    cancel, the plain formula's rounding may come out near zero by luck; that the data ask for more shows there.
-    """
-    for index, (ours, reference, truth, near) in enumerate(zip(fast, plain, exact, moved, strict=True)):
-        scale = truth.abs().max().clamp(min=1e-30)
-        error, rounding, condition = ((each.double() - truth).norm() / scale for each in (ours, reference, near))
-        assert error <= 2 * (rounding + condition) + 1e-6, (
-            f"number {index}: {error:.2e}, the plain formula {rounding:.2e}, the data's own {condition:.2e}"
-        )
 
 
 def compare(fast, plain, leaves, dy):

@@ -5,6 +5,7 @@ import torch
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.ops.cosnet_group import noble_group, noble_group_reference
+from rounding_kit import assert_as_good_as_plain, cast, jittered
 
 WIDTHS = (10, 6, 14)
 
@@ -74,22 +75,24 @@ def test_compiles_fullgraph_with_equal_gradients(shared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_worse_than_twice_the_plain_formulas_error(dtype):
-    exact_arguments = make(dtype=dtype)
+    arguments = make(dtype=dtype, r=8)
     dys = [torch.randn(3, 5, width, dtype=torch.float64).to(dtype) for width in WIDTHS]
 
-    def cast(each):
-        if isinstance(each, torch.Tensor):
-            return each.detach().double().requires_grad_()
-        return [cast(inner) for inner in each] if isinstance(each, list) else each
+    def each_leaf(change, given):
+        """`given` with every tensor changed, its lists as they are."""
+        if isinstance(given, torch.Tensor):
+            return change([given])[0]
+        return [each_leaf(change, inner) for inner in given] if isinstance(given, list) else given
 
-    doubles = tuple(map(cast, exact_arguments))
-    exact = outputs_and_gradients(noble_group_reference, doubles, [dy.double() for dy in dys])
-    ours = outputs_and_gradients(noble_group, exact_arguments, dys)
-    plain = outputs_and_gradients(noble_group_reference, exact_arguments, dys)
-    for got, other, want in zip(ours, plain, exact, strict=True):
-        scale = want.abs().max()
-        error, allowed = ((each.double() - want).abs().max() / scale for each in (got, other))
-        assert error <= 2 * allowed + (1e-6 if dtype == torch.float32 else 4e-3)
+    def exact(change):
+        moved = tuple(each_leaf(change, each) for each in arguments)
+        return outputs_and_gradients(noble_group_reference, moved, [dy.detach() for dy in change(dys)])
+
+    ours = outputs_and_gradients(noble_group, arguments, dys)
+    plain = outputs_and_gradients(noble_group_reference, arguments, dys)
+    truth = exact(lambda tensors: cast(tensors, torch.float64))
+    slack = 1e-6 if dtype == torch.float32 else 4e-3
+    assert_as_good_as_plain(ours, plain, truth, exact(jittered), slack)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from kernel_kit import assert_as_good_as_plain, jittered
 from nonlinear_lowrank import NobleConfig, NobleLinear, UserError
 from nonlinear_lowrank.ops import noble_linear_reference, use_up_form
 from nonlinear_lowrank.ops.up_form import chosen_form, numbers_moved
+from rounding_kit import assert_as_good_as_plain, jittered
 
 
 def layer_and_input(dtype=torch.float32, bias=True):
