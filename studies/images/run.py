@@ -1,12 +1,13 @@
 """Photographs in coordinate networks: sine low-rank against plain low-rank weights at k = 1 and 5, and dense ones.
 
-    python studies/images/run.py KODAK [--images kodim05 ...] [--seeds 3] [--steps 1000] [--threads 1] [--work FOLDER]
+    python studies/images/run.py KODAK [--images kodim05 ...] [--seeds 3] [--steps 4000] [--threads 1] [--work FOLDER]
 
 KODAK is a folder with photographs of the Kodak set (kodim01.png and so on; all that are there unless --images names
 some). Of each, 128 x 128 pixels out of the middle. The network is the paper's for shapes, 2 -> 256 -> 256 -> 256 -> 3
 with Gaussian activations (s = 0.05), its two square linears factored. Every arm takes the same steps with the same
-pixels in them; it runs at the best of two Kaiming inits and three learning rates, chosen on a seed of its own, and
-then with three other seeds. omega is the published one for shapes at the rank, 200 and 50.
+pixels in them; it runs at the best of two Kaiming inits and three learning rates (at the edge the grid grows, at most
+twice), chosen on a seed of its own, and then with three other seeds. omega is the published one for shapes at the
+rank, 200 and 50.
 
 What is finished is kept in FOLDER and used again: run it again to go on. Each photograph's record, report and pictures
 are copied beside this file, and summary.md has the table of all that are there.
@@ -45,6 +46,7 @@ def study(photograph: Path, seeds: int, steps: int, threads: int, work: Path, in
         seeds=seeds,
         tune_lr=RATES,
         timing_rounds=0,
+        max_extensions=2,
         command=f"python studies/images/run.py KODAK --images {photograph.stem} --seeds {seeds} --steps {steps}",
     )
 
@@ -85,7 +87,7 @@ def _delta(pair: dict[str, Any]) -> str:
 def main() -> None:
     parser = study_parser(__doc__, "images", "kodak")
     parser.add_argument("--images", nargs="+", default=[])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--into", type=Path, default=HERE, help="where records, reports and pictures are copied to")
     arguments = parser.parse_args()
     photographs = [arguments.kodak / f"{name}.png" for name in arguments.images]

@@ -4,7 +4,7 @@
 
 FERN is an LLFF scene and LEGO a Blender one, as `nlr fit nerf-fern --source` takes them. Stages:
 
-    fern   all arms, each at its best of two inits and three rates, three seeds; pictures at half size
+    fern   all arms, each at its best of two inits and three rates or more, three seeds; pictures at half size
     lego   the same on a second scene, five held-out views
     size   fern at its full size, 256 rays x 32 samples, 3,000 steps: all arms once, at the init and rate of `fern`
 
@@ -57,6 +57,7 @@ def stage(
         seeds=seeds,
         tune_lr=RATES,
         timing_rounds=0,
+        max_extensions=2,
         command=f"python studies/nerf/run.py FERN LEGO --stage {name}",
     )
 

@@ -8,9 +8,10 @@ MESHES is a folder of .npz meshes. Stages:
                (lucy) also at 2, 20 and dense
     omega      sine at rank 1 on the mesh `--full`, six frequencies, and low-rank beside them
 
-Every run has the same number of steps. Each arm takes the best of two inits and three rates, chosen on one seed; then
-three other seeds. Finished runs are kept in FOLDER and used again, a run that was stopped goes on from its checkpoint.
-Records, reports and pictures are copied to `--out`, beside this file unless given, mesh by mesh.
+Every run has the same number of steps. Each arm takes the best of two inits and three rates (at the edge the grid
+grows, at most twice), chosen on one seed; then three other seeds. Finished runs are kept in FOLDER and used again, a
+run that was stopped goes on from its checkpoint. Records, reports and pictures are copied to `--out`, beside this file
+unless given, mesh by mesh.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
         seeds=arguments.seeds,
         tune_lr=RATES,
         timing_rounds=0,
+        max_extensions=2,
         command=f"python studies/occupancy/run.py MESHES --seeds {arguments.seeds}",
     )
 

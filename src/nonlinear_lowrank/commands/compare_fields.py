@@ -23,7 +23,8 @@ class CompareFieldOptions(Generic[Problem, Train]):
     seeds: int
     """Seeds; on each, every arm gets the same batches."""
     tune_lr: tuple[float, ...]
-    """Learning rates to try for each arm and init, on a seed of their own; then every arm runs at its best."""
+    """Learning rates to try for each arm and init, on a seed of their own; where an arm's best is at the edge, more of
+    them. Then every arm runs at its best."""
     timing_rounds: int = 20
     """Interleaved steps of each arm for the step times; 0 leaves them out."""
     max_minutes: float | None = None
