@@ -157,12 +157,17 @@ def test_from_config_draws_every_tensor_by_the_layers_own_init(row, family):
     assert len(layers) == sum(len(entry["modules"]) for entry in model.config.nonlinear_lowrank)
     assert all(torch.isfinite(parameter).all() for parameter in fresh.parameters())
     for layer in layers:
-        own = copy.deepcopy(layer)
-        own.reset_parameters()
-        for (name, drawn), expected in zip(layer.named_parameters(), own.parameters(), strict=True):
-            if drawn.numel() > 40 and expected.std() > 0:
-                assert drawn.std().item() == pytest.approx(expected.std().item(), rel=0.4), name
-            elif expected.std() == 0:
+        redrawn = []
+        for _ in range(20):
+            own = copy.deepcopy(layer)
+            own.reset_parameters()
+            redrawn.append([each.std().item() for each in own.parameters()])
+        for (name, drawn), expected, spreads in zip(
+            layer.named_parameters(), own.parameters(), zip(*redrawn, strict=True), strict=True
+        ):
+            if drawn.numel() > 40 and max(spreads) > 0:
+                assert 0.7 * min(spreads) < drawn.std().item() < 1.4 * max(spreads), name
+            elif max(spreads) == 0:
                 assert torch.equal(drawn, expected), name
     one, two = (dict(layer.named_parameters()) for layer in layers[:2])
     for local in one.keys() & two.keys():

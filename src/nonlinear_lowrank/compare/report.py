@@ -429,7 +429,8 @@ def render_report(results: Record) -> str:
     parts += ["## Every run", markdown_table(*_run_table(results))]
     parts += ["## Settings", _settings_text(results)]
     parts += ["## How to repeat", f"```\n{results['command']}\n```"]
-    parts += ["The same command with `--resume` goes on where it stopped and reuses every finished run."]
+    again = " with `--resume`" if str(results["command"]).startswith("nlr ") else ""
+    parts += [f"The same command{again} goes on where it stopped and reuses every finished run."]
     parts += ["## How to read it, and limits", _limits(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
