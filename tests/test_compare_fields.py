@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
+from nonlinear_lowrank.compare import field_pictures as pictures_module
 from nonlinear_lowrank.compare import field_runs as runs_module
 from nonlinear_lowrank.compare import fields as compare_module
 from nonlinear_lowrank.compare.field_plan import FieldArm
@@ -150,10 +151,46 @@ def test_the_distance_of_the_curves_is_bjontegaards_of_the_means_and_of_each_see
         each = [delta(*([(100 * rank, s[i]) for rank, s in by.items()] for _, by in kinds)) for i in range(3)]
         assert found["rate_distortion"][f"{key}_by_seed"] == pytest.approx(each)
     assert found["pairs"][0]["delta"]["value"] == pytest.approx(5.5)
-    assert found["arms"][0]["late_gain"] == 1
+    assert (found["arms"][0]["late_gain"], found["arms"][0]["late_share"]) == (1, 0.5)
     text = render_report(found)
+    assert "what the last 50 % of the steps added" in text
     assert f"BD-iou of sine over low rank: {found['rate_distortion']['bd_score']:+.3g}" in text
     assert "worse against low-rank-k2: below by" in text
+
+
+def test_of_several_omegas_the_one_that_was_best_where_rates_were_chosen_is_on_the_curve():
+    low = [_record("low-rank", rank, [60.0 + rank, 61.0 + rank]) for rank in (1, 2, 4)]
+    sine = [_record("sine", rank, [70.0 + rank, 71.0 + rank]) for rank in (1, 2)]
+    two = [_record("sine", 4, [float(70 + i), 71.0 + i], tuned=9.0 - i, name=f"omega-{i}") for i in range(3)]
+    assert _build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-0"]
+    two[1] = replace(two[1], tuning=())  # its rate was given: nothing was chosen, so what counts is how it ended
+    assert _build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-2"]
+
+
+def test_the_strip_has_low_rank_above_sine_rank_by_rank(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures_module, "save", lambda figure, path: drawn.append(figure))
+    picture = np.zeros((4, 4, 3), np.uint8)
+
+    def layout(*names):
+        shown = []
+        for name in names:
+            kind, _, rank = name.partition("-k")
+            method = {"kind": kind, "rank": int(rank) if rank else None}
+            shown.append(({"name": name, "method": method, "percent": 1.0}, 9.0, picture))
+        pictures_module.plot_strip(tmp_path / "s.png", {"unit": "dB"}, picture, shown)
+        figure = drawn.pop()
+        columns = figure.axes[0].get_gridspec().ncols
+        titles = [axes.get_title().partition("\n")[0] for axes in figure.axes]
+        return [titles[start : start + columns] for start in range(0, len(titles), columns)]
+
+    arms = ["low-rank-k1", "sine-k1", "low-rank-k5", "sine-k5"]
+    assert layout(*arms) == [["ground truth", "low-rank-k1", "low-rank-k5"], ["", "sine-k1", "sine-k5"]]
+    assert layout("sine-k5", "dense", "low-rank-k5", "sine-k5", "low-rank-k1") == [
+        ["ground truth", "low-rank-k5", "", "low-rank-k1"],
+        ["dense", "sine-k5", "sine-k5", ""],
+    ]
+    assert layout("low-rank-k1") == [["ground truth", "low-rank-k1"]]
 
 
 def test_a_seed_that_an_arm_has_not_finished_does_not_count():
@@ -249,6 +286,17 @@ def test_the_grid_of_the_best_init_grows_while_its_best_rate_is_at_the_edge(reci
     assert [arm["tuning"] for arm in more["arms"]] == [arm["tuning"] for arm in found["arms"]]
 
 
+def test_of_equal_scores_the_lower_loss_is_better(recipe, tmp_path, scores):
+    scores(lambda init, rate: 0.0)
+    arms = [FieldArm.parse(each) for each in ("low-rank:rank=1", "sine:rank=1,lr=1e-3")]
+    found = _compare(recipe, tmp_path / "out", arms=arms, seeds=1).results["arms"][0]
+    losses = {}
+    for init, rate in ((init, rate) for init in ("kaiming_sqrt5", "kaiming_zero") for rate in (1e-3, 1e-2)):
+        result = tmp_path / "out" / "runs" / "low-rank-k1" / init / f"lr-{rate:g}" / "seed-7" / "result.json"
+        losses[init, rate] = json.loads(result.read_text())["curve"][-1]["loss"]
+    assert (found["init"], found["lr"]) == min(losses, key=losses.__getitem__)
+
+
 def test_where_every_choice_diverges_the_grid_grows_downwards(recipe, tmp_path, scores):
     scores(lambda init, rate: None if rate > 3e-4 else 20.0 + (init == "kaiming_zero"))
     arms = [FieldArm.parse(each) for each in ("low-rank:rank=1", "sine:rank=1,lr=1e-4")]
@@ -282,6 +330,8 @@ def test_arms_are_read_with_what_is_tuned_of_them():
         ("sine:rank=5,lr=fast", "lr must be a number, not 'fast'"),
         ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
         ("sine:rank=5,name=a/b", "must be made of letters"),
+        ("sine:rank=5,omega=2,rank=3", "has rank twice"),
+        ("sine:rank=5,lr=1e-3,lr=1e-2", "has lr twice"),
         ("cosine:rank=5", "unknown kind"),
     ):
         with pytest.raises(UserError, match=message):
@@ -300,6 +350,7 @@ def test_what_makes_no_comparison_is_refused_before_anything_is_written(recipe, 
         ({"tune_lr": (1e-3,)}, "at least two different rates"),
         ({"tune_lr": (1e-3, -1.0)}, "a finite number above 0"),
         ({"resume": True, "overwrite": True}, "choose one"),
+        ({"kept_runs": tmp_path / "nowhere" / "runs.jsonl"}, "make it first"),
     ):
         with pytest.raises(UserError, match=message):
             _compare(recipe, tmp_path / "out", **options)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import matplotlib.image
 import peft
@@ -23,6 +24,11 @@ from cli_kit import run
 from nonlinear_lowrank.analysis.omega import guess_omega, stable_rank
 from nonlinear_lowrank.analysis.rank import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 from nonlinear_lowrank.analysis.rank_report import rank_report
+from nonlinear_lowrank.fields.fit import fit
+from nonlinear_lowrank.fields.image import ImageSettings
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+from nonlinear_lowrank.fields.step import FitConfig
 
 
 def llama():
@@ -136,6 +142,22 @@ def test_a_bare_file_needs_omega_for_sine_factors(tmp_path, capsys):
     assert (code, err.count("\n")) == (2, 1)
     assert "give --omega" in err
     assert run(capsys, "inspect", "--rank", tmp_path, "--omega", "80")[0] == 0
+
+
+@pytest.mark.parametrize("activation", ["gaussian", "siren"])
+@pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
+def test_a_fitted_field_is_measured_as_the_weights_it_makes(tmp_path, capsys, text, activation):
+    field = FieldConfig(in_features=2, out_features=3, width=24, activation=activation)
+    problem = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
+    config = FitConfig(steps=2, eval_every=2, save_every=0, threads=1, device="cpu")
+    fitted = fit(problem.prepare(), FieldMethod.parse(text), config, tmp_path / "f", quiet=True, about=asdict(problem))
+    assert run(capsys, "inspect", "--rank", tmp_path / "f", "--every-layer")[0] == 0
+    layers = by_name(rank_report(tmp_path / "f" / "model"))
+    for index, layer in enumerate(fitted.model.hidden):
+        found = layers[f"hidden.{index}"]
+        assert (found.kind, found.rank) == (text.partition(":")[0], None if text == "dense" else 2)
+        assert found.stable_rank == pytest.approx(plain_ranks(layer.weight.detach())[0], rel=1e-4)
+        assert found.norm == pytest.approx(float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2)), rel=1e-4)
 
 
 # --- the suggested omega ---------------------------------------------------------------------------------------

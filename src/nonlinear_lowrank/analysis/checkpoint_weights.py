@@ -5,6 +5,7 @@
 | a folder with config.json, or one .safetensors   | every tensor of two or more dimensions (a kernel as           |
 |                                                  | out x the rest); of a sine or low-rank layer the weight that  |
 |                                                  | its factors make                                              |
+| the model of a fitted field                      | the same; fit.json beside it says what its factors make       |
 | an adapter of peft                               | the deltas of LoRA and sine-LoRA; tensors of other methods    |
 
 Only safetensors are read, each tensor when it is asked for.
@@ -12,7 +13,7 @@ Only safetensors are read, each tensor when it is asked for.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import UserError
+from ..fields.folder import SETTINGS as FIT
+from ..fields.problem import FieldMethod
 from ..hub.adapter import CONFIG as ADAPTER_CONFIG
 from ..hub.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from ..hub.adapter import is_adapter
@@ -138,6 +141,9 @@ def _model(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: floa
     pairs = [(up, up.removesuffix(_UP) + _DOWN) for up in ups if up.removesuffix(_UP) + _DOWN in tensors.shapes]
     layers = {up: up.removesuffix(_UP).removesuffix(".") for up in ups}
     chosen = {up: _setting(layers[up], settings) for up, _ in pairs} if settings else {}
+    fitted = None if settings else _fitted(path)
+    if fitted is not None:
+        chosen = {up: fitted(tensors.shapes[down][1]) for up, down in pairs}
     if None in chosen.values():
         weights = _built(path, tensors, pairs)
     else:
@@ -212,6 +218,24 @@ def _sine_settings(config: Mapping[str, Any]) -> list[tuple[set[str], SineLowRan
         ]
     except (TypeError, KeyError) as error:
         raise UserError(f"config.json lists no methods that can be read in {FIELD!r}: {one_line(error)}") from error
+
+
+def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
+    """For a fitted field, given as the folder `model` of the fit: the config of its factored layers of n inputs."""
+    fit = path.parent / FIT
+    if not path.is_dir() or not fit.is_file():
+        return None
+    try:
+        settings = read_json(fit)["settings"]
+        problem, field = settings["problem"], settings["problem"]["field"]
+        table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
+        config = FieldMethod(**settings["method"]).settled(table).factors_config()
+        if config is None or config.activation != "sine" or field["activation"] != "siren":
+            return None if config is None else lambda n: config
+        frequency = float(field["frequency"])  # the activation multiplies by it, and the weight has it in its gain
+        return lambda n: replace(config, gain=config.gain_for(n) * frequency)
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{fit} does not say what was fitted: {one_line(error)}") from error
 
 
 def _setting(layer: str, settings: list[tuple[set[str], SineLowRankConfig]]) -> SineLowRankConfig | None:

@@ -126,9 +126,12 @@ def _checkpoint(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.exists():
         raise UserError(f"no such file or folder: {name}")
-    if path.is_dir() and not (path / "config.json").exists() and (path / "model" / "config.json").exists():
-        return path / "model"
-    if path.is_dir() and (path / "recipe.json").exists() and not any(path.glob("*.safetensors")):
+    model = path / "model"
+    begun = [each for each in ("recipe.json", "fit.json") if (path / each).exists()]
+    finished = (model / "config.json").exists() or (model.is_dir() and "fit.json" in begun)
+    if path.is_dir() and not (path / "config.json").exists() and finished:
+        return model
+    if path.is_dir() and begun and not any(path.glob("*.safetensors")):
         steps = sorted((path / "checkpoints").glob("step-*"))
         hint = f"; name a checkpoint of it, such as {steps[-1]}" if steps else ""
         raise UserError(f"the run in {path} has not finished{hint}")

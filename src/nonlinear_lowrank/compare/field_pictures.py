@@ -1,6 +1,7 @@
 """Pictures of a comparison of fields: score against size, and the fitted things side by side."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..canvas import COLOURS, GREYS, new_figure, save
+
+_Cell = tuple[str, np.ndarray]
 
 _NAMES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
 _STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}
@@ -69,7 +72,7 @@ def plot_strip(
     truth: np.ndarray,
     shown: Sequence[tuple[Mapping[str, Any], float, np.ndarray]],
 ) -> None:
-    """Ground truth and every arm, low-rank above sine at the same rank (Figures 6 and 8 of sine_lowrank.txt).
+    """Ground truth above the dense fit, then low-rank above sine, rank by rank (Figures 6 and 8 of sine_lowrank.txt).
 
     Args:
         path: the PNG to write.
@@ -77,23 +80,29 @@ def plot_strip(
         truth: (height, width, 3) uint8.
         shown: for each arm its record, the score of the fit that is shown, and its picture, of truth's size.
     """
-    rows: list[list[tuple[str, np.ndarray]]] = [[("ground truth", truth)], []]
     unit = results["unit"] and f" {results['unit']}"
+    columns: list[list[_Cell | None]] = [[("ground truth", truth), None]]
+    by_rank: dict[int | None, tuple[list[_Cell], list[_Cell]]] = {}
     for record, value, picture in shown:
-        kind = record["method"]["kind"]
-        label = f"{record['name']}\n{value:.4g}{unit}, {record['percent']:.3g} %"
-        rows[1 if kind == "sine" or (kind == "dense" and not rows[1]) else 0].append((label, picture))
-    rows = [row for row in rows if row]
-    columns = max(map(len, rows))
+        method = record["method"]
+        cell = (f"{record['name']}\n{value:.4g}{unit}, {record['percent']:.3g} %", picture)
+        if method["kind"] == "dense" and columns[0][1] is None:
+            columns[0][1] = cell
+        else:
+            by_rank.setdefault(method["rank"], ([], []))[method["kind"] == "sine"].append(cell)
+    for low, sine in by_rank.values():
+        columns += [list(pair) for pair in zip_longest(low, sine)]
+    rows = [row for row in zip(*columns, strict=True) if any(row)]
     height, width = truth.shape[:2]
-    cell = 2.2
-    figure = Figure(figsize=(cell * columns, len(rows) * (cell * height / width + 0.45)), layout="constrained")
+    size = 2.2
+    figure = Figure(figsize=(size * len(columns), len(rows) * (size * height / width + 0.45)), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(rows), columns, squeeze=False)
+    grid = figure.subplots(len(rows), len(columns), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     for row, cells in enumerate(rows):
-        for column, (label, picture) in enumerate(cells):
-            grid[row, column].imshow(picture, interpolation="nearest")
-            grid[row, column].set_title(label, fontsize=8)
+        for column, cell in enumerate(cells):
+            if cell is not None:
+                grid[row, column].set_title(cell[0], fontsize=8)
+                grid[row, column].imshow(cell[1], interpolation="nearest")
     save(figure, path)

@@ -45,7 +45,12 @@ class FieldArm:
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise UserError(f"lr must be a finite number above 0, not {self.lr!r}")
         if not self.name:
-            words = str(replace(self.method, init="kaiming_sqrt5")).replace("rank=", "k").replace("omega=", "w")
+            words = (
+                str(replace(self.method, init="kaiming_sqrt5"))
+                .replace("rank=", "k")
+                .replace("omega=", "w")
+                .replace("e+", "e")
+            )
             chosen = "" if len(self.inits) > 1 else f"-{self.inits[0]}"
             object.__setattr__(self, "name", re.sub(r"[^A-Za-z0-9._-]+", "-", words) + chosen)
         if not _NAME.fullmatch(self.name):
@@ -59,6 +64,8 @@ class FieldArm:
         left = []
         for option in filter(None, rest.split(",")):
             key, _, value = option.partition("=")
+            if key.strip() in own:
+                raise UserError(f"the arm {text!r} has {key.strip()} twice; leave one out")
             if key.strip() in ("lr", "name"):
                 own[key.strip()] = value.strip()
             else:

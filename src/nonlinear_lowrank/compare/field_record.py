@@ -43,13 +43,18 @@ class FieldRun:
         return None if self.score is None else self.metrics[self.score]
 
     @property
-    def late_gain(self) -> float | None:
-        """What the last fifth of the steps added to the score: how far from a plateau the fit was stopped."""
+    def late(self) -> tuple[float, float] | None:
+        """What the last steps added to the score, and their share of all: how far from a plateau the fit was stopped.
+
+        The share is a fifth, or more where the score was not taken so near the end.
+        """
         if self.score is None:
             return None
         last = self.curve[-1]["step"]
         before = [entry for entry in self.curve if entry["step"] <= 0.8 * last]
-        return self.curve[-1][self.score] - before[-1][self.score] if before else None
+        if not before:
+            return None
+        return self.curve[-1][self.score] - before[-1][self.score], 1 - before[-1]["step"] / last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ def _arm(
     diverged = [run.seed for run in runs if run.value is None]
     whole = [run for run in runs if run.value is not None] if not diverged else []
     numbers = [run.value for run in whole if run.value is not None]
-    late = [gain for run in whole if (gain := run.late_gain) is not None]
+    late = [found for run in whole if (found := run.late) is not None]
     means = {key: float(np.mean([run.metrics[key] for run in whole])) for key in (whole[0].metrics if whole else ())}
     return {
         "name": arm.name,
@@ -153,7 +158,8 @@ def _arm(
         "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
         "n": len(numbers),
         "metrics": means,
-        "late_gain": float(np.mean(late)) if late else None,
+        "late_gain": float(np.mean([gain for gain, _ in late])) if late else None,
+        "late_share": max(share for _, share in late) if late else None,
         "seconds": float(np.mean([run.seconds for run in whole])) if whole else None,
         "step_time": step_time,
         "curves": [[dict(entry) for entry in run.curve] for run in runs],
@@ -213,16 +219,17 @@ def _of_seed(seed: int) -> Callable[[Mapping[str, Any]], float]:
 
 
 def _curve(arms: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Arms of a kind by rising size; of several at one size (omegas) that which was best where rates were chosen."""
-    best: dict[int, Mapping[str, Any]] = {}
+    """Arms of a kind by rising size; of several at one size (omegas) that which was best where rates were chosen.
+
+    Where one of them had no choice of rates, that which ended best.
+    """
+    by_size: dict[int, list[Mapping[str, Any]]] = {}
     for arm in arms:
-        if arm["method"]["kind"] != kind or arm["mean"] is None:
-            continue
-        former = best.get(arm["parameters"])
-        if former is None or _tuned(arm) > _tuned(former):
-            best[arm["parameters"]] = arm
-    return [best[size] for size in sorted(best)]
-
-
-def _tuned(arm: Mapping[str, Any]) -> float:
-    return max((each["value"] for each in arm["tuning"] if each["value"] is not None), default=-np.inf)
+        if arm["method"]["kind"] == kind and arm["mean"] is not None:
+            by_size.setdefault(arm["parameters"], []).append(arm)
+    curve = []
+    for _, equal in sorted(by_size.items()):
+        tuned = [[each["value"] for each in arm["tuning"] if each["value"] is not None] for arm in equal]
+        scores = [max(values) for values in tuned] if all(tuned) else [arm["mean"] for arm in equal]
+        curve.append(equal[scores.index(max(scores))])
+    return curve

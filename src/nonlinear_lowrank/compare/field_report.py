@@ -39,8 +39,8 @@ def render_report(results: Record) -> str:
         f"# {results['recipe']}: {results['problem']}",
         f"Score: {score}, mean and standard deviation over n = {results['n']} seeds ({_seeds(results)}). "
         f"Where an arm had a choice of init and learning rate, it runs at its best of seed {results['tuning_seed']}. "
-        "`late` is what the last fifth of the steps added to the score. Sizes are shares of the dense network's "
-        f"{results['dense_parameters']:,} parameters.",
+        f"`late` is what the last {_late_share(results)} % of the steps added to the score. "
+        f"Sizes are shares of the dense network's {results['dense_parameters']:,} parameters.",
         markdown_table(*_arms(results)),
         "## Sine against plain low rank, at equal parameters",
         markdown_table(*_pairs(results)) if results["pairs"] else "No rank has both.",
@@ -124,6 +124,12 @@ def _score(arm: Record) -> str:
 
 def _metrics(results: Record) -> list[str]:
     return list(next((arm["metrics"] for arm in results["arms"] if arm["metrics"]), {}))
+
+
+def _late_share(results: Record) -> str:
+    """Records from before there were shares have fifths."""
+    shares = [arm.get("late_share", 0.2) for arm in results["arms"] if arm["late_gain"] is not None]
+    return f"{100 * max(shares, default=0.2):.0f}"
 
 
 def _words(name: str) -> str:

@@ -155,9 +155,12 @@ def _next_choices(tried: Sequence[FieldRun]) -> list[tuple[Init, float]]:
 
 
 def _best(tried: Sequence[FieldRun]) -> FieldRun | None:
-    """The fit with the best score, of equals the one with the smaller rate; None where all diverged."""
-    whole = [(run.value, -run.lr, run) for run in tried if run.value is not None]
-    return max(whole, key=lambda each: each[:2], default=(0, 0, None))[2]
+    """The fit with the best score, of equals that with the lower loss, then the smaller rate; None where all diverged.
+
+    Shapes of which nothing is inside score 0 alike, and the loss still tells them apart.
+    """
+    whole = [(run.value, -run.curve[-1]["loss"], -run.lr, run) for run in tried if run.value is not None]
+    return max(whole, key=lambda each: each[:3], default=(0, 0, 0, None))[3]
 
 
 def chosen(arm: FieldArm, tried: Sequence[FieldRun], notes: list[str]) -> tuple[Init, float] | None:

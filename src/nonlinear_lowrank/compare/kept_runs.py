@@ -45,8 +45,10 @@ class KeptRuns:
             defaults: what the file means where it is older than a setting.
 
         Raises:
-            UserError: the file is damaged, or its runs have other settings.
+            UserError: the file is damaged or its folder is missing, or its runs have other settings.
         """
+        if not self.file.parent.is_dir():
+            raise UserError(f"there is no folder {self.file.parent} to keep the finished runs in; make it first")
         self._lines = list(self._read()) if self.file.exists() else []
         if not self._lines:
             return

@@ -57,7 +57,7 @@ class FieldMethod:
         if self.kind != "dense":
             if self.rank is None:
                 raise UserError(f"{self.kind} linears need a rank, as in {self.kind}:rank=5")
-            self._config()
+            self.factors_config()
 
     @classmethod
     def parse(cls, text: str) -> "FieldMethod":
@@ -74,14 +74,18 @@ class FieldMethod:
                 raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
             if key not in ("rank", "omega", "gain", "init"):
                 raise UserError(f"{kind} linears have no setting {key!r}; there are rank, omega, gain and init")
+            if key in settings:
+                raise UserError(f"{text!r} has {key} twice; leave one out")
             settings[key] = _read(key, value)
         return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
 
     def __str__(self) -> str:
         """The short form; `parse` reads it back."""
-        options = [f"{name}={value:g}" for name in ("rank", "gain") if (value := getattr(self, name)) is not None]
-        if self.omega is not None:
-            options.insert(1, f"omega={self.omega if isinstance(self.omega, str) else format(self.omega, 'g')}")
+        options = [
+            f"{name}={_short(value)}"
+            for name in ("rank", "omega", "gain")
+            if (value := getattr(self, name)) is not None
+        ]
         if self.init != "kaiming_sqrt5":
             options.append(f"init={self.init}")
         return ":".join(filter(None, (self.kind, ",".join(options))))
@@ -90,7 +94,9 @@ class FieldMethod:
         """The method with omega as a number, where it was left open taken from a published table."""
         if self.kind != "sine":
             return self
-        return replace(self, omega=replace(self, omega=self.omega or table)._config().omega)
+        config = replace(self, omega=self.omega or table).factors_config()
+        assert config is not None
+        return replace(self, omega=config.omega)
 
     def factors(self, d_in: int, d_out: int) -> bool:
         """Whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
@@ -100,18 +106,21 @@ class FieldMethod:
         """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where a factored one is no smaller."""
         if not self.factors(d_in, d_out):
             return dense_linear(d_in, d_out, bias, init=self.init, generator=generator)
-        assert self.rank is not None
-        layer = SineLowRankLinear(d_in, d_out, bias, config=self._config())
-        _draw(layer.sine_up, self.rank, self.init, generator)
+        config = self.factors_config()
+        assert config is not None
+        layer = SineLowRankLinear(d_in, d_out, bias, config=config)
+        _draw(layer.sine_up, config.rank, self.init, generator)
         _draw(layer.sine_down, d_in, self.init, generator)
         if layer.bias is not None:
             _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
         return layer
 
-    def _config(self) -> SineLowRankConfig:
-        assert self.rank is not None or self.kind != "dense"
+    def factors_config(self) -> SineLowRankConfig | None:
+        """The settings of a factored linear; None for dense ones."""
+        if self.rank is None:
+            return None
         return SineLowRankConfig(
-            rank=self.rank,  # type: ignore[arg-type]  # None was refused
+            rank=self.rank,
             omega=self.omega,
             gain=self.gain,
             activation=_ACTIVATIONS[self.kind],
@@ -128,6 +137,13 @@ def dense_linear(
     if bias:
         _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
     return layer
+
+
+def _short(value: float | str) -> str:
+    """A number in six digits where they are all it has, or in all of its own."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def _read(key: str, value: str) -> Any:
