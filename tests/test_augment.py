@@ -1,13 +1,18 @@
 """Surgery: what is swapped, what is left, what is refused before anything changes."""
 
+import copy
 import json
+import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank.hub import load_model
 from zoo import FAMILIES, batch
 
 SWAPPED_PER_LAYER = {"llama": 7, "glm": 6, "gpt2": 4, "opt": 6, "eurobert": 7, "vit": 6, "image_tokens": 6}
@@ -80,6 +85,35 @@ def test_auto_init_keeps_a_loaded_models_weights(tmp_path):
     redrawn = other.model.layers[0].self_attn.q_proj.weight
     assert not torch.equal(redrawn, weight)
     assert redrawn.std().item() == pytest.approx(0.5 / 32**0.5, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
+def test_auto_init_tells_a_loaded_config_from_a_loaded_model(tmp_path):
+    family = type(FAMILIES["glm"]())
+    FAMILIES["glm"]().save_pretrained(tmp_path)
+
+    def init_of(model):
+        return nlr.augment(model, NobleConfig(rank=4), verbose=False).config.init
+
+    fresh = family(AutoConfig.from_pretrained(tmp_path))
+    assert fresh.config._name_or_path
+    assert init_of(fresh) == "scratch"
+    assert fresh.model.layers[0].self_attn.q_proj.noble_up.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nlr.augment(family(AutoConfig.from_pretrained(tmp_path)), nlr.SineLowRankConfig(rank=4), verbose=False)
+
+    loaded = family.from_pretrained(tmp_path)
+    assert init_of(copy.deepcopy(loaded)) == "pretrained"
+    assert init_of(copy.deepcopy(loaded).to(torch.bfloat16)) == "pretrained"
+    assert init_of(family.from_pretrained(tmp_path).model) == "pretrained"
+    nlr.augment(loaded, NobleConfig(rank=4), include=r".*q_proj", verbose=False)
+    loaded.save_pretrained(tmp_path / "ours")
+    again = load_model(tmp_path / "ours")
+    assert nlr.augment(again, NobleConfig(rank=4), include=r".*gate_up_proj", verbose=False).config.init == "pretrained"
+    wrapped = get_peft_model(family.from_pretrained(tmp_path), LoraConfig(target_modules=["q_proj"]))
+    wrapped.requires_grad_(True)
+    assert nlr.augment(wrapped, NobleConfig(rank=4), include=r".*k_proj", verbose=False).config.init == "pretrained"
 
 
 def test_include_and_exclude_choose_by_whole_names():

@@ -1,5 +1,6 @@
 """`nlr bench decode` at toy sizes: what it reports, not how fast this machine is."""
 
+import dataclasses
 import json
 
 import pytest
@@ -40,6 +41,11 @@ def test_report():
         assert row.parameter_ratio > 1
         assert str(row.step) in str(result)
     assert "one token after 9" in str(result)
+
+
+def test_what_cannot_be_made_faster_has_no_optimized_arm():
+    result = bench_decode(dataclasses.replace(TINY, methods=("nonlinear-query", "noble"), batch_sizes=(1,)))
+    assert [row.arm for row in result.rows] == ["nonlinear-query", "noble r=4", "noble r=4, optimized"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -417,10 +418,29 @@ def test_step_times_are_those_of_the_fits_threads(recipe, tmp_path, monkeypatch)
     monkeypatch.setattr(
         compare_module,
         "interleaved_step_times",
-        lambda arms, rounds: seen.append(torch.get_num_threads()) or {name: [1.0] * rounds for name in arms},
+        lambda arms, rounds, **_: seen.append(torch.get_num_threads()) or {name: [1.0] * rounds for name in arms},
     )
     with cpu_threads(2):
         short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))
         _compare(short, tmp_path / "out", timing_rounds=2)
         assert torch.get_num_threads() == 2
     assert seen == [1]
+
+
+def test_step_times_are_taken_on_the_fits_device(recipe, tmp_path, monkeypatch):
+    seen = []
+
+    def note(problem, model, config):
+        seen.append(next(model.parameters()).device.type)
+        return SimpleNamespace(take=lambda step: None)
+
+    def times(arms, rounds, clock):
+        seen.append(clock)
+        return {name: [1.0] * rounds for name in arms}
+
+    monkeypatch.setattr(compare_module, "choose_device", lambda name: torch.device("meta"))  # stands for a GPU
+    monkeypatch.setattr(compare_module, "Stepper", note)
+    monkeypatch.setattr(compare_module, "interleaved_step_times", times)
+    short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))
+    _compare(short, tmp_path / "out", timing_rounds=2)
+    assert seen == ["meta", "meta", "wall"]

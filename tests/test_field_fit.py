@@ -153,6 +153,55 @@ def test_a_loss_that_is_no_number_stops_the_fit(tmp_path, monkeypatch):
     assert all(torch.isfinite(each).all() for each in weights.values())
 
 
+@pytest.mark.parametrize("broken", [10, 12])
+def test_weights_that_are_no_numbers_are_neither_a_checkpoint_nor_a_result(tmp_path, monkeypatch, broken):
+    """The step's loss is finite and its gradient is not: at a checkpoint, and at the end."""
+    problem = _problem()
+    loss, taken = problem.loss, []
+
+    def breaks(model, batch):
+        taken.append(1)
+        slope = (model.last.bias.sum() * 0).sqrt() if len(taken) == broken else 0  # 0, of infinite slope
+        return loss(model, batch) + slope
+
+    monkeypatch.setattr(problem, "loss", breaks)
+    with pytest.raises(DivergedError, match=rf"a weight is no longer a finite number at step {broken}; .*\d;") as error:
+        _fit(tmp_path, problem)
+    assert error.value.step == broken
+    assert not (tmp_path / "result.json").exists()
+    for file in tmp_path.glob("checkpoints/*/model.safetensors"):
+        assert all(torch.isfinite(each).all() for each in load_file(file).values())
+
+
+def _cut(out, monkeypatch, **options):
+    """A fit that was stopped after its first checkpoint."""
+    problem = _problem()
+    batch = problem.batch
+
+    def stops(step, generator):
+        if step == 7:
+            raise KeyboardInterrupt
+        return batch(step, generator)
+
+    monkeypatch.setattr(problem, "batch", stops)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(out, problem, **options)
+
+
+def test_pictures_and_places_may_be_others_when_a_fit_goes_on(tmp_path, monkeypatch):
+    before = {"source": "here/photo.png", "frames": 12, "frame_downscale": 2, "picture_height": 480, "points": 20}
+    views = {"azimuth": 30.0, "elevation": 15.0, "up": "y", "mesh_resolution": 128}
+    _cut(tmp_path, monkeypatch, about={**before, **views})
+    now = {"source": "there/moved.png", "frames": 0, "frame_downscale": 1, "picture_height": 64, "points": 20}
+    views = {"azimuth": 0.0, "elevation": 0.0, "up": "z", "mesh_resolution": 64}
+    with pytest.raises(UserError, match=r"problem\.points 20, not 21"):
+        _fit(tmp_path, resume=True, about={**now, **views, "points": 21})
+    moved = _problem()
+    moved.name = "moved"
+    for _ in range(2):  # goes on, is handed back
+        assert _fit(tmp_path, moved, resume=True, about={**now, **views}).steps == 12
+
+
 def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
     _fit(tmp_path)
     with pytest.raises(UserError, match=r"is not empty; .*--resume"):
@@ -176,12 +225,55 @@ def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
     assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("file", "text"), [("fit.json", "{"), ("fit.json", "[]"), ("result.json", "{}")])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("fit.json", "{"),
+        ("fit.json", "[]"),
+        ("result.json", "{}"),
+        ("result.json", '{"score": "psnr", "metrics": {}, "curve": []}'),
+        (
+            "result.json",
+            '{"score": "psnr", "metrics": {}, "curve": [], "parameters": 1, "factored": 1, "steps": 1, "seconds": 1.0, '
+            '"files": []}',
+        ),
+    ],
+)
 def test_a_broken_file_of_a_fit_is_one_clear_line(tmp_path, file, text):
     _fit(tmp_path)
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=rf"{file} .*--overwrite"):
         _fit(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "unlisted"])
+def test_damaged_weights_of_a_finished_fit_are_one_clear_line(tmp_path, damage):
+    _fit(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    bits = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(bits[: len(bits) // 2])
+    elif damage == "changed":
+        bits[-1] ^= 1
+        file.write_bytes(bits)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (tmp_path / "model" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"model.*; fit it again with --overwrite"):
+        _fit(tmp_path, resume=True)
+    assert _fit(tmp_path, overwrite=True).steps == 12
+
+
+def test_what_does_not_fit_memory_is_one_clear_line(tmp_path, monkeypatch):
+    wide = ImageProblem(np.zeros((4, 4, 3)), field=FieldConfig(in_features=2, out_features=3, width=10**12))
+    with pytest.raises(UserError, match=r"the network has [\d,]+ parameters, whose fit takes .*smaller width"):
+        _fit(tmp_path / "wide", wide)
+    assert not (tmp_path / "wide").exists()
+    problem = _problem()
+    monkeypatch.setattr(problem, "loss", lambda model, batch: torch.empty(10**16).sum())
+    with pytest.raises(UserError, match="the fit does not fit memory; choose a smaller width"):
+        _fit(tmp_path / "large", problem)
 
 
 def test_a_rank_that_saves_nothing_is_refused_before_anything_is_written(tmp_path):
@@ -233,6 +325,10 @@ def test_a_compiled_fit_computes_the_same(tmp_path):
         ({"schedule": "exponential", "end": 0.0}, "end must be a share"),
         ({"seed": 2**31}, "seed must be below"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"device": "meta"}, "device meta cannot be used here"),
+        ({"betas": (1.5, 0.9)}, "betas must be two numbers of at least 0 and below 1"),
+        ({"betas": (0.9, float("nan"))}, "betas must be two numbers"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.fields.image import ImageProblem, ImageSettings, positions, psnr
+from nonlinear_lowrank.fields.image import ImageProblem, ImageSettings, positions, psnr, read_image
 from nonlinear_lowrank.fields.model import FieldConfig
 from nonlinear_lowrank.fields.problem import FieldMethod
 
@@ -105,8 +105,8 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path):
         ("absent.png", "no such file"),
         ("", "a folder"),
         ("empty.png", "empty file"),
-        ("text.png", "cannot be read as an image"),
-        ("cut.png", "cannot be read as an image"),
+        ("text.png", "cannot read the image .*text.png"),
+        ("cut.png", "cannot read the image .*cut.png"),
     ):
         with pytest.raises(UserError, match=message):
             ImageSettings(source=str(tmp_path / name), field=SMALL).prepare()
@@ -133,3 +133,41 @@ def test_arrays_that_are_no_images_are_refused(pixels, message):
 def test_a_network_of_other_sizes_is_refused():
     with pytest.raises(UserError, match="in_features 2 and out_features 3"):
         ImageProblem(_image(), field=FieldConfig())
+
+
+def test_deep_greys_are_scaled_and_not_clipped(tmp_path):
+    grey = np.random.default_rng(0).integers(0, 2**16, (8, 9), dtype=np.uint16)
+    grey[0, :2] = 0, 65535
+    for suffix in ("png", "tif"):
+        Image.fromarray(grey).save(tmp_path / f"deep.{suffix}")
+        found = np.asarray(read_image(str(tmp_path / f"deep.{suffix}")))
+        assert np.array_equal(found, np.repeat(np.rint(grey / 257).astype(np.uint8)[..., None], 3, 2))
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(np.int32, "I"), (np.float32, "F")])
+def test_pictures_of_32_bits_are_refused_by_name(tmp_path, kind, mode):
+    Image.fromarray(np.arange(64).reshape(8, 8).astype(kind)).save(tmp_path / "deep.tif")
+    with pytest.raises(UserError, match=rf"deep.tif: its values are 32-bit \(mode {mode}\).*8 or 16 bits") as caught:
+        read_image(str(tmp_path / "deep.tif"))
+    assert "\n" not in str(caught.value)
+
+
+def test_clear_pixels_come_before_white(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 4), dtype=np.uint8)
+    pixels[0, 0] = 0, 0, 0, 0
+    Image.fromarray(pixels).save(tmp_path / "clear.png")
+    found = np.asarray(read_image(str(tmp_path / "clear.png")))
+    share = pixels[..., 3:] / 255
+    assert abs(found - (pixels[..., :3] * share + 255 * (1 - share))).max() < 0.5 + 1e-3
+    assert found[0, 0].tolist() == [255] * 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_pictures_are_upright(tmp_path, kind, orientation):
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    Image.fromarray(_image()).save(tmp_path / "turned", kind, exif=tags)
+    with Image.open(tmp_path / "turned") as opened:
+        upright = np.asarray(ImageOps.exif_transpose(opened))
+    assert np.array_equal(np.asarray(read_image(str(tmp_path / "turned"))), upright)

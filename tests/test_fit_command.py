@@ -12,6 +12,7 @@ from PIL import Image
 from cli_kit import run
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.fields.fit import build
+from nonlinear_lowrank.fields.step import Stepper
 from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
 
 FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]
@@ -83,6 +84,58 @@ def test_a_comparison_prints_its_table(capsys, tmp_path):
     assert (code, err) == (0, "")
 
 
+ARMS = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero,omega=40")
+TWO = (*SHORT, "--arms", *ARMS, "--tune-lr", "--seeds", "1", "--timing-rounds", "0")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+@pytest.mark.parametrize("command", [("fit", "image-demo", *SHORT), ("compare", "image-demo", *TWO)])
+def test_what_was_stopped_goes_on_with_data_that_were_moved(capsys, tmp_path, monkeypatch, photo, command):
+    take = Stepper.take
+
+    def stops(self, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        return take(self, step)
+
+    command = (*command, "--save-every", "2", "--out", str(tmp_path / "out"))
+    monkeypatch.setattr(Stepper, "take", stops)
+    assert run(capsys, *command, "--source", str(photo))[0] == 130
+    monkeypatch.setattr(Stepper, "take", take)
+    assert list((tmp_path / "out").glob("**/step-000004"))
+    photo.rename(tmp_path / "moved.png")
+    code, _, err = run(capsys, *command, "--source", str(tmp_path / "moved.png"), "--resume")
+    assert code == 0, err
+
+
+def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
+    out = tmp_path / "out"
+    command = ("compare", "image-demo", *TWO, "--source", str(photo), "--out", str(out))
+    assert run(capsys, *command)[0] == 0
+    scores = [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]]
+    weights = sorted(out.glob("runs/**/model.safetensors"))
+    results = sorted(out.glob("runs/**/result.json"))
+    assert len(weights) == len(results) == 2
+    for damage in (
+        lambda: weights[0].write_bytes(weights[0].read_bytes()[:500]),
+        lambda: [file.unlink() for file in weights],
+        lambda: results[0].write_text("{}"),
+        lambda: results[1].write_text('{"score": "psnr", "metrics": {}, "curve": [], "seconds": 1.0}'),
+    ):
+        damage()
+        code, _, err = run(capsys, *command, "--resume")
+        assert code == 0, err
+        assert err.count("seed 1 of 1") in (1, 2)  # the damaged ones alone
+        assert [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]] == scores
+    assert run(capsys, *command, "--resume")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,6 +152,13 @@ def test_a_comparison_prints_its_table(capsys, tmp_path):
         (["fit", "image-demo", "--spread", "-1"], "spread must be a finite number above 0"),
         (["compare", "image-demo", "--arms", "sine:rank=5"], "at least two arms"),
         (["compare", "image-demo", "--max-minutes", "0"], "--max-minutes must be above 0"),
+        (["compare", "image-demo", "--max-minutes", "nan"], "--max-minutes must be above 0 and finite"),
+        (["compare", "image-demo", "--timing-rounds", "-1"], "timing_rounds must be a whole number of at least 0"),
+        (["compare", "image-demo", "--device", "meta"], "device meta cannot be used here"),
+        (["compare", "image-demo", "--width", "1000000000000"], "choose a smaller width"),
+        (["fit", "image-demo", "--device", "meta"], "device meta cannot be used here"),
+        (["fit", "image-demo", "--betas", "1.5", "0.9"], "betas must be two numbers of at least 0 and below 1"),
+        (["fit", "image-demo", "--width", "1000000000000"], "choose a smaller width"),
     ],
 )
 def test_wrong_inputs_get_one_line_and_nothing_is_written(capsys, tmp_path, monkeypatch, arguments, message):

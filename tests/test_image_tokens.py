@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from nonlinear_lowrank.cli import main
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.generation import Sampling
-from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.hub import convert, load_model
+from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 from nonlinear_lowrank.image_sampling import picture, sample_images
+from nonlinear_lowrank.layers import NobleConfig
 from nonlinear_lowrank.recipes import get_recipe
 from nonlinear_lowrank.tasks import image_token_data
 from nonlinear_lowrank.tasks.image_token_data import ImageTokenData, as_square, prepare_images
@@ -304,6 +306,11 @@ def test_images_encoded_by_a_vqmodel(vq, tmp_path):
         prepared.train[3]["input_ids"][1:].tolist()
         == find_vq(str(folder)).encode(arrays["x_train"])[3].ravel().tolist()
     )
+    (weights,) = (tmp_path / "cache").rglob("diffusion_pytorch_model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-9])
+    assert prepare_images(data(tmp_path, **source, codes=24)).fingerprint == prepared.fingerprint
+    assert weights.read_bytes() == whole, "made anew"
     with pytest.raises(UserError, match="24 codes of 4 pixels; set --codes 24 --patch 4"):
         prepare_images(data(tmp_path, **source, codes=25))
 
@@ -383,6 +390,34 @@ def test_generate_writes_a_picture(trained, tmp_path, capsys):
     ):
         assert main(["generate", str(trained), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def plain_model(folder, tokenizer):
+    """A plain model's folder that draws pictures of 2 x 2 tokens."""
+    config = ImageTokensConfig(
+        vocab_size=tokenizer.codes, num_classes=2, grid_rows=2, grid_columns=2, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, hidden_act="gelu",
+        attention_bias=False,
+    )  # fmt: skip
+    ImageTokensForCausalLM(config).save_pretrained(folder)
+    ImageCodec(tokenizer, 2, 2, ("cat", "dog")).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["patches", "vq"])
+def test_a_converted_model_keeps_its_tokenizer_and_draws(kind, tmp_path, request):
+    if kind == "vq":
+        tokenizer = find_vq(str(request.getfixturevalue("vq")[0]))
+        files = ["image_tokenizer/config.json", "image_tokenizer/diffusion_pytorch_model.safetensors"]
+    else:
+        tokenizer = PatchTokenizer.fit(noise(50, 8, 8, 3), codes=9, patch=4)
+        files = ["image_tokenizer.safetensors"]
+    folder = plain_model(tmp_path / "plain", tokenizer)
+    report = convert(folder, tmp_path / "out", NobleConfig(rank=2))
+    assert {"image_tokenizer.json", *files} <= set(report.copied)
+    shutil.rmtree(folder)
+    assert main(["generate", str(tmp_path / "out"), "--images", "1", "--out", str(tmp_path / "a.png")]) == 0
+    assert np.asarray(Image.open(tmp_path / "a.png")).shape[0] > 16
 
 
 def test_evaluate_repeats_the_loss_of_training(trained, capsys):

@@ -44,6 +44,19 @@ def test_gradient_scores_are_the_formula():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_modules_keep_their_modes(score):
+    model = Two().train()
+    model.a.eval()
+    layer_importance(model, batches(), score=score)
+    assert {name: module.training for name, module in model.named_modules()} == {
+        "": True,
+        "a": False,
+        "b": True,
+        "unused": True,
+    }
+
+
 def test_activation_scores_are_the_formula():
     model, given = Two(), batches()
     x = torch.cat([each["x"] for each in given])
@@ -107,6 +120,23 @@ def test_percentile_is_numpys():
         ("model.layers.0.self_attn.k_proj", "key"),
         ("model.decoder.layers.0.fc2", "feed_forward"),
         ("encoder.layer.0.SelfAttention.v", "value"),
+        ("deberta.encoder.layer.0.attention.self.query_proj", "query"),
+        ("deberta.encoder.layer.0.attention.self.key_proj", "key"),
+        ("deberta.encoder.layer.0.attention.self.value_proj", "value"),
+        ("encoder.block.0.layer.1.DenseReluDense.wi", "feed_forward"),
+        ("encoder.block.0.layer.1.DenseReluDense.wi_1", "feed_forward"),
+        ("encoder.block.0.layer.1.DenseReluDense.wo", "feed_forward"),
+        ("layers.0.attention.wo", "other"),
+        ("transformer.h.0.crossattention.q_attn", "query"),
+        ("down_blocks.0.attn1.to_q", "query"),
+        ("down_blocks.0.attn1.to_k", "key"),
+        ("down_blocks.0.attn1.to_v", "value"),
+        ("encoder.layers.0.self_attn.linear_q", "query"),
+        ("encoder.layers.0.self_attn.linear_v", "value"),
+        ("layers.0.attention.q_linear", "query"),
+        ("layers.0.attention.qkv_linear", "query"),
+        ("encoder.layers.0.linear1", "feed_forward"),
+        ("convnext.encoder.stages.0.layers.0.pwconv2", "feed_forward"),
     ],
 )
 def test_parts_by_name(name, part):

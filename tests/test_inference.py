@@ -173,6 +173,10 @@ def test_wrong_inputs_and_saving(tmp_path):
         nlr.optimize_for_inference("model")
     with pytest.raises(UserError, match="nothing to optimize in this LlamaForCausalLM"):
         nlr.optimize_for_inference(zoo.llama())
+    queried = zoo.llama()
+    nlr.augment(queried, nlr.NonlinearQueryConfig(), verbose=False)
+    with pytest.raises(UserError, match="no layer that can be made faster, and no adapter"):
+        nlr.optimize_for_inference(queried)
     model = zoo.llama()
     nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
     with pytest.raises(UserError, match="dense must be one of 'keep', 'int8', 'fp8'"):

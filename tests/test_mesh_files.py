@@ -10,6 +10,7 @@ from scipy.spatial.transform import Rotation
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.fields.mesh_files import knot, read_mesh
+from nonlinear_lowrank.fields.occupancy_grid import occupancy_grid
 
 
 def random_closed():
@@ -79,6 +80,15 @@ def test_no_repair_is_offered_where_it_would_not_close(tmp_path):
             read_mesh(path, repair=repair)
 
 
+def test_no_repair_is_offered_where_it_would_leave_no_volume(tmp_path):
+    turn = Rotation.random(random_state=int(torch.randint(2**31, ()))).as_matrix()
+    sheet = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]]) @ turn
+    path = save_npz(tmp_path / "sheet.npz", v=sheet, f=np.array([[0, 1, 2], [0, 2, 3]]))
+    for repair in (False, True):
+        with pytest.raises(UserError, match="4 edges have one face alone; closing its holes was tried"):
+            read_mesh(path, repair=repair)
+
+
 def test_the_embedded_knot_is_closed():
     mesh = knot(around=64, along=400)
     assert mesh.is_watertight
@@ -113,6 +123,90 @@ def test_arrays_that_are_no_mesh_are_refused(tmp_path, arrays, message):
     with pytest.raises(UserError, match=message) as caught:
         read_mesh(save_npz(tmp_path / "bad.npz", **arrays))
     assert "\n" not in str(caught.value)
+
+
+def ball(radius, outwards=True, centre=(0, 0, 0)):
+    mesh = trimesh.creation.icosphere(2, radius).apply_translation(centre)
+    if not outwards:
+        mesh.invert()
+    return mesh
+
+
+UNIT = ball(1.0).volume
+BODIES = {
+    "apart": ([ball(1), ball(1, False, (3, 0, 0))], 2),
+    "inverted": ([ball(1, False)], 1),
+    "shell": ([ball(1), ball(0.5, False)], 1 - 0.5**3),
+    "inverted-shell": ([ball(1, False), ball(0.5)], 1 - 0.5**3),
+    "shell-and-more": ([ball(1, False, (5, 0, 0)), ball(1), ball(0.5, False), ball(0.25)], 2 - 0.5**3 + 0.25**3),
+    "overlap": ([ball(1), ball(0.5)], 1 + 0.5**3),
+}
+
+
+@pytest.mark.parametrize("flipped", [0.0, 0.2], ids=["alike", "some-flipped"])
+@pytest.mark.parametrize("name", BODIES)
+def test_faces_are_turned_so_that_volumes_add_up(tmp_path, name, flipped):
+    bodies, volume = BODIES[name]
+    mesh, faces = trimesh.util.concatenate(bodies), []
+    for body in bodies:
+        few = (torch.rand(len(body.faces)) < flipped).numpy()
+        faces.append(np.where(few[:, None], body.faces[:, ::-1], body.faces))
+    offsets = np.cumsum([0, *(len(body.vertices) for body in bodies[:-1])])
+    moved = np.concatenate([some + offset for some, offset in zip(faces, offsets, strict=True)])
+    mixed = (torch.randperm(len(moved))).numpy()
+    read = read_mesh(save_npz(tmp_path / "bodies.npz", v=mesh.vertices, f=moved[mixed]))
+    assert read.is_winding_consistent
+    assert read.volume == pytest.approx(volume * UNIT)
+    if not flipped and name in ("shell", "overlap"):
+        assert np.array_equal(read.faces, moved[mixed])  # what is right stays
+
+
+def test_a_face_turned_over_is_turned_back(tmp_path):
+    faces = BOX.faces.copy()
+    faces[0] = faces[0][::-1]
+    grid = occupancy_grid(read_mesh(save_npz(tmp_path / "flip.npz", v=BOX.vertices, f=faces)), 8)
+    assert grid.volume == pytest.approx(1)
+    assert abs(grid.hollow) < 1e-9
+    holed = read_mesh(save_npz(tmp_path / "holed.npz", v=BOX.vertices, f=faces[:-1]), repair=True)
+    assert holed.volume == pytest.approx(1)
+
+
+def test_a_surface_with_one_side_is_refused(tmp_path):
+    """Klein's bottle as a grid of 12 x 12 whose one seam is glued the other way round."""
+    n = 12
+    i, j = np.divmod(np.arange(n * n), n)
+
+    def corner(i, j):
+        return i % n * n + np.where(i >= n, -j, j) % n
+
+    a, b, c, d = corner(i, j), corner(i + 1, j), corner(i + 1, j + 1), corner(i, j + 1)
+    faces = np.concatenate([np.stack([a, b, c], 1), np.stack([a, c, d], 1)])
+    path = save_npz(tmp_path / "klein.npz", v=torch.rand(n * n, 3).double().numpy(), f=faces)
+    with pytest.raises(UserError, match="one side only: no volume"):
+        read_mesh(path)
+
+
+def test_repair_says_that_it_removes_doubled_faces(tmp_path):
+    twice = save_npz(tmp_path / "twice.npz", v=BOX.vertices, f=np.concatenate([BOX.faces, BOX.faces]))
+    with pytest.raises(UserError, match=r"--repair .repair=True. removes 12 faces that are there already$"):
+        read_mesh(twice)
+    assert read_mesh(twice, repair=True).volume == pytest.approx(1)
+    holed = save_npz(tmp_path / "holed.npz", v=BOX.vertices, f=np.concatenate([BOX.faces[1:], BOX.faces[1:2]]))
+    with pytest.raises(
+        UserError, match=r"removes 1 face that is there already and closes it with 3 triangles, 8\.3% of its area$"
+    ):
+        read_mesh(holed)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e-9, 1e-7, 1e6, 1e12, 1e100])
+def test_units_do_not_matter(tmp_path, scale):
+    mesh = knot(16, 120)
+    corners = mesh.vertices[mesh.faces].reshape(-1, 3)  # loose triangles, to be merged
+    path = save_npz(tmp_path / "scaled.npz", v=corners * scale, f=np.arange(len(corners)).reshape(-1, 3))
+    read = read_mesh(path)
+    assert read.vertices.shape == mesh.vertices.shape
+    np.testing.assert_allclose(read.extents / scale, mesh.extents)
+    assert occupancy_grid(read, 8).volume == pytest.approx(mesh.volume / mesh.extents.prod())
 
 
 @pytest.mark.parametrize("name", ["bad.obj", "bad.ply", "bad.stl", "bad.npz"])

@@ -1,6 +1,7 @@
 """The paper's network by its counts; the problem: batches, loss, scores, pictures, fits."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -199,6 +200,23 @@ def test_device_coordinates_are_used_for_a_scene_without_end(tmp_path):
     model = problem.build(FieldMethod(), generator())
     assert problem.picture(model).shape == (16, 16, 3)
     assert problem.evaluate(model)["psnr"] > 0
+
+
+def test_frames_that_no_path_can_be_made_for_are_refused_before_training():
+    """Views outwards from one spot: their axes meet where the cameras are."""
+    angle = 2 * np.pi * np.arange(12) / 12
+    poses = np.zeros((12, 3, 4))
+    poses[:, 0, 0] = poses[:, 2, 2] = np.cos(angle)
+    poses[:, 0, 2], poses[:, 2, 0] = np.sin(angle), -np.sin(angle)
+    poses[:, 1, 1] = 1
+    scene = demo_scene(views=12, size=16)
+    scene = replace(scene, cameras=replace(scene.cameras, poses=poses))
+    with pytest.raises(UserError, match=r"no path can be made for the frames of .*, or set frames to 0"):
+        NerfProblem(scene, NerfSettings(field=TINY, frames=2))
+    without = NerfProblem(scene, NerfSettings(field=TINY, frames=0))
+    assert without.picture(None).shape == (16, 16, 3)
+    # a fit that was begun with frames can be ended without them
+    assert tiny_problem(frames=3).fingerprint == tiny_problem(frames=0, frame_downscale=1).fingerprint
 
 
 def test_settings_out_of_range_are_named():

@@ -1,6 +1,7 @@
 """Scenes out of folders and .npz files; what does not fit is refused in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.fields.cameras import Cameras, average_pose, look_at, recentred
+from nonlinear_lowrank.fields.nerf import NerfProblem, NerfSettings
 from nonlinear_lowrank.fields.rendering import pixel_rays
 from nonlinear_lowrank.fields.scenes import read_scene
 
@@ -245,6 +247,65 @@ def test_cameras_that_cancel_out_have_no_average():
     poses = np.stack([look_at(np.array([0.0, 0, z]), np.zeros(3), np.array([0.0, 1, 0])) for z in (1, -1)])
     cameras = Cameras(poses, np.tile([9.0, 9, 4, 4], (2, 1)), 8, 8)
     refused("cancel out", lambda: recentred(cameras.poses))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "trained"), [(None, (0, 1, 2)), ((4,), (0, 1, 2)), ((1,), (0, 2)), ((0, 5), (1, 2))]
+)
+def test_a_scenes_own_test_views_are_never_trained_on(tmp_path, held_out, trained):
+    made = save_blender(tmp_path, {"train": 3, "test": 3})
+    arrays = {f"{what}_{side}": made[side][place] for side in made for place, what in enumerate(("poses", "images"))}
+    np.savez(tmp_path / "packed.npz", **arrays, focal=np.float64(20.0))
+    for source in (tmp_path, tmp_path / "packed.npz"):
+        scene = read_scene(source, held_out=held_out)
+        assert scene.trained == trained
+        assert scene.held_out == (held_out or (3, 4, 5))
+    settings = NerfSettings(source=str(tmp_path), held_out=held_out, rays=200)
+    *_, colours, _ = NerfProblem(scene, settings).batch(0, torch.Generator().manual_seed(0))
+    seen = {tuple(each) for each in scene.images[list(trained)].reshape(-1, 3).tolist()}
+    assert {tuple(each) for each in colours.tolist()} <= seen
+
+
+def test_views_left_out_of_training_tell_scenes_apart(tmp_path):
+    save_blender(tmp_path, {"train": 3, "test": 2})
+    scene = read_scene(tmp_path, held_out=(3,))
+    assert replace(scene, set_aside=()).trained == (0, 1, 2, 4)
+    assert scene.fingerprint != replace(scene, set_aside=()).fingerprint
+    refused("hold out at least one and leave at least one", lambda: read_scene(tmp_path, held_out=(0, 1, 2)))
+
+
+def test_views_that_device_coordinates_cannot_show_are_refused(tmp_path):
+    def save(degrees):
+        turn = np.radians(np.linspace(-degrees, degrees, VIEWS))
+        poses = np.zeros((VIEWS, 3, 4))
+        poses[:, 0, 0] = poses[:, 2, 2] = np.cos(turn)
+        poses[:, 0, 2], poses[:, 2, 0], poses[:, 1, 1] = np.sin(turn), -np.sin(turn), 1
+        np.savez(tmp_path / "wide.npz", images=random_images(), poses_bounds=poses_bounds(poses, focal=8.0))
+        return tmp_path / "wide.npz"
+
+    # The outermost pixels' centres are atan(7.5 / 8) = 43.2 degrees off the axis.
+    scene = read_scene(save(46))
+    assert (scene.cameras.corners()[..., 2] < 0).all()
+    refused("view 0 of wide sees sideways or backwards.*turn them off", lambda: read_scene(save(47.5)))
+    assert not read_scene(save(47.5), ndc=False).ndc
+
+
+def test_corners_are_the_rays_of_the_corner_pixels():
+    cameras = Cameras(random_poses(2), np.array([[20.0, 24, 7, 5]] * 2), HEIGHT, WIDTH)
+    row, column = torch.tensor([0, 0, HEIGHT - 1, HEIGHT - 1]), torch.tensor([0, WIDTH - 1] * 2)
+    rays = pixel_rays(cameras, torch.ones(4, dtype=torch.long), row, column)
+    np.testing.assert_allclose(cameras.corners()[1], rays.directions.numpy(), atol=1e-12)
+
+
+def test_deep_pictures_keep_their_greys_or_are_refused(llff):
+    folder, _, _ = llff
+    grey = np.random.default_rng().integers(0, 2**16, (VIEWS, HEIGHT, WIDTH), dtype=np.uint16)
+    for number, image in enumerate(grey):
+        Image.fromarray(image).save(folder / "images_2" / f"view{number:03d}.png")
+    found = read_scene(folder, downscale=2).images
+    assert abs(found - grey[..., None] / 65535).max() <= 0.5 / 255 + 1e-6
+    Image.fromarray(grey[0].astype(np.float32)).save(folder / "images_2" / "view003.png", "TIFF")
+    refused("view003.png: its values are 32-bit .mode F.*8 or 16 bits", lambda: read_scene(folder, downscale=2))
 
 
 @pytest.mark.shared_data

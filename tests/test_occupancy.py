@@ -10,7 +10,7 @@ from scipy.ndimage import gaussian_filter
 from torch import nn
 
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields import surface_sampling
+from nonlinear_lowrank.fields import mesh_picture, occupancy_grid, surface_sampling
 from nonlinear_lowrank.fields.mesh_files import knot
 from nonlinear_lowrank.fields.mesh_picture import View, render
 from nonlinear_lowrank.fields.model import FieldConfig
@@ -186,6 +186,44 @@ def test_pictures_are_lit_from_the_upper_left():
     ball = trimesh.creation.icosphere(4)
     picture = render(ball, ball.bounds, View(azimuth=float(torch.rand(()) * 360), height=80)).astype(float).mean(-1)
     assert picture[20:32, 20:32].mean() > picture[48:60, 48:60].mean() + 30
+
+
+def test_a_band_that_does_not_fit_memory_is_refused(monkeypatch):
+    """The lattice alone fits: 64^3 points of 2 bytes, and most of them are in so wide a band, at 4 bytes more."""
+    inside = np.zeros((64, 64, 64), dtype=bool)
+    inside[:32] = True
+    monkeypatch.setattr(occupancy_grid, "free_memory", lambda: 100_000_000 + 2 * inside.size)
+    assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
+    with pytest.raises(
+        UserError, match=r"surface_band 0.8: the band .* points of the lattice, takes .* give a smaller"
+    ):
+        LatticePoints(inside, 0.7, 0.8)
+    with pytest.raises(UserError, match=r"surface_band 0\.2"):
+        LatticePoints(inside, 0.7, 0.2, spare=2 * inside.size)
+
+
+def test_pictures_of_rods_stay_small():
+    view = View(azimuth=0, elevation=0, height=40)
+    for ratio in (3.9, 4.1, 100, 1e6):
+        rod = trimesh.creation.box((ratio, 1, 1))
+        height, width = render(rod, rod.bounds, view).shape[:2]
+        assert height * width <= 4 * 40**2 * 1.1
+        if ratio <= 100:
+            assert width / height == pytest.approx(ratio, rel=0.15)
+
+
+def test_pictures_do_not_depend_on_units_or_on_how_many_rays_run_at_once(monkeypatch):
+    mesh, view = trimesh.creation.torus(1.0, 0.3), View(height=40)
+    wide = mesh.bounds * 2  # rows at the top and the bottom see nothing
+    whole = render(mesh, wide, view)
+    for scale in (2.0**-40, 2.0**40):
+        small = mesh.copy()
+        small.vertices = small.vertices * scale
+        assert np.array_equal(render(small, wide * scale, view), whole)
+    monkeypatch.setattr(mesh_picture, "_AT_ONCE", 500)
+    parts = render(mesh, wide, view)
+    assert np.array_equal((parts < 255).any(-1), (whole < 255).any(-1))
+    assert abs(parts.astype(int) - whole).mean() < 3  # the sky is drawn in another order
 
 
 def test_a_fit_learns_the_shape():

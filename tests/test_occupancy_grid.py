@@ -142,6 +142,26 @@ def test_bodies_that_overlap_are_known_by_their_volume():
     assert grid.hollow == pytest.approx(2 * 0.5**3 / (1 + 0.5**3), abs=0.01)  # counted twice by faces, hollow by parity
 
 
+@pytest.mark.parametrize("plates", [51, 400])
+def test_rays_count_as_many_crossings_as_there_are(plates):
+    box = trimesh.creation.box().apply_translation([0, 0, 0.5])
+    points = [box.vertices * [1, 1, 0.5] + [0, 0, number] for number in range(plates)]
+    faces = [box.faces + number * len(box.vertices) for number in range(plates)]
+    mesh = trimesh.Trimesh(np.concatenate(points), np.concatenate(faces), process=False)
+    places, grid = sampled(mesh, 32, off_lattice=True)
+    height = places[..., 2] % 1
+    clear = (abs(height - 0.5) > 0.02) & (height > 0.02) & (height < 0.98)
+    assert np.array_equal(grid.inside[clear], height[clear] < 0.5)
+    assert 0.7 < clear.mean() < 1
+
+
+def test_faces_that_enclose_nothing_are_refused():
+    inverted = trimesh.creation.box().apply_translation([3, 0, 0])
+    inverted.invert()
+    with pytest.raises(UserError, match="enclose no volume, or their bodies' volumes cancel out; turn the faces"):
+        occupancy_grid(trimesh.util.concatenate([trimesh.creation.box(), inverted]), 8)
+
+
 def test_a_grid_that_does_not_fit_is_refused_before_memory_is_taken(monkeypatch):
     mesh = trimesh.creation.box()
     with pytest.raises(UserError, match=r"a grid of 100000\^3 takes 1000000.1 GB and .* GB are free; \d+ would fit"):

@@ -5,7 +5,20 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
@@ -120,6 +133,56 @@ def test_what_it_refuses():
     with pytest.raises(UserError, match=r"QKNormConfig\(head_width"):
         nlr.augment(bare, QKNormConfig(), verbose=False)
     assert len(nlr.augment(bare, QKNormConfig(head_width=4), verbose=False).swapped) == 2
+
+
+def big_code(**options):
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=32, **options))
+
+
+def test_rows_mixed_head_by_head_are_refused():
+    code_gen = CodeGenForCausalLM(CodeGenConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32))
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
+    for model, include in ((code_gen, None), (big_code(multi_query=False), None), (neox, ".*query_key_value")):
+        with pytest.raises(UserError, match="mixes rows of q, k and v"):
+            nlr.augment(model, QKNormConfig(), include=include, verbose=False)
+        assert not layers_of(model)
+    shared = big_code(multi_query=True)
+    nlr.augment(shared, QKNormConfig(), verbose=False)
+    assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]
+
+
+def cross_attending():
+    config = GPT2Config(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=64, add_cross_attention=True)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("inner", [None, nlr.NobleConfig(rank=4)], ids=["plain", "noble"])
+def test_cross_attention_norms_keys_and_leaves_values(inner, tmp_path):
+    model = cross_attending()
+    if inner is not None:
+        nlr.augment(model, inner, verbose=False)
+    plain = copy.deepcopy(model)
+    nlr.augment(model, QKNormConfig(), verbose=False)
+    name = "transformer.h.0.crossattention.c_attn"
+    layer = model.get_submodule(name)
+    with torch.no_grad():
+        layer.qk_norm_key.normal_()
+    x = torch.randn(2, 5, 32)
+    y, before = layer(x), plain.get_submodule(name)(x)
+    torch.testing.assert_close(y[..., :32], normed(before[..., :32], layer.qk_norm_key).float())
+    assert torch.equal(y[..., 32:], before[..., 32:])
+    assert layer.qk_norm_query is None
+    assert model.get_submodule("transformer.h.0.crossattention.q_attn").qk_norm_query is not None
+    inputs = {**batch(model), "encoder_hidden_states": torch.randn(2, 4, 32)}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_model(tmp_path)(**inputs).logits, model(**inputs).logits)
+
+
+def test_keys_and_values_that_a_method_has_made_one_linear_are_refused():
+    model = cross_attending()
+    nlr.augment(model, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
+    with pytest.raises(UserError, match=r"crossattention.c_attn holds keys and values only"):
+        nlr.augment(model, QKNormConfig(), verbose=False)
 
 
 def test_any_arm():

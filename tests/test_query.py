@@ -11,6 +11,8 @@ from transformers import (
     CodeGenForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -52,8 +54,9 @@ def written_out(layer, x):
     return layer.query_config.scale * (x + normal * p["query_out_weight"] + p["query_out_bias"])
 
 
-@pytest.mark.parametrize("kind", ["nonlinear", "linear", "identity"])
-@pytest.mark.parametrize("scale", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [*((kind, scale) for kind in ("nonlinear", "linear") for scale in (0.5, 1.0)), ("identity", 0.5)]
+)
 def test_the_formula_written_out(kind, scale):
     layer = randomised(NonlinearQuery(24, config=NonlinearQueryConfig(kind=kind, scale=scale), dtype=torch.float64))
     x = torch.randn(2, 5, 24, dtype=torch.float64)
@@ -165,6 +168,9 @@ def test_grouped_and_multi_query_attention():
     assert isinstance(layer, NonlinearQKV)
     assert torch.equal(layer.weight, plain.model.layers[0].self_attn.qkv_proj.weight[32:])
     assert fused(**batch(fused)).logits.isfinite().all()
+    shared = big_code(True)
+    assert nlr.augment(shared, NonlinearQueryConfig(), verbose=False).swapped == ["transformer.h.0.attn.c_attn"]
+    assert shared(**batch(shared)).logits.isfinite().all()
 
 
 def wide_heads():
@@ -185,6 +191,11 @@ def by_part():
     return CodeGenForCausalLM(CodeGenConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32))
 
 
+def big_code(multi_query):
+    config = GPTBigCodeConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=32, multi_query=multi_query)
+    return GPTBigCodeForCausalLM(config)
+
+
 class Unknown(nn.Module):
     """Says nothing of its heads."""
 
@@ -199,6 +210,7 @@ class Unknown(nn.Module):
         (wide_heads, {}, r"layers.0.self_attn.q_proj has queries of width 64 .* model of width 32"),
         (by_head, {}, r"query_key_value mixes rows of q, k and v"),
         (by_part, {}, r"qkv_proj mixes rows of q, k and v"),
+        (lambda: big_code(False), {}, r"attn.c_attn mixes rows of q, k and v"),
         (Unknown, {}, r"attention.qkv is 32 -> 48, and ModuleDict does not say"),
         (lambda: Unknown(33), {"include": ".*qkv"}, r"must then be 32 -> 96"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {}, r"nothing to swap.*name the targets with include="),
@@ -295,6 +307,8 @@ def test_tensor_parallelism_is_refused_before_anything_is_split():
         ({"kind": "cubic"}, "nonlinear, linear, identity"),
         ({"scale": 0.0}, "scale"),
         ({"init_std": float("nan")}, "init_std"),
+        ({"kind": "identity", "rank": 4}, "rank=4 does nothing"),
+        ({"kind": "identity", "scale": 0.3}, "scale=0.3 does nothing"),
     ],
 )
 def test_bad_settings_are_one_clear_line(settings, word):
@@ -317,3 +331,5 @@ def test_arms():
     assert Arm.parse("nonlinear-query:init=noble").dense_init == "noble"
     with pytest.raises(UserError, match="no setting 'kind'"):
         Arm.parse("identity-query:kind=linear")
+    with pytest.raises(UserError, match="rank=4 does nothing"):
+        Arm.parse("identity-query:rank=4")

@@ -286,6 +286,9 @@ def test_pair_with_a_diverged_seed_gives_no_aggregate():
         assert estimate.value is None
         assert "diverged in 1 of 2" in estimate.note
     assert list(pair.seeds) == [1]
+    assert compare_pair({1: good, 2: bad}, {1: good, 2: good}).delta.note == "the reference diverged in 1 of 2 seeds"
+    both = compare_pair({1: good, 2: bad}, {1: bad, 2: bad}).delta.note
+    assert both == "diverged in 2 of 2 seeds, and the reference in 1"
 
 
 def test_pair_notices_a_reference_whose_curve_rose_again():

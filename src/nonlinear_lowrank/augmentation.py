@@ -257,8 +257,16 @@ def _by_config(configs: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
 
 
 def _was_loaded(model: nn.Module) -> bool:
-    """transformers notes where a loaded model came from."""
-    return bool(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    """Whether from_pretrained made the model.
+
+    transformers notes where a config came from, and a model drawn anew from that config has it too. What was loaded
+    is also marked: each tensor, and, since copies of a model lose those marks, the model itself.
+    """
+    if not getattr(getattr(model, "config", None), "_name_or_path", ""):
+        return False
+    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()) or any(
+        "_weight_conversions" in vars(module) for module in model.modules()
+    )
 
 
 def _is_wrapped(weight: torch.Tensor) -> bool:

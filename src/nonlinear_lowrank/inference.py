@@ -42,8 +42,8 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
         The model; of a model with adapters that can be merged, the base model with these in it.
 
     Raises:
-        UserError: there is nothing of this package and no adapter in it, it is quantized or split over devices, or
-            an adapter has weights that are not finite; or torchao is missing for dense.
+        UserError: there is no layer that can be made faster and no adapter in it, it is quantized or split over
+            devices, or an adapter has weights that are not finite; or torchao is missing for dense.
     """
     if dense not in get_args(Dense):
         raise UserError(f"dense must be one of {', '.join(map(repr, get_args(Dense)))}, not {dense!r}")
@@ -62,9 +62,11 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
     }
     replace_modules(merged, formed)
     noble = any(isinstance(each, NobleLinear | NobleConv1D) for each in merged.modules())
-    rational = any(isinstance(each, RationalActivation) for each in merged.modules())
-    if not (found or formed or noble or rational):
-        raise UserError(f"there is nothing to optimize in this {type(model).__name__}: no layer of this package's")
+    if not (found or formed or can_be_optimized(merged)):
+        raise UserError(
+            f"there is nothing to optimize in this {type(model).__name__}: no layer that can be made faster, and no "
+            "adapter; use it as it is"
+        )
     if dense == "keep":
         fuse(merged, shared_inputs=fuse_shared_inputs)
     else:
@@ -72,6 +74,14 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
     if formed or noble or dense != "keep":
         merged.save_pretrained = _refuse  # type: ignore[assignment]
     return merged.eval().requires_grad_(False)
+
+
+def can_be_optimized(model: nn.Module) -> bool:
+    """Whether `optimize_for_inference` finds something: nonlinear queries and QK-norm, say, stay as they are."""
+    from peft import PeftModel
+
+    layers = (NobleLinear, NobleConv1D, SineLowRankLinear, RationalActivation)
+    return isinstance(model, PeftModel) or any(isinstance(each, layers) for each in model.modules())
 
 
 def _merged(model: nn.Module) -> tuple[Any, bool]:

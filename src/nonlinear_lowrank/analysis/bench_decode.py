@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from ..environment import cpu_threads
 from ..errors import UserError
-from ..inference import optimize_for_inference
+from ..inference import can_be_optimized, optimize_for_inference
 from .bench_methods import BASELINE, BenchArm, bench_arms
 from .bench_model import (
     BenchResult,
@@ -48,7 +48,7 @@ class DecodeBenchConfig(ModelBenchConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
     optimized: bool = True
-    """Also measure each arm after `nlr.optimize_for_inference`."""
+    """Also measure each arm after `nlr.optimize_for_inference`, where that can make it faster."""
     rounds: int = 50
     """Timed steps of each arm."""
 
@@ -124,9 +124,11 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
     with cpu_threads(config.threads):
         rows: list[DecodeRow] = []
         times: dict[str, dict[str, list[float]]] = {}
+        models = {name: _model(config, arm) for name, arm in arms.items()}
         if config.optimized:
-            arms |= {f"{name}, optimized": arm for name, arm in arms.items() if arm.method is not None}
-        models = {name: _model(config, arm, name.endswith("optimized")) for name, arm in arms.items()}
+            able = {name: arm for name, arm in arms.items() if can_be_optimized(models[name])}
+            arms |= {f"{name}, optimized": arm for name, arm in able.items()}
+            models |= {f"{name}, optimized": optimize_for_inference(_model(config, arm)) for name, arm in able.items()}
         sizes = {name: _numbers(model) for name, model in models.items()}
         for mode in config.modes:
             for size in config.batch_sizes:
@@ -154,10 +156,9 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
     return DecodeBench(config=config, rows=rows, times=times, machine=machine)
 
 
-def _model(config: DecodeBenchConfig, arm: BenchArm, optimized: bool) -> Any:
+def _model(config: DecodeBenchConfig, arm: BenchArm) -> Any:
     model = make_model(config, arm, config.context + 2, cache=True)
-    model = model.to(getattr(torch, config.dtype)).eval()
-    return optimize_for_inference(model) if optimized else model
+    return model.to(getattr(torch, config.dtype)).eval()
 
 
 def _numbers(model: Any) -> int:

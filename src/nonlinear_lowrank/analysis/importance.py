@@ -21,19 +21,22 @@ from transformers.pytorch_utils import Conv1D
 
 from ..choice import output_head_names
 from ..errors import UserError
+from ..layers.qk_norm import KEYS
+from ..layers.query import BY_HEAD, FUSED, SEPARATE
 
 Score = Literal["gradient", "activation"]
 
 # The last parts of a linear's name, as the architectures of transformers have them.
 _PARTS = {
-    "query": r"q_proj|query|q_lin|q|wq|(in_proj_)?qkv|qkv_proj|Wqkv|query_key_value|c_attn|W_pack",
-    "key": r"k_proj|key|k_lin|k|wk",
-    "value": r"v_proj|value|v_lin|v|wv",
-    "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin[12]|w[123]|dense_(h_to_4h|4h_to_h)",
+    "query": "|".join((*SEPARATE, *FUSED, BY_HEAD, "in_proj_qkv", "W_pack")),
+    "key": "|".join(KEYS),
+    "value": "v_proj|value|value_proj|v_lin|v_linear|linear_v|to_v|wv|v",
+    "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin(ear)?[12]|w[123]|wi(_\d)?|pwconv[12]"
+    r"|dense_(h_to_4h|4h_to_h)",
 }
 PARTS = (*_PARTS, "other")
 """What `part_of` may say."""
-_INSIDE = re.compile(r"(?:^|\.)(mlp|ffn|feed_forward|intermediate)(\.|$)")
+_INSIDE = re.compile(r"(?:^|\.)(mlp|ffn|feed_forward|intermediate|DenseReluDense)(\.|$)")
 
 
 def part_of(name: str) -> str:
@@ -52,7 +55,7 @@ def part_of(name: str) -> str:
 def layer_importance(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient"
 ) -> dict[str, float]:
-    """Scores every linear of the model's body; the model, its gradients and its mode are left as they were.
+    """Scores every linear of the model's body; the model, its gradients and its modes are left as they were.
 
     Args:
         model: a transformers model, or any module that takes a batch as keyword arguments and, for "gradient",
@@ -76,13 +79,14 @@ def layer_importance(
     }
     if not linears:
         raise UserError(f"{type(model).__name__} has no linears to score")
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         run = _by_gradient if score == "gradient" else _by_activation
         scores = run(model, linears, batches)
     finally:
-        model.train(was_training)
+        for module, training in modes:  # train() would thaw what the user has put into evaluation mode alone
+            module.training = training
     for name, value in scores.items():
         if not np.isfinite(value):
             raise UserError(f"the score of {name} is not finite; check the batches and the model's weights")

@@ -26,10 +26,10 @@ class GenerateOptions:
     """Stop after this many tokens, or at the end-of-text token; default: 128, or as many as fit."""
     classes: tuple[str, ...] = ()
     """Of image tokens: the classes to draw, by name or number; default: the first ten."""
-    images: int = 8
-    """Of image tokens: images of each class."""
-    out: str = "samples.png"
-    """Of image tokens: the picture, a row for each class."""
+    images: int | None = None
+    """Of image tokens: images of each class; default: 8."""
+    out: str | None = None
+    """Of image tokens: the picture, a row for each class; default: samples.png."""
     temperature: float | None = None
     """Divides the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
     top_k: int | None = None
@@ -56,8 +56,9 @@ def run(arguments: list[str]) -> None:
 
 
 def _write(folder: Path, options: GenerateOptions) -> None:
-    if options.classes:
-        raise UserError(f"--classes is for models of image tokens; {folder} has no image tokenizer")
+    for name, value in (("classes", options.classes or None), ("images", options.images), ("out", options.out)):
+        if value is not None:
+            raise UserError(f"--{name} is for models of image tokens; {folder} has no image tokenizer")
 
     from ..generation import Sampling, encode_prompt, generate_text
 
@@ -78,7 +79,8 @@ def _write(folder: Path, options: GenerateOptions) -> None:
 def _draw(folder: Path, options: GenerateOptions) -> None:
     if options.prompt:
         raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
-    out = Path(options.out)
+    out = Path("samples.png" if options.out is None else options.out)
+    each = 8 if options.images is None else options.images
     if not out.absolute().parent.is_dir():
         raise UserError(f"no such folder: {out.parent} (--out)")
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
@@ -97,7 +99,7 @@ def _draw(folder: Path, options: GenerateOptions) -> None:
     codec = ImageCodec.load(folder)
     classes = [codec.find_class(name) for name in options.classes] or list(range(len(codec.classes)))[:_SHOWN]
     model = open_language_model(folder, options.device, options.base)
-    images = sample_images(model, codec, classes, options.images, sampling)
+    images = sample_images(model, codec, classes, each, sampling)
     names = [codec.classes[number] for number in classes]
     picture(images, names).save(out)
-    print(f"{options.images} images of each of {', '.join(names)}: {out}")
+    print(f"{each} images of each of {', '.join(names)}: {out}")

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import math
 import os
 import re
 import shutil
@@ -147,10 +148,10 @@ def seconds_of(max_minutes: float | None) -> float | None:
     """A time limit as `compare` and `compare_fields` take it; None: no limit.
 
     Raises:
-        UserError: it is not above 0.
+        UserError: it is not above 0, or not finite.
     """
-    if max_minutes is not None and max_minutes <= 0:
-        raise UserError(f"--max-minutes must be above 0, not {max_minutes:g}")
+    if max_minutes is not None and not 0 < max_minutes < math.inf:
+        raise UserError(f"--max-minutes must be above 0 and finite, not {max_minutes:g}; leave it away for no limit")
     return None if max_minutes is None else 60 * max_minutes
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
 
-from ..errors import DivergedError
+from ..errors import DivergedError, UserError
 from ..fields.fit import FitResult, build, fit, load_weights
+from ..fields.folder import read_result
 from ..fields.problem import Init, Problem
 from ..fields.recipe import FieldRecipe
-from ..storage import read_json, write_json
+from ..storage import read_json, read_manifest, write_json
 from .field_plan import FieldArm, FieldPlan
 from .field_record import FieldRun
 from .kept_runs import KeptRuns
@@ -41,9 +43,9 @@ class FieldRuns:
         folder = self.folder(arm, init, rate, seed)
         if (folder / _DIVERGED).is_file():
             return FieldRun(init=init, lr=rate, seed=seed, diverged=read_json(folder / _DIVERGED, step=int)["step"])
-        if not (folder / "result.json").is_file():
+        found = _result(folder)
+        if found is None:
             return None
-        found = read_json(folder / "result.json", score=str, metrics=dict, curve=list, seconds=float)
         self._slowest[arm.name] = max(self._slowest.get(arm.name, 0.0), found["seconds"])
         return FieldRun(
             init=init,
@@ -60,9 +62,15 @@ class FieldRuns:
         return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place)
 
     def is_whole(self, arm: FieldArm, init: Init, rate: float, seed: int) -> bool:
-        """Whether a finished fit has its weights; one of a kept run has not. One that diverged has none to have."""
+        """Whether a fit is finished and has its weights; a kept run has not. One that diverged has none to have."""
         folder = self.folder(arm, init, rate, seed)
-        return (folder / _DIVERGED).is_file() or (folder / "model").is_dir()
+        if (folder / _DIVERGED).is_file():
+            return True
+        try:
+            read_manifest(folder / "model")
+        except UserError:
+            return False
+        return _result(folder) is not None
 
     def fit(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
         """Fits, or goes on with a fit. One that diverges is a result too."""
@@ -97,6 +105,14 @@ class FieldRuns:
         model = build(self.problem, replace(arm.method, init=run.init), run.seed)
         load_weights(model, self.folder(arm, run.init, run.lr, run.seed))
         return model.eval()
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    """What a finished fit wrote of itself; None where it is not finished, or damaged: it is fitted again then."""
+    try:
+        return read_result(folder) if (folder / "result.json").is_file() else None
+    except UserError:
+        return None
 
 
 def tune_fields(

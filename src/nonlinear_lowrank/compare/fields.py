@@ -19,12 +19,13 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from ..analysis.timing import interleaved_step_times
+from ..analysis.timing import Clock, interleaved_step_times
 from ..environment import cpu_threads
+from ..errors import UserError
 from ..fields.fit import build
 from ..fields.problem import FieldMethod, Problem
 from ..fields.recipe import FieldRecipe
-from ..fields.step import Stepper
+from ..fields.step import Stepper, choose_device, told_of_memory
 from ..storage import write_json
 from .field_pictures import plot_rates, plot_strip
 from .field_plan import MARKER, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
@@ -99,10 +100,13 @@ def compare_fields(
         clock: seconds, for `max_seconds`.
 
     Raises:
-        UserError: arms, rates or seeds that make no comparison, data that are not what they should be, a folder that
-            may not be used. Nothing has been written then.
+        UserError: arms, rates, seeds or rounds that make no comparison, data that are not what they should be, a
+            device or a folder that may not be used. Nothing has been written then.
     """
     started, out = clock(), Path(out)
+    if not isinstance(timing_rounds, int) or isinstance(timing_rounds, bool) or timing_rounds < 0:
+        raise UserError(f"timing_rounds must be a whole number of at least 0, not {timing_rounds!r}")
+    choose_device(recipe.train.device)
     plan = FieldPlan.make(recipe, arms, seeds, tune_lr, max_extensions)
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
     if kept is not None:
@@ -183,11 +187,13 @@ def _step_times(problem: Problem, plan: FieldPlan, recipe: FieldRecipe, rounds: 
     """Seconds of interleaved training steps of every arm."""
 
     def steps(arm: FieldArm) -> Callable[[], object]:
-        stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed), recipe.train)
+        stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed).to(device), recipe.train)
         return lambda: stepper.take(0)
 
-    with cpu_threads(recipe.train.threads):
-        return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds)
+    device = choose_device(recipe.train.device)
+    clock: Clock = "process" if device.type == "cpu" else "wall"  # a GPU takes none of the process' time
+    with cpu_threads(recipe.train.threads), told_of_memory("the timing of steps"):
+        return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds, clock=clock)
 
 
 def _size(model: nn.Module) -> int:

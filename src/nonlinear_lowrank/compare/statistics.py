@@ -381,7 +381,7 @@ def compare_pair(
         return geometric_mean(numbers)
 
     if diverged:
-        note = f"diverged in {diverged} of {len(seeds)} seeds"
+        note = _diverged_note([arm[s] for s in seeds], [reference[s] for s in seeds])
         delta = Estimate(value=None, n=len(seeds), note=note)
         steps = matched = Estimate(value=None, n=len(seeds), null=1.0, note=note)
     else:
@@ -410,6 +410,15 @@ def compare_pair(
         matched_wall_clock_speedup=wall_clock_speedup(matched, step_time),
         seeds=speeds,
     )
+
+
+def _diverged_note(arm: Sequence[RunCurve], reference: Sequence[RunCurve]) -> str:
+    """Which of the two diverged, as it stands in the arm's row."""
+    own, other = (sum(run.final_loss is None for run in runs) for runs in (arm, reference))
+    where = f"of {len(arm)} seeds"
+    if not own:
+        return f"the reference diverged in {other} {where}"
+    return f"diverged in {own} {where}" + (f", and the reference in {other}" if other else "")
 
 
 def _final(run: RunCurve) -> float:

@@ -105,11 +105,11 @@ def _blender(
 ) -> Scene:
     """Views of one part (every 8th is held out), or of training and test parts."""
     images = np.concatenate([part.colours for part in parts])
+    tests = tuple(range(len(parts[0].colours), len(images)))
     if held_out is None:
-        first = len(parts[0].colours)
-        held_out = tuple(range(first, len(images)) if len(parts) > 1 else range(0, first, HOLD_OUT))
+        held_out = tests or tuple(range(0, len(images), HOLD_OUT))
     cameras = Cameras(poses, intrinsics, parts[0].height, parts[0].width).reduced(downscale)
-    return Scene(name, images, cameras, held_out, near, far, ndc=False, background=1.0)
+    return Scene(name, images, cameras, held_out, near, far, ndc=False, background=1.0, set_aside=tests)
 
 
 def _same_size(path: Path, parts: list[Pictures]) -> None:

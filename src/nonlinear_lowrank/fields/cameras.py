@@ -54,6 +54,14 @@ class Cameras:
     def __len__(self) -> int:
         return len(self.poses)
 
+    def corners(self) -> np.ndarray:
+        """Directions, in the world, of the rays through the four corner pixels of each picture: (N, 4, 3)."""
+        focal, centre = self.intrinsics[:, None, :2], self.intrinsics[:, None, 2:]
+        ends = np.array([[x, y] for y in (0.5, self.height - 0.5) for x in (0.5, self.width - 0.5)])
+        across = (ends - centre) / focal * [1, -1]
+        local = np.concatenate([across, np.full((len(self), 4, 1), -1.0)], axis=2)
+        return local @ self.poses[:, :, :3].transpose(0, 2, 1)
+
     def reduced(self, factor: int) -> "Cameras":
         """The cameras of pictures whose blocks of factor x factor pixels became one; what is left over is cut off."""
         return replace(

@@ -11,6 +11,7 @@ Nothing random is carried from step to step (a step's batch comes from the seed 
 goes on from a checkpoint gives the same bits as one that was never stopped.
 """
 
+import contextlib
 import math
 import shutil
 import sys
@@ -21,17 +22,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..environment import cpu_threads
 from ..errors import DivergedError, UserError
 from ..layers.sine import SineLowRankLinear
-from ..storage import describe_disk_error, is_disk_error, newest_valid, prune, read_json, staged_folder, write_json
+from ..storage import (
+    describe_disk_error,
+    is_disk_error,
+    newest_valid,
+    prune,
+    read_json,
+    read_manifest,
+    staged_folder,
+    write_json,
+)
 from .folder import PICTURES, FitFolder
+from .occupancy_grid import free_memory
 from .problem import FieldMethod, Problem
 from .progress import FitProgress
-from .step import FitConfig, Stepper
+from .step import FitConfig, Stepper, choose_device, told_of_memory
 
 __all__ = ["FitConfig", "FitResult", "build", "fit", "load_weights"]
 
@@ -94,19 +106,19 @@ def fit(
         about: the problem's settings, kept in fit.json; a resume with other ones is refused by their names.
 
     Raises:
-        UserError: a rank that saves nothing anywhere, a folder that may not be used, a fit of other settings or data,
-            a full disk.
-        DivergedError: the loss is no longer finite; the message says at which step.
+        UserError: a rank that saves nothing anywhere, a device that cannot be used, too little memory, a folder that
+            may not be used, a fit of other settings or data, a damaged result, a full disk.
+        DivergedError: the loss or a weight is no longer finite; the message says at which step.
     """
     folder = FitFolder(Path(out), _settings(problem, method, config, about))
     former = folder.check(resume=resume, overwrite=overwrite)
-    device = _device(config.device)
+    device = choose_device(config.device)
     model = build(problem, method, config.seed)
     if former is not None:
         load_weights(model, folder.path)
         return FitResult(**former, model=model.to(device))
     try:
-        with folder.opened(overwrite=overwrite), cpu_threads(config.threads):
+        with folder.opened(overwrite=overwrite), cpu_threads(config.threads), told_of_memory("the fit"):
             run = _Run(problem, model.to(device), config, folder, device)
             run.train(FitProgress(title or problem.name, config.steps, quiet=quiet))
             return run.finish(pictures)
@@ -120,9 +132,11 @@ def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
     """The network that a fit of this seed starts from.
 
     Raises:
-        UserError: no linear of it gets smaller at this rank.
+        UserError: no linear of it gets smaller at this rank, or it does not fit memory.
     """
-    model = problem.build(method, torch.Generator().manual_seed(seed))
+    _check_memory(problem, method)
+    with told_of_memory("the network"):
+        model = problem.build(method, torch.Generator().manual_seed(seed))
     if method.rank is not None and not _factored(model):
         raise UserError(f"rank {method.rank} saves no parameters in any linear of this field; choose a smaller rank")
     return model
@@ -132,15 +146,33 @@ def load_weights(model: nn.Module, out: Path | str) -> None:
     """Puts a finished fit's weights, out of the folder it was fitted in, into a model built for the same settings.
 
     Raises:
-        UserError: there are none, or they do not fit.
+        UserError: there are none, they are damaged, or they do not fit.
     """
     file = Path(out) / "model" / "model.safetensors"
+    again = "fit it again with --overwrite, or in another folder"
     if not file.is_file():
-        raise UserError(f"{out} holds no fitted field (it has no model/model.safetensors)")
+        raise UserError(f"{out} holds no fitted field (it has no model/model.safetensors); {again}")
     try:
+        read_manifest(file.parent)
         model.load_state_dict(load_file(file))
+    except (UserError, SafetensorError) as error:
+        raise UserError(f"{error}; {again}") from error
     except RuntimeError as error:
         raise UserError(f"{file} does not fit the model; build it with the settings of fit.json") from error
+
+
+def _check_memory(problem: Problem, method: FieldMethod) -> None:
+    """Asks before it is taken: an allocation succeeds where there is no memory, and filling it kills the process."""
+    size = 0
+    # Somebody's own problem may not build without values.
+    with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
+        size = sum(each.numel() for each in problem.build(method, torch.Generator("cpu")).parameters())
+    needed, free = 4 * 4 * size, free_memory()  # float32: weight, gradient, Adam's two moments
+    if needed > free:
+        raise UserError(
+            f"the network has {size:,} parameters, whose fit takes {needed / 1e9:,.1f} GB, and {free / 1e9:.1f} GB are "
+            "free; choose a smaller width"
+        )
 
 
 class _Run:
@@ -178,11 +210,17 @@ class _Run:
                     progress.evaluated(self.step, self.curve[-1])
                 if config.save_every and self.step % config.save_every == 0 and self.step < config.steps:
                     self._check_finite()
+                    self._check_weights()
                     self._save()
 
     def _check_finite(self) -> None:
         if not torch.isfinite(self.losses):
             raise self._diverged("the loss")
+
+    def _check_weights(self) -> None:
+        # A loss is of the weights before its step, and a score can be a number though a weight is none.
+        if not torch.stack([each.isfinite().all() for each in self.model.state_dict().values()]).all():
+            raise self._diverged("a weight")
 
     def _diverged(self, what: str) -> DivergedError:
         found, _ = newest_valid(self.folder.checkpoints)
@@ -197,6 +235,7 @@ class _Run:
     @torch.no_grad()
     def _evaluate(self) -> None:
         self._check_finite()
+        self._check_weights()
         self.model.eval()
         metrics = self.problem.evaluate(self.model)
         self.model.train()
@@ -282,15 +321,3 @@ def _settings(
         "method": asdict(method),
         "train": asdict(config),
     }
-
-
-def _device(name: str) -> torch.device:
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
-    return device

@@ -14,7 +14,44 @@ from ..storage import FolderLock, clear_folder, is_free, read_json, remove_tempo
 SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
 
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding.
-_FREE = {"train.save_every", "train.keep_checkpoints", "train.threads", "train.device"}
+_FREE = {
+    *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+    # of pictures
+    *("problem.frames", "problem.frame_downscale", "problem.picture_height", "problem.azimuth", "problem.elevation"),
+    *("problem.up", "problem.mesh_resolution"),
+    # of where the data lie: what they are, the fingerprint says
+    *("problem.name", "problem.source"),
+}
+# What result.json has, of which kind.
+_KINDS: dict[str, type] = {
+    "score": str,
+    "metrics": dict,
+    "curve": list,
+    "parameters": int,
+    "factored": int,
+    "steps": int,
+    "seconds": float,
+    "files": list,
+}
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What a finished fit wrote of itself: what `FitResult` has but the model.
+
+    Args:
+        folder: the fit's, with a result.json.
+
+    Raises:
+        UserError: result.json is damaged.
+    """
+    found = read_json(folder / RESULT, **_KINDS)
+    score, curve = found["score"], found["curve"]
+    scored = [(found["metrics"], (score,)), *((entry, ("step", "loss", score)) for entry in curve)]
+    if not curve or not all(
+        isinstance(each, dict) and all(isinstance(each.get(key), int | float) for key in keys) for each, keys in scored
+    ):
+        raise UserError(f"{folder / RESULT} lacks scores or losses that ours has; use another folder, or --overwrite")
+    return {key: found[key] for key in _KINDS}
 
 
 class FitFolder:
@@ -36,7 +73,7 @@ class FitFolder:
             The contents of result.json when a finished fit is resumed, else None.
 
         Raises:
-            UserError: the folder is not empty, not a fit's, or of another fit.
+            UserError: the folder is not empty, not a fit's, or of another fit; or a file in it is damaged.
         """
         if is_free(self.path, resume=resume, overwrite=overwrite):
             return None
@@ -60,8 +97,7 @@ class FitFolder:
                 f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
                 "go on with that, or choose another folder"
             )
-        result = self.path / RESULT
-        return read_json(result, score=str, metrics=dict, curve=list) if result.is_file() else None
+        return read_result(self.path) if (self.path / RESULT).is_file() else None
 
     @contextlib.contextmanager
     def opened(self, *, overwrite: bool) -> Iterator[None]:

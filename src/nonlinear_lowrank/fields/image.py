@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import UserError
 from .model import Field, FieldConfig
+from .picture_files import over_white, read_pixels
 from .problem import FieldMethod
 
 EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
@@ -73,10 +74,10 @@ class ImageSettings:
 
 
 def read_image(source: str) -> Image.Image:
-    """An embedded photograph or an image file, in red, green and blue.
+    """An embedded photograph or an image file, in red, green and blue: upright, and before white where it is clear.
 
     Raises:
-        UserError: there is no such file, or it is no image or an empty one.
+        UserError: there is no such file, it is no image or an empty one, or its values have more than 16 bits.
     """
     if source in EMBEDDED:
         from sklearn.datasets import load_sample_image
@@ -88,14 +89,10 @@ def read_image(source: str) -> Image.Image:
         raise UserError(f"{source} is {kind}; name an image file, or one of {', '.join(EMBEDDED)}")
     if path.stat().st_size == 0:
         raise UserError(f"{source} is an empty file, no image")
-    try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{source} cannot be read as an image ({' '.join(str(error).split())})") from error
-    if 0 in image.size:
-        raise UserError(f"{source} has zero size: {image.width} x {image.height} pixels")
-    return image
+    pixels = read_pixels(path, upright=True)
+    if not pixels.size:
+        raise UserError(f"{source} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
+    return Image.fromarray(np.rint(over_white(pixels) * 255).astype(np.uint8))
 
 
 class ImageProblem:

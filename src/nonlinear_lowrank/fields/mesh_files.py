@@ -6,11 +6,13 @@
 | .obj, .ply, .stl      | as trimesh reads them, all bodies of the file together                        |
 | .npz                  | v or vertices (N, 3), f or faces (M, 3)                                       |
 
-Points that coincide become one, so that the seams of textures and the loose triangles of .stl are no holes. A mesh
-is taken if every edge is shared by exactly two faces.
+Points that coincide, to a 10^8th of the mesh's size, become one, so that the seams of textures and the loose triangles
+of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces; faces are turned so that its bodies'
+volumes add up (`mesh_winding`).
 """
 
 import io
+import math
 import re
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -22,6 +24,7 @@ from scipy.sparse.csgraph import connected_components
 
 from ..bounds import read_arrays
 from ..errors import UserError
+from .mesh_winding import signed_volumes, turned_outwards
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -52,8 +55,8 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
         repair: whether holes are closed, each by a fan of triangles to its middle; refused where that leaves any open.
 
     Raises:
-        UserError: there is no such file, it cannot be read, it has no faces, it has points that are not finite, or it
-            is not watertight; the message says whether `repair` would close it.
+        UserError: there is no such file, it cannot be read, it has no faces, it has points that are not finite, it has
+            one side only, or it is not watertight; the message says whether `repair` would close it.
     """
     trimesh = import_trimesh()
     if str(source) in SHAPES:
@@ -65,13 +68,28 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
         raise UserError(f"{path}: meshes are read from {', '.join(SUFFIXES)}, not {path.suffix or 'a bare name'}")
     points, faces = _of_npz(path) if path.suffix.lower() == ".npz" else _of_file(path, trimesh)
     _check_arrays(path, points, faces)
-    mesh = trimesh.Trimesh(points, faces, process=False)
+    unit = unit_of(points)
+    if not unit:
+        raise UserError(f"{path} is flat, or larger than numbers go: no volume; give a closed surface")
+    # trimesh's tolerances are lengths, not shares: of a mesh of another size they merge all points, or none.
+    mesh = trimesh.Trimesh(np.asarray(points, dtype=np.float64) / unit, faces, process=False)
     mesh.merge_vertices(merge_tex=True, merge_norm=True)
     mesh.update_faces(mesh.nondegenerate_faces(height=0.0))  # a corner named twice: no area, and an edge too many
     mesh.remove_unreferenced_vertices()
     if not len(mesh.faces) or not (np.ptp(mesh.vertices, axis=0) > 0).all():
         raise UserError(f"{path} is flat: no volume; give a closed surface")
-    return _closed(mesh, path, repair)
+    mesh = _closed(mesh, path, repair)
+    if not turned_outwards(mesh):
+        raise UserError(f"{path} has a surface with one side only: no volume; give one that has an inside")
+    mesh.vertices = mesh.vertices * unit
+    return mesh
+
+
+def unit_of(points: np.ndarray) -> float:
+    """The power of two below the extent of points (N, 3), by which numbers are divided exactly; 0: there is none."""
+    with np.errstate(over="ignore"):
+        extent = float(np.ptp(np.asarray(points, dtype=np.float64), axis=0).max())
+    return 2.0 ** math.floor(math.log2(extent)) if 0 < extent < math.inf else 0.0
 
 
 def _of_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -127,12 +145,24 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     if repair and fixed is not None:
         return fixed
     if fixed is None:
-        tail = "closing its holes was tried and leaves some; close them in a mesh editor"
+        tail = "closing its holes was tried and leaves some, or no volume; close them in a mesh editor"
     else:
-        added = len(fixed.faces) - len(mesh.faces)
-        share = 1 - mesh.area / fixed.area
-        tail = f"--repair (repair=True) closes it with {added} triangles, {share:.1%} of its area"
+        tail = f"--repair (repair=True) {_mended(mesh, fixed)}"
     raise UserError(f"{path} is not watertight: {_open_edges(mesh)}; {tail}")
+
+
+def _mended(mesh: "Trimesh", fixed: "Trimesh") -> str:
+    """What `_repaired` did, in words."""
+    kept = mesh.unique_faces()  # a number each, or a mask
+    area = float(mesh.area_faces[kept].sum())
+    once = len(mesh.faces[kept])
+    doubled, added = len(mesh.faces) - once, len(fixed.faces) - once
+    words = []
+    if doubled:
+        words.append(f"removes {doubled} {'face that is' if doubled == 1 else 'faces that are'} there already")
+    if added or not doubled:
+        words.append(f"closes it with {added} triangles, {1 - area / fixed.area:.1%} of its area")
+    return " and ".join(words)
 
 
 def _open_edges(mesh: "Trimesh") -> str:
@@ -171,7 +201,10 @@ def _repaired(mesh: "Trimesh") -> "Trimesh | None":
     middle /= np.bincount(hole)[:, None]
     fans = np.stack([rim[:, 1], rim[:, 0], len(mesh.vertices) + hole], axis=1)
     closed = trimesh.Trimesh(np.concatenate([mesh.vertices, middle]), np.concatenate([faces, fans]), process=False)
-    return closed if closed.is_watertight and closed.is_winding_consistent and closed.volume else None
+    if not closed.is_watertight or not turned_outwards(closed):
+        return None
+    volume = signed_volumes(closed.triangles - closed.bounds.mean(0)).sum()
+    return closed if volume > 1e-12 else None  # a sheet, closed flat on itself, has none
 
 
 def knot(around: int = 64, along: int = 640) -> "Trimesh":

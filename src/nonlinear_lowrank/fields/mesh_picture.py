@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from .mesh_files import unit_of
+
 if TYPE_CHECKING:
     from trimesh import Trimesh
+    from trimesh.ray.ray_pyembree import RayMeshIntersector
 
 Axis = Literal["x", "y", "z"]
 
@@ -17,6 +20,8 @@ _CLAY = np.array([0.80, 0.70, 0.60])
 _PAPER = 1.0
 _LAMP, _SKY = 0.62, 0.55
 _FINE = 2  # samples along each side of a pixel
+_WIDEST = 4  # pixels at most, in squares of the height: a rod's picture gets lower, not endlessly wide
+_AT_ONCE = 1 << 18  # samples
 _SKY_RAYS = 16  # of a sample
 _CREASE = np.cos(np.radians(35))  # facets that turn further from their surroundings are edges, and stay flat
 
@@ -33,7 +38,8 @@ class View:
     azimuth: float = 30.0
     elevation: float = 15.0
     height: int = 480
-    """Pixels; the width follows from the box."""
+    """Pixels; the width follows from the box. Of a box more than four times as wide as high the picture is lower, with
+    as many pixels as one four times as wide as this height has."""
 
     def axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Unit vectors right, up in the picture, and towards the eye."""
@@ -57,31 +63,51 @@ def render(mesh: "Trimesh | None", bounds: np.ndarray, view: View) -> np.ndarray
     Returns:
         (height, width, 3) uint8; the same size for the same box and view.
     """
+    from trimesh.ray.ray_pyembree import RayMeshIntersector
+
     right, up, eye = view.axes()
-    low, high = np.asarray(bounds, dtype=np.float64)
+    # trimesh drops faces whose normals are too short, by a length that does not follow the mesh's.
+    unit = unit_of(bounds) or 1.0
+    low, high = np.asarray(bounds, dtype=np.float64) / unit
     middle, half = (low + high) / 2, (high - low) / 2
     reach_x, reach_y, reach_z = (float(abs(axis) @ half) * 1.04 for axis in (right, up, eye))
-    rows = view.height * _FINE
-    columns = max(round(view.height * reach_x / reach_y), 1) * _FINE
+    height, width = _size(view.height, reach_x / reach_y)
+    rows, columns = height * _FINE, width * _FINE
     shade = np.full((rows * columns, 3), _PAPER)
     if mesh is not None and len(mesh.faces):
-        y, x = np.divmod(np.arange(rows * columns), columns)
-        across = ((x + 0.5) / columns * 2 - 1) * reach_x
-        along = (1 - (y + 0.5) / rows * 2) * reach_y
-        origins = middle + across[:, None] * right + along[:, None] * up + 1.5 * reach_z * eye
-        hit, colour = _shade(mesh, origins, right, up, eye, float(np.linalg.norm(half)))
-        shade[hit] = colour
+        mesh = mesh.copy(include_visual=False)
+        mesh.vertices = np.asarray(mesh.vertices, dtype=np.float64) / unit
+        caster, draw = RayMeshIntersector(mesh), np.random.default_rng(0)
+        for start in range(0, rows * columns, _AT_ONCE):
+            y, x = np.divmod(np.arange(start, min(start + _AT_ONCE, rows * columns)), columns)
+            across = ((x + 0.5) / columns * 2 - 1) * reach_x
+            along = (1 - (y + 0.5) / rows * 2) * reach_y
+            origins = middle + across[:, None] * right + along[:, None] * up + 1.5 * reach_z * eye
+            hit, colour = _shade(caster, origins, right, up, eye, float(np.linalg.norm(half)), draw)
+            shade[start + hit] = colour
     picture = shade.reshape(rows // _FINE, _FINE, columns // _FINE, _FINE, 3).mean((1, 3))
     return (np.clip(picture, 0, 1) ** (1 / 2.2) * 255).round().astype(np.uint8)
 
 
+def _size(height: int, ratio: float) -> tuple[int, int]:
+    """Height and width in pixels of a picture so many times as wide as high."""
+    if ratio > _WIDEST:
+        width = round(height * (_WIDEST * ratio) ** 0.5)
+        return max(round(height * (_WIDEST / ratio) ** 0.5), 1), min(width, _WIDEST * height**2)
+    return height, max(round(height * ratio), 1)
+
+
 def _shade(
-    mesh: "Trimesh", origins: np.ndarray, right: np.ndarray, up: np.ndarray, eye: np.ndarray, size: float
+    caster: "RayMeshIntersector",
+    origins: np.ndarray,
+    right: np.ndarray,
+    up: np.ndarray,
+    eye: np.ndarray,
+    size: float,
+    draw: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rays that hit, and the linear colours they see."""
-    from trimesh.ray.ray_pyembree import RayMeshIntersector
-
-    caster = RayMeshIntersector(mesh)
+    mesh = caster.mesh
     face = caster.intersects_first(origins, np.broadcast_to(-eye, origins.shape))
     hit = np.flatnonzero(face >= 0)
     face, origins = face[hit], origins[hit]
@@ -103,7 +129,7 @@ def _shade(
     lamp /= np.linalg.norm(lamp)
     lit = ~caster.intersects_any(places, np.broadcast_to(lamp, places.shape))
     light = _LAMP * np.clip(normal @ lamp, 0, None) * lit
-    light += _SKY * _open_sky(caster, places, normal) * (0.75 + 0.25 * (normal @ up))
+    light += _SKY * _open_sky(caster, places, normal, draw) * (0.75 + 0.25 * (normal @ up))
     return hit, light[:, None] * _CLAY
 
 
@@ -116,9 +142,10 @@ def _barycentric(corners: np.ndarray, places: np.ndarray) -> np.ndarray:
     return np.clip(np.stack([1 - v - w, v, w], axis=1), 0, 1)
 
 
-def _open_sky(caster, places: np.ndarray, normal: np.ndarray) -> np.ndarray:
+def _open_sky(
+    caster: "RayMeshIntersector", places: np.ndarray, normal: np.ndarray, draw: np.random.Generator
+) -> np.ndarray:
     """Share of the sky over a surface that nothing hides, weighted by the cosine."""
-    draw = np.random.default_rng(0)
     seen = np.zeros(len(places))
     for _ in range(_SKY_RAYS):
         way = draw.standard_normal(places.shape)

@@ -41,7 +41,8 @@ class NerfSettings:
     downscale: int = 1
     """How many times smaller pictures get, by side."""
     held_out: tuple[int, ...] | None = None
-    """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views."""
+    """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views; those are never
+    trained on, named here or not."""
     ndc: bool = True
     """LLFF scenes: rays in normalised device coordinates."""
     near: float = 2.0
@@ -99,7 +100,7 @@ class NerfProblem:
         settings: sampling and network; what describes the scene there is not looked at.
 
     Raises:
-        UserError: the views are too small to be scored.
+        UserError: the views are too small to be scored, or frames are wanted and no path can be made of the cameras.
     """
 
     def __init__(self, scene: Scene, settings: NerfSettings) -> None:
@@ -116,6 +117,7 @@ class NerfProblem:
             )
         _metrics()  # that it is missing is said before the work, not after
         self.scene, self.settings = scene, settings
+        self._path = self._cameras_of_frames()  # likewise
         self.name = scene.name
         said = repr((scene.fingerprint, settings.rays, settings.samples, settings.fine_samples, settings.field))
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
@@ -183,9 +185,9 @@ class NerfProblem:
             between = np.ones((len(truth), _GAP, 3), np.float32)
             files.append(folder / f"view-{view:03d}.png")
             Image.fromarray(_bytes(np.concatenate([truth, between, seen], 1))).save(files[-1])
-        if not self.settings.frames:
+        cameras = self._path
+        if cameras is None:
             return files
-        cameras = self.scene.path(self.settings.frames).reduced(self.settings.frame_downscale)
         frames = [Image.fromarray(_bytes(self.view(model, cameras, frame))) for frame in range(len(cameras))]
         (folder / "path").mkdir()
         for number, frame in enumerate(frames):
@@ -211,6 +213,18 @@ class NerfProblem:
             middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in counts]
             colours.append(self._render(model, some, *middles)[-1].colour.clamp(0, 1).cpu())
         return torch.cat(colours).reshape(cameras.height, cameras.width, 3).numpy()
+
+    def _cameras_of_frames(self) -> Cameras | None:
+        """The path that is rendered at the end."""
+        settings = self.settings
+        if not settings.frames:
+            return None
+        try:
+            return self.scene.path(settings.frames).reduced(settings.frame_downscale)
+        except UserError as error:
+            raise UserError(
+                f"no path can be made for the frames of {self.scene.name}: {error}, or set frames to 0"
+            ) from error
 
     def _rays(self, cameras: Cameras, view: Tensor, row: Tensor, column: Tensor) -> Rays:
         """In the coordinates that the network sees, float32."""

@@ -32,7 +32,7 @@ from .mesh_picture import Axis, View, render
 from .model import Field, FieldConfig
 from .occupancy_grid import Frame, OccupancyGrid, check_memory, occupancy_grid
 from .problem import FieldMethod
-from .surface_sampling import LatticePoints
+from .surface_sampling import LatticePoints, lattice_bytes
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -97,9 +97,10 @@ class OccupancySettings:
             UserError: there is no such mesh, it is not closed, or a grid does not fit memory.
         """
         import_trimesh()
+        check_memory(resolution=(self.resolution, 1))  # that it is a number
         # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
         check_memory(
-            resolution=(self.resolution, 3 if self.surface_share else 1),
+            resolution=(self.resolution, lattice_bytes(self.resolution, self.surface_share, self.surface_band)),
             held_out=(self.held_out, 1),
             mesh_resolution=(self.mesh_resolution, 8),
         )
@@ -128,7 +129,9 @@ class OccupancyProblem:
                 "mesh editor if that is not meant",
                 stacklevel=2,
             )
-        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)
+        # The mesh that is written comes after the band, and is not to fail for want of memory at the end of a fit.
+        later = 8 * settings.mesh_resolution**3
+        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band, spare=later)
         self._view = View(
             up=settings.up, azimuth=settings.azimuth, elevation=settings.elevation, height=settings.picture_height
         )

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 from ..errors import UserError
+from .mesh_winding import signed_volumes
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -97,7 +98,7 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
             random number of the column says: points off the lattice, evenly over the box.
 
     Raises:
-        UserError: the grid does not fit memory, or rays find the mesh open.
+        UserError: the grid does not fit memory, the faces enclose no volume, or rays find the mesh open.
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
@@ -105,6 +106,12 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     frame, n = Frame.of(mesh), resolution
     unit = mesh.copy(include_cache=False, include_visual=False)
     unit.vertices = frame.to_field(np.asarray(mesh.vertices, dtype=np.float64))
+    volume = abs(float(signed_volumes(unit.triangles).sum())) / 8
+    if not volume > 1e-12:
+        raise UserError(
+            "the mesh's faces enclose no volume, or their bodies' volumes cancel out; turn the faces of all bodies "
+            "outwards, as read_mesh does"
+        )
     caster = RayMeshIntersector(unit)
     nudge = np.random.default_rng(0)
     inside = np.empty((n * n, n), dtype=bool)
@@ -140,7 +147,6 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
         np.logical_xor.at(turns, (column, first), True)
         np.logical_xor.accumulate(turns[:, :n], axis=1, out=inside[start : start + len(cells)])
     grid = inside.reshape(n, n, n)
-    volume = abs(float(unit.volume)) / 8
     return OccupancyGrid(grid, recast, frame, volume, None if places is None else places.reshape(n, n, 3))
 
 
@@ -149,11 +155,25 @@ def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     origins = np.concatenate([xy, np.full((len(xy), 1), -1.01)], axis=1)
     upward = np.zeros_like(origins)
     upward[:, 2] = 1
-    where, ray, _ = caster.intersects_location(origins, upward, multiple_hits=True)
+    # A ray crosses a face once at most, and may need some more tries to leave one: trimesh stops after 100 of both.
+    _, ray, where = caster.intersects_id(
+        origins, upward, multiple_hits=True, max_hits=len(caster.mesh.faces) + 100, return_locations=True
+    )
     return ray, where[:, 2]
 
 
-def check_memory(**grids: tuple[int, int]) -> None:
+def check_bytes(needed: int, what: str, mend: str) -> None:
+    """Asks whether so many bytes fit the memory that is free.
+
+    Raises:
+        UserError: they do not.
+    """
+    free = free_memory()
+    if needed + _RESERVE > free:
+        raise UserError(f"{what} takes {(needed + _RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {mend}")
+
+
+def check_memory(**grids: tuple[int, float]) -> None:
     """Asks whether grids fit the memory that is free, all together.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UserError
+from .picture_files import over_white, read_pixels
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 """Of files that are pictures."""
@@ -43,26 +44,10 @@ def read_pictures(files: Sequence[Path], factor: int) -> Pictures:
     Raises:
         UserError: a file is missing or no picture, the sizes differ, or nothing would be left.
     """
-    from PIL import Image, UnidentifiedImageError
-
     colours: list[np.ndarray] = []
     first = (0, 0)
     for file in files:
-        try:
-            with Image.open(file) as image:
-                clear = "A" in image.getbands() or "transparency" in image.info
-                pixels = np.asarray(image.convert("RGBA" if clear else "RGB"))
-        except FileNotFoundError as error:
-            raise UserError(f"the image {file} is missing") from error
-        except (
-            UnidentifiedImageError,
-            OSError,
-            SyntaxError,
-            ValueError,
-            EOFError,
-            Image.DecompressionBombError,
-        ) as error:
-            raise UserError(f"cannot read the image {file}: {' '.join(str(error).split())}") from error
+        pixels = read_pixels(file)
         if colours and pixels.shape[:2] != first:
             raise UserError(
                 f"the images are of different sizes: {files[0].name} has {first[1]} x {first[0]} pixels, "
@@ -83,10 +68,7 @@ def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
         raise UserError(
             f"{name} has {width} x {height} pixels, which cannot get {factor} times smaller; give a smaller downscale"
         )
-    colours = pixels[: rows * factor, : columns * factor, :3].astype(np.float32) / 255
-    if pixels.shape[2] == 4:
-        opacity = pixels[: rows * factor, : columns * factor, 3:].astype(np.float32) / 255
-        colours = colours * opacity + (1 - opacity)
+    colours = over_white(pixels[: rows * factor, : columns * factor])
     blocks = colours.reshape(rows, factor, columns, factor, 3)
     return blocks.mean((1, 3), dtype=np.float64).astype(np.float32)
 

@@ -38,8 +38,8 @@ def read_scene(
         source: a folder or a .npz file.
         downscale: how many times smaller pictures get, by side. Of LLFF's images_2, images_4, ... it takes the folder
             that is nearest, and averages blocks of pixels for the rest.
-        held_out: views that are not trained on, numbered from 0 (Blender: training views first, then test views).
-            None: the form's own.
+        held_out: views that are scored and not trained on, numbered from 0 (Blender: training views first, then test
+            views). None: the form's own. Test views that a scene has of its own are never trained on, named or not.
         ndc: LLFF only: normalised device coordinates; False for depths from 0.9 x the nearest to the farthest.
         near: Blender only: depth at which rays begin.
         far: Blender only: depth at which they end.

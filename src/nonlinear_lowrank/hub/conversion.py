@@ -28,6 +28,8 @@ from .loading import load_model
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+# Of image tokens also their tokenizer, as `tasks.image_tokenizers` saves it: mean patches, or a VQModel whole.
+_IMAGE_TOKENIZER = ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
 _SEQUENCES, _TOKENS = 2, 32
 
@@ -207,9 +209,11 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
 
 def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[str, ...]:
     """Copies what belongs to a model beside its weights (tokenizer, licence, ...), but for one; returns the names."""
-    found = {path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
+    patterns = (*_COMPANIONS, *_IMAGE_TOKENIZER)
+    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}
-    names = sorted({path.name for path in found - rewritten} - {without})
+    names = sorted({path.relative_to(source).as_posix() for path in found - rewritten} - {without})
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     return tuple(names)

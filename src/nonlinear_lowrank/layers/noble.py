@@ -41,6 +41,7 @@ from .method import Method, Role
 from .noble_group import NobleGroup, group
 from .noble_sharing import SharedDown, checked_groups, share
 
+_HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
 
 
@@ -101,39 +102,49 @@ class NobleConfig:
     one half exactly, so that the outputs do not change."""
 
     def __post_init__(self) -> None:
-        # JSON turns tuples into lists.
-        object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
+        if isinstance(self.frequency_range, list):  # JSON turns tuples into lists
+            object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise UserError(f"rank must be a whole number of at least 1, not {self.rank!r}")
         if self.activation not in ACTIVATIONS:
             raise UserError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if self.depth not in (1, 2, 3) or (self.depth == 3 and self.activation != "cosine"):
+        whole = isinstance(self.depth, int) and not isinstance(self.depth, bool)
+        if not whole or self.depth not in (1, 2, 3) or (self.depth == 3 and self.activation != "cosine"):
             raise UserError(
                 f"depth {self.depth!r} with activation {self.activation!r} is not defined; "
                 "depth is 1 or 2, or 3 with the cosine"
             )
         if self.init not in ("auto", "scratch", "pretrained"):
             raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', not {self.init!r}")
-        if len(self.frequency_range) != 2 or self.frequency_range[0] > self.frequency_range[1]:
-            raise UserError(f"frequency_range must be (low, high), not {self.frequency_range!r}")
-        if self.rank_ratio is not None and not 0 < self.rank_ratio < 1:
-            raise UserError(f"rank_ratio must be above 0 and below 1, not {self.rank_ratio!r}")
+        limits = self.frequency_range
+        pair = isinstance(limits, tuple) and len(limits) == 2 and all(map(_is_number, limits))
+        if not pair or limits[0] > limits[1]:
+            raise UserError(f"frequency_range must be two finite numbers, (low, high), not {limits!r}")
+        if self.rank_ratio is not None and not (_is_number(self.rank_ratio) and 0 < self.rank_ratio < 1):
+            raise UserError(f"rank_ratio must be a number above 0 and below 1, not {self.rank_ratio!r}")
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise UserError(f"dropout must be a number of at least 0 and below 1, not {self.dropout!r}")
+        for name in ("up_bias", "fuse_shared_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.fusion not in ("add", "gated"):
             raise UserError(f"fusion must be 'add' or 'gated', not {self.fusion!r}")
         if self.share_down not in ("none", "qkv"):
             raise UserError(f"share_down must be 'none' or 'qkv', not {self.share_down!r}")
         if self.fuse_shared_inputs and (self.fusion != "add" or self.dropout):
             raise UserError("fuse_shared_inputs needs fusion='add' and dropout=0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
-        if self.output_scale is not None and not 0 < self.output_scale < float("inf"):
-            raise UserError(f"output_scale must be a finite number above 0, not {self.output_scale!r}")
         for name in ("dense_scale", "up_scale", "phase_std"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a finite number of at least 0, not {getattr(self, name)!r}")
-        for name in ("frequency_lr", "phase_lr"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a finite number above 0, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not (_is_number(value) and value >= 0):
+                raise UserError(f"{name} must be a finite number of at least 0, not {value!r}")
+        for name in ("frequency_lr", "phase_lr", "output_scale"):
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0) and not (name == "output_scale" and value is None):
+                raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+        for name in ("up_lr_power", "mix_lr_power"):
+            value = getattr(self, name)
+            if not (_is_number(value) and abs(value) <= _HIGHEST_POWER):
+                raise UserError(f"{name} must be a number from -{_HIGHEST_POWER} to {_HIGHEST_POWER}, not {value!r}")
 
     def rank_of(self, d_in: int, d_out: int) -> int:
         """r of a layer d_in -> d_out."""
@@ -145,6 +156,10 @@ class NobleConfig:
         if self.output_scale is not None:
             return self.output_scale
         return 2.0 if self.fusion == "gated" and self.init == "pretrained" else 1.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 class _NobleBranch(nn.Module):

@@ -7,8 +7,9 @@
 | qk_norm_query | (head width) | 1    | 1    | no    |
 | qk_norm_key   | (head width) | 1    | 1    | no    |
 
-A separate projection has one of the two, a fused one both. The norm is put around whatever makes the projection,
-plain or a method's layer, which stays as it is, one level deeper ("q_proj.projection"): so it comes last.
+A separate projection has one of the two, a fused one both, and one of keys and values (GPT-2's cross-attention) that
+of keys. The norm is put around whatever makes the projection, plain or a method's layer, which stays as it is, one
+level deeper ("q_proj.projection"): so it comes last.
 
 It is a control: an independent audit found that a linear query with QK-norm and a rate of its own closes the gap to
 the nonlinear query.
@@ -27,7 +28,16 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UserError
 from .method import Method, PlainCost, Role
 from .noble import NobleConv1D, NobleLinear
-from .query import FUSED, SEPARATE, NonlinearQKV, NonlinearQuery, attention_heads
+from .query import (
+    FUSED,
+    MIXED,
+    SEPARATE,
+    NonlinearQKV,
+    NonlinearQuery,
+    attention_heads,
+    holds_keys_and_values,
+    mixes_rows,
+)
 from .sine import SineLowRankLinear
 
 KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
@@ -115,6 +125,8 @@ def _widths(name: str, module: nn.Module) -> tuple[int, int]:
     """Of the queries and the keys in a projection's output, by its name."""
     d_in, d_out = _shape(module)
     own = name.rpartition(".")[2]
+    if own in FUSED and holds_keys_and_values(module):
+        return 0, d_out // 2
     if own in FUSED or isinstance(module, NonlinearQKV):
         return d_in, (d_out - d_in) // 2
     return (0, d_out) if own in KEYS else (d_out, 0)
@@ -151,7 +163,12 @@ def _check(name: str, module: nn.Module, config: QKNormConfig) -> None:
 def _check_parent(name: str, module: nn.Module, parent: nn.Module) -> None:
     d_in, d_out = _shape(module)
     heads, width = attention_heads(parent)
+    if mixes_rows(name, parent):
+        raise UserError(f"{name} {MIXED}")
     fused = name.rpartition(".")[2] in FUSED
+    if fused and getattr(parent, "is_cross_attention", False) and not holds_keys_and_values(module):
+        # Its shape alone, which is all that a saved model tells, would read as queries and narrow keys.
+        raise UserError(f"{name} holds keys and values only, and the query is beside it; leave it out with exclude=")
     if fused and (d_out <= d_in or (heads is not None and width is not None and heads * width != d_in)):
         raise UserError(f"{name} does not hold queries as wide as the model, then keys; leave it out with exclude=")
 

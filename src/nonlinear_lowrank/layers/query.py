@@ -41,8 +41,9 @@ SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "t
 """Names of query projections."""
 FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
 """Names of projections whose rows are q, k and v, one after another."""
-# Rows by head or by device.
-_BY_HEAD = "query_key_value"
+MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
+BY_HEAD = "query_key_value"
+"""A fused projection whose rows are q, k and v of one head after another."""
 _BY_DEVICE = ("CodeGenAttention",)
 
 
@@ -57,11 +58,11 @@ class NonlinearQueryConfig:
     method: ClassVar[str] = "nonlinear-query"
 
     rank: int | None = None
-    """r, the width of the bottleneck; None: d / 2, which costs as much as the linear query."""
+    """r, the width of the bottleneck; None: d / 2, which costs as much as the linear query. The identity has none."""
     kind: Kind = "nonlinear"
     """"nonlinear": the method. Controls: "linear" leaves GELU out (the same parameters), "identity" is Q(x) = x."""
     scale: float = 0.5
-    """Factor of x + f(x); without effect on the identity."""
+    """Factor of x + f(x); the identity has none."""
     init_std: float = 0.02
     """Standard deviation of W1 and W2; the paper names none, this is GPT-2's and OPT's for all linears."""
 
@@ -75,6 +76,10 @@ class NonlinearQueryConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+        if self.kind == "identity":
+            for name in ("rank", "scale"):
+                if (value := getattr(self, name)) != type(self).__dict__[name]:
+                    raise UserError(f"{name}={value} does nothing for the identity, Q(x) = x; leave it out")
 
     def rank_for(self, width: int) -> int:
         """r at a model width d."""
@@ -261,8 +266,8 @@ def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str 
         parent: the attention; None where it was asked before, when the model was augmented.
     """
     own = name.rpartition(".")[2]
-    if own == _BY_HEAD or type(parent).__name__ in _BY_DEVICE:
-        return "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
+    if mixes_rows(name, parent):
+        return MIXED
     if d_out == d_in and own not in FUSED:
         return None
     if getattr(parent, "is_cross_attention", False):
@@ -281,6 +286,15 @@ def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str 
         f"has queries of width {width} (heads x head width) in a model of width {d_in}, and a nonlinear query adds x "
         "to itself: the two must be equal; leave it out with exclude="
     )
+
+
+def mixes_rows(name: str, parent: nn.Module | None) -> bool:
+    """Whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
+    own, kind = name.rpartition(".")[2], type(parent).__name__
+    if own == BY_HEAD or kind in _BY_DEVICE:
+        return True
+    by_head = kind == "GPTBigCodeAttention" and not getattr(parent, "multi_query", False)
+    return by_head and own in FUSED and not getattr(parent, "is_cross_attention", False)
 
 
 def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
@@ -304,8 +318,8 @@ def _query_width(parent: nn.Module) -> int | None:
     return None if heads is None or head is None else heads * head
 
 
-def _is_cross_attention(module: nn.Module) -> bool:
-    """GPT-2's, whose queries are in a module beside it."""
+def holds_keys_and_values(module: nn.Module) -> bool:
+    """GPT-2's cross-attention, whose queries are in a module beside it."""
     return isinstance(module, Conv1D) and module.nf == 2 * module.nx
 
 
@@ -367,7 +381,7 @@ METHOD = Method(
     roles=_roles,
     flops=_flops,
     plain=_plain,
-    include=rf"(.*\.)?({'|'.join((*SEPARATE, *FUSED, _BY_HEAD))})",
-    leave=lambda module, config: "holds keys and values only" if _is_cross_attention(module) else None,
+    include=rf"(.*\.)?({'|'.join((*SEPARATE, *FUSED, BY_HEAD))})",
+    leave=lambda module, config: "holds keys and values only" if holds_keys_and_values(module) else None,
     tensor_parallel=False,
 )

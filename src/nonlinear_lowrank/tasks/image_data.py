@@ -5,6 +5,7 @@ An image that cannot be read is named in a warning and counted in the record of 
 stands in for it; in an evaluation it is left out (its label is -100), in every arm alike.
 """
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import UserError
+from ..pictures import eight_bits
 from .image_files import Images, read_images
 from .task import Batch, hold_out
 
@@ -52,10 +54,14 @@ class ImageSource:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes):
-            raise UserError("classes must be at least two different numbers")
+        if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes) or min(self.classes, default=0) < 0:
+            raise UserError("classes must be at least two different numbers, from 0")
         if len(self.mean) != len(self.std):
             raise UserError("mean and std need one number each for every channel")
+        if not all(map(math.isfinite, self.mean)):
+            raise UserError(f"mean must be finite numbers, not {' '.join(map(str, self.mean))}")
+        if not all(0 < each < math.inf for each in self.std):
+            raise UserError(f"std must be finite numbers above 0, not {' '.join(map(str, self.std))}")
 
     def normalisation(self, channels: int, default: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> Any:
         """Mean and standard deviation, one number for each channel.
@@ -74,7 +80,8 @@ class ImageSource:
         """The images, split; they are decoded when they are used.
 
         Raises:
-            UserError: there is no such source, it has too few images, or there is no class of a chosen number.
+            UserError: there is no such source, it has too few images or none that can be read, or there is no class
+                of a chosen number.
         """
         splits = read_images(self.source)
         train, test, classes = splits.train, splits.test, splits.classes
@@ -89,6 +96,8 @@ class ImageSource:
         kept, held = hold_out(len(train), self.held_out)
         if not kept:
             raise UserError(f"{len(train)} training images are too few to hold some out")
+        for what, images in (("train on", train.select(kept)), ("choose on", train.select(held)), ("score", test)):
+            check_readable(images, f"{self.source} has no image to {what}")
         return FoundImages(train=train, kept=kept, held=held, test=test, classes=classes)
 
 
@@ -145,12 +154,12 @@ class Pixels:
     """Pixels that the shorter side is brought to before the middle is cut out; None: the image is squeezed whole."""
 
     def picture(self, image: Any) -> Any:
-        """A PIL image or an array (H, W[, C]) -> a PIL image of these channels, in its own size."""
-        from PIL import Image
+        """A PIL image or an array (H, W[, C]) -> a PIL image of these channels, in its own size.
 
-        if isinstance(image, np.ndarray):
-            image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
-        return image.convert("L" if self.channels == 1 else "RGB")
+        Raises:
+            UserError: it cannot be shown in 8 bits.
+        """
+        return eight_bits(image).convert("L" if self.channels == 1 else "RGB")
 
     def fitted(self, picture: Any) -> Any:
         """A PIL image -> one of this size."""
@@ -212,10 +221,17 @@ class ImageExamples(Dataset[dict[str, torch.Tensor]]):
         self.images, self.pixels = images, pixels
         # Shared with processes that read data ahead, so that what they cannot read is counted here.
         self._unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+        self._places: Sequence[int] = range(len(images))
+
+    def part(self, places: Sequence[int]) -> "ImageExamples":
+        """Some of the images, as they are for evaluation. What of them cannot be read is named and counted once."""
+        found = ImageExamples(self.images.select(places), self.pixels)
+        found._unreadable, found._places = self._unreadable, [self._places[each] for each in places]
+        return found
 
     @property
     def unreadable(self) -> int:
-        """How many images could not be read so far."""
+        """How many images could not be read so far, here or where these are a part."""
         return int(self._unreadable.sum())
 
     def __len__(self) -> int:
@@ -234,8 +250,8 @@ class ImageExamples(Dataset[dict[str, torch.Tensor]]):
         try:
             return self.pixels.picture(self.images.read(place))
         except UserError as error:
-            if not self._unreadable[place]:
-                self._unreadable[place] = True
+            if not self._unreadable[self._places[place]]:
+                self._unreadable[self._places[place]] = True
                 warnings.warn(f"{error}; left out ({self.unreadable} so far)", stacklevel=2)
             return None
 
@@ -253,8 +269,27 @@ class ImageExamples(Dataset[dict[str, torch.Tensor]]):
         raise UserError(f"none of the {count} images can be read")
 
 
+def check_readable(images: Images, what: str) -> None:
+    """Raises UserError where there are images, and none of them can be read.
+
+    Args:
+        images: of which the first that can be read is looked for.
+        what: is missing then, for the message.
+    """
+    first = ""
+    for place in range(len(images)):
+        try:
+            eight_bits(images.read(place))
+            return
+        except UserError as error:
+            first = first or str(error)
+    if first:
+        raise UserError(f"{what}: none of the {len(images)} images can be read ({first})")
+
+
 def unreadable(*splits: ImageExamples | None) -> dict[str, int]:
-    """For the record: how many images of all splits could not be read; nothing where there are none."""
+    """For the record: how many images of all splits, none a part of another, could not be read; nothing where there
+    are none."""
     count = sum(each.unreadable for each in dict.fromkeys(splits) if each is not None)
     return {"unreadable_images": count} if count else {}
 

@@ -12,7 +12,7 @@ A source without a test split gives a fifth of its images, always the same ones.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ import numpy as np
 
 from ..bounds import read_arrays
 from ..errors import UserError
+from ..pictures import eight_bits
 from . import digits_vit
 from .task import hold_out
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TEST_SHARE = 0.2
+_CHANNELS = (1, 3, 4)
+_MOST_CLASSES = 1_000_000  # a label above is an identity or a time, and every number below it would be a class
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Images:
     labels: np.ndarray
     """(N,) int64."""
     read: Callable[[int], Any]
-    """Index -> a PIL image, or an array (H, W) or (H, W, C) uint8."""
+    """Index -> a PIL image of 8 bits a channel, or an array (H, W) or (H, W, C) uint8."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,14 +84,13 @@ def _split(images: Images, classes: tuple[str, ...]) -> ImageSplits:
 
 def _of_npz(path: Path) -> ImageSplits:
     arrays = read_arrays(path)
-    forms = (("x_train", "y_train", "x_test", "y_test"), ("train_blob", "train_off", "train_y", "test_blob"))
-    if set(forms[0]) <= set(arrays):
-        sides = [_of_array(path, arrays[f"x_{side}"], arrays[f"y_{side}"]) for side in ("train", "test")]
-    elif set(forms[1]) <= set(arrays):
-        names = ("blob", "off", "y")
-        sides = [_of_blob(path, *(arrays[f"{side}_{name}"] for name in names)) for side in ("train", "test")]
+    names = ("blob", "off", "y")
+    if {"x_train", "y_train", "x_test", "y_test"} <= set(arrays):
+        sides = [_of_array(path, arrays, f"x_{side}", f"y_{side}") for side in ("train", "test")]
+    elif {f"{side}_{name}" for side in ("train", "test") for name in names} <= set(arrays):
+        sides = [_of_blob(path, arrays, *(f"{side}_{name}" for name in names)) for side in ("train", "test")]
     elif {"images", "labels"} <= set(arrays):
-        one = _of_array(path, arrays["images"], arrays["labels"])
+        one = _of_array(path, arrays, "images", "labels")
         return _split(one, _numbers(one.labels))
     else:
         raise UserError(
@@ -97,23 +99,64 @@ def _of_npz(path: Path) -> ImageSplits:
     return ImageSplits(sides[0], sides[1], _numbers(np.concatenate([side.labels for side in sides])))
 
 
-def _of_array(path: Path, images: np.ndarray, labels: np.ndarray) -> Images:
+def _of_array(path: Path, arrays: Mapping[str, np.ndarray], name: str, labelled: str) -> Images:
+    images, labels = arrays[name], check_labels(arrays[labelled], f"{path}: {labelled}")
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise UserError(
-            f"{path}: images must be (N, H, W) or (N, H, W, C) uint8 with N labels, not "
+            f"{path}: {name} must be (N, H, W) or (N, H, W, C) uint8 with N labels, not "
             f"{images.shape} {images.dtype} with {len(labels)} labels"
         )
-    return Images(labels.astype(np.int64).reshape(-1), lambda index: images[index])
+    if 0 in images.shape or (images.ndim == 4 and images.shape[-1] not in _CHANNELS):
+        raise UserError(f"{path}: {name} must have pixels, of 1, 3 or 4 channels, not {images.shape}")
+    return Images(labels, lambda index: images[index])
 
 
-def _of_blob(path: Path, blob: np.ndarray, offsets: np.ndarray, labels: np.ndarray) -> Images:
-    if len(offsets) != len(labels) + 1:
-        raise UserError(f"{path}: {len(offsets)} offsets for {len(labels)} labels; there must be one more")
+def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], name: str, cuts: str, labelled: str) -> Images:
+    blob, labels = arrays[name], check_labels(arrays[labelled], f"{path}: {labelled}")
+    if arrays[cuts].shape != (len(labels) + 1,):
+        raise UserError(f"{path}: {arrays[cuts].shape} offsets for {len(labels)} labels; there must be one more")
+    offsets = arrays[cuts].astype(np.int64) if arrays[cuts].dtype.kind in "iu" else np.array([-1])
+    if (
+        blob.dtype != np.uint8
+        or blob.ndim != 1
+        or offsets[0] < 0
+        or offsets[-1] > len(blob)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise UserError(
+            f"{path}: {cuts} must be whole numbers that rise from 0 to the length of {name}, (bytes,) uint8"
+        )
 
     def read(index: int) -> Any:
         return _open(io.BytesIO(blob[offsets[index] : offsets[index + 1]].tobytes()), f"{path}, image {index}")
 
-    return Images(labels.astype(np.int64).reshape(-1), read)
+    return Images(labels, read)
+
+
+def check_labels(labels: np.ndarray, what: str) -> np.ndarray:
+    """Numbers of classes -> (N,) int64.
+
+    Args:
+        labels: (N,) or (N, 1).
+        what: they are, for the message.
+
+    Raises:
+        UserError: there are none, or one is no whole number from 0.
+    """
+    if labels.ndim not in (1, 2) or labels.shape[1:] not in ((), (1,)):
+        raise UserError(f"{what} must be (N,) numbers of classes, not {labels.shape}; of one-hot rows give the argmax")
+    labels = labels.reshape(-1)
+    if not len(labels):
+        raise UserError(f"{what} holds no labels; give at least one image")
+    rule = "number the classes 0, 1, 2, ..."
+    if labels.dtype.kind not in "biuf":
+        raise UserError(f"{what} must be whole numbers from 0, not {str(labels[0])[:40]!r}; {rule}")
+    whole = np.isfinite(labels) & (labels >= 0) & (labels < _MOST_CLASSES) & (labels == np.floor(labels))
+    if not whole.all():
+        raise UserError(
+            f"{what} must be whole numbers from 0 to {_MOST_CLASSES - 1:,}, not {labels[~whole][0]}; {rule}"
+        )
+    return labels.astype(np.int64)
 
 
 def _of_folder(path: Path) -> ImageSplits:
@@ -152,30 +195,54 @@ def _of_dataset(source: str) -> ImageSplits:
         raise UserError(
             f"cannot read the dataset {source!r} ({text}); give a .npz file or a folder (--source)"
         ) from error
+    if "train" not in data:
+        raise UserError(f"the dataset {source!r} needs a split train; it has {', '.join(map(str, data))}")
     train = data["train"]
     image = next((name for name, kind in train.features.items() if isinstance(kind, Image)), None)
     label = next((name for name in ("label", "labels", "fine_label", "class") if name in train.features), None)
     if image is None or label is None:
         raise UserError(f"the dataset {source!r} needs an image and a label column; it has {', '.join(train.features)}")
 
-    def side(rows: Any, name: str) -> Images:
+    def side(name: str) -> Images:
+        rows = data[name]
+
         def read(index: int) -> Any:
+            where = f"{name}/{index} of {source}"
             try:
-                return rows[index][image]
+                return eight_bits(rows[index][image])
             except Exception as error:  # whatever the decoder raises
-                raise UserError(
-                    f"cannot read the image {name}/{index} of {source}: {' '.join(str(error).split())}"
-                ) from error
+                raise UserError(f"cannot read the image {where}: {' '.join(str(error).split())}") from error
 
-        return Images(np.array(rows[label], dtype=np.int64), read)
+        return Images(check_labels(_array(rows[label]), f"the column {label!r} of {source} ({name})"), read)
 
-    # ImageNet's test split has no labels: there the number is -1.
-    others = [name for name in ("test", "validation", "valid") if name in data and min(data[name][label]) >= 0]
+    others = [name for name in ("test", "validation", "valid") if name in data and _labelled(data[name], image, label)]
+    sides = [side(name) for name in ("train", *others[:1])]
     names = getattr(train.features[label], "names", None)
-    classes = tuple(names) if names else _numbers(np.array(train[label]))
-    if not others:
-        return _split(side(train, "train"), classes)
-    return ImageSplits(side(train, "train"), side(data[others[0]], others[0]), classes)
+    numbers = _numbers(np.concatenate([each.labels for each in sides]))
+    if names and len(numbers) > len(names):
+        raise UserError(f"the dataset {source!r} has the label {numbers[-1]}, and names {len(names)} classes")
+    classes = tuple(names) if names else numbers
+    return ImageSplits(sides[0], sides[1], classes) if others else _split(sides[0], classes)
+
+
+def _labelled(rows: Any, image: str, label: str) -> bool:
+    """Whether a split can be scored; the test split of ImageNet has -1 for a label."""
+    if not len(rows) or not {image, label} <= set(rows.features):
+        return False
+    labels = _array(rows[label])
+    if labels.dtype.kind in "if":
+        return bool((labels >= 0).all())
+    return not any(each is None for each in labels.flat)
+
+
+def _array(column: Any) -> np.ndarray:
+    """A column as an array; of texts, of lists or with gaps it is one of objects."""
+    values = list(column)
+    if all(isinstance(each, int | float) for each in values):
+        return np.array(values)
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
 
 
 def _open(file: Any, where: str) -> Any:
@@ -184,12 +251,12 @@ def _open(file: Any, where: str) -> Any:
     try:
         with Image.open(file) as image:
             image.load()
+        return eight_bits(image)
     except (
-        *(UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError),
+        *(UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError),  # among them UserError
         Image.DecompressionBombError,  # its header claims more pixels than any picture has
     ) as error:
         raise UserError(f"cannot read the image {where or file}: {' '.join(str(error).split())}") from error
-    return image
 
 
 def _numbers(labels: np.ndarray) -> tuple[str, ...]:

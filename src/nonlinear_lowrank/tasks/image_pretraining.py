@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import UserError
 from .image_augmentation import Augmentation, check_pairs, mix_pairs
 from .image_backbones import ImageBackbone
-from .image_data import ImageExamples, ImageSource, Pixels, unreadable
+from .image_data import ImageExamples, ImageSource, Pixels, check_readable, unreadable
 from .image_files import Images
 from .language_model import DenseInit, draw_linears
 from .metrics import scores
@@ -92,7 +92,7 @@ class PreparedPretraining:
 
     def describe(self) -> dict[str, Any]:
         """What the data are, for the record."""
-        lost = unreadable(self.train, self.valid, self.test, self.plain)
+        lost = unreadable(self.train, self.valid, self.test)  # the plain ones count among those of training
         return {**self.facts, "fingerprint": self.fingerprint, **lost}
 
 
@@ -142,7 +142,8 @@ class ImagePretrainingTask:
         """Finds and splits the images; they are decoded when they are used.
 
         Raises:
-            UserError: the source cannot be used, or has fewer training images than classes.
+            UserError: the source cannot be used, has fewer training images than classes, or a split of which no image
+                can be read.
         """
         found, pixels = self.images.find(), self.pixels()
         if len(found.kept) < len(found.classes):
@@ -152,12 +153,18 @@ class ImagePretrainingTask:
             )
         kept = found.train.select(found.kept)
         scored = ImageExamples(found.test, pixels)
+        train = VariedExamples(kept, pixels, self.augmentation)
         rows = np.sort(np.random.default_rng(3).permutation(len(kept))[: self.plain_rows])
+        plain = train.part(rows.tolist()) if len(rows) else None
+        if plain is not None:
+            check_readable(
+                plain.images, f"the loss without augmentation needs an image; set plain_rows above {len(rows)}"
+            )
         return PreparedPretraining(
-            train=VariedExamples(kept, pixels, self.augmentation),
+            train=train,
             valid=ImageExamples(found.train.select(found.held), pixels) if found.held else scored,
             test=scored if found.held else None,
-            plain=ImageExamples(kept.select(rows), pixels) if len(rows) else None,
+            plain=plain,
             tokenizer=pixels,
             classes=found.classes,
             score=scores(("accuracy",)),

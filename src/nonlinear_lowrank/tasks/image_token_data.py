@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import numpy as np
 from filelock import FileLock
 
 from ..errors import UserError
+from ..pictures import eight_bits
 from ..storage import staged_folder
 from . import digits_vit
 from .image_files import Images, ImageSplits, read_images
@@ -35,7 +37,7 @@ from .image_tokenizers import ImageCodec, ImageTokenizer, PatchTokenizer, VQToke
 from .task import fingerprint
 from .text import TokenBlocks, cache_folder
 
-_VERSION = 1  # of the cache's layout; part of the key
+_VERSION = 2  # of what a source gives and of the cache's layout; part of the key
 _PART = 4096  # images that are encoded before they are written
 _BATCH = 256  # images that are held in pixels
 _FIT_IMAGES = 20_000  # that the means of patches are fitted on
@@ -133,20 +135,21 @@ def prepare_images(config: ImageTokenData, *, progress: bool = True) -> EncodedI
     vq = None if config.tokenizer == "patches" else _vq(config)
     key = _key(config, splits, vq)
     folder = cache_folder(config.cache_dir) / "image-tokens" / key[:32]
-    facts = _read(folder)
-    if facts is None:
+    found = _read(folder)
+    if found is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
-                facts = _read(folder)
-                if facts is None:
+                found = _read(folder)
+                if found is None:
                     facts = _Encoding(config, splits, vq, folder, progress).build()
+                    found = facts, ImageCodec.load(folder / "tokenizer")
         except OSError as error:
             raise UserError(
                 f"cannot write the cache {folder.parent} ({error.strerror or error}); set cache_dir or NLR_CACHE"
             ) from error
     length = config.sequence_length
-    codec = ImageCodec.load(folder / "tokenizer")
+    facts, codec = found
     made_of = json.dumps([facts["train"]["sha256"], facts["valid"]["sha256"], facts["codes"], list(codec.classes)])
     return EncodedImages(
         train=TokenBlocks(folder / "train.npy", length),
@@ -159,12 +162,14 @@ def prepare_images(config: ImageTokenData, *, progress: bool = True) -> EncodedI
 
 
 def as_square(image: Any, size: int, channels: int) -> np.ndarray:
-    """A PIL image or an array (H, W[, C]) -> (size, size, channels) uint8; scaled, and its middle kept."""
+    """A PIL image or an array (H, W[, C]) -> (size, size, channels) uint8; scaled, and its middle kept.
+
+    Raises:
+        UserError: it cannot be shown in 8 bits.
+    """
     from PIL import Image
 
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
-    image = image.convert("L" if channels == 1 else "RGB")
+    image = eight_bits(image).convert("L" if channels == 1 else "RGB")
     if min(image.size) != size:
         scale = size / min(image.size)
         sides = tuple(max(size, round(side * scale)) for side in image.size)
@@ -178,6 +183,11 @@ def _check(config: ImageTokenData, splits: ImageSplits) -> None:
     count = len(splits.classes)
     if config.classes not in (None, count):
         raise UserError(f"{config.source} has {count} classes, not {config.classes}; set --classes {count}")
+    if config.train_images is not None and config.train_images < count <= len(splits.train):
+        raise UserError(
+            f"train_images {config.train_images} is fewer than the {count} classes of {config.source}; set {count} "
+            "or more"
+        )
     if len(splits.train) < count:
         raise UserError(f"{config.source} has {len(splits.train)} training images, fewer than its {count} classes")
     if len(splits.test) < 1:
@@ -223,17 +233,21 @@ def _identity(source: str) -> str:
     return json.dumps([source, {name: getattr(side, "_fingerprint", None) for name, side in data.items()}])
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
-    """What the cache says of itself, or None where it is absent or not whole."""
+def _read(folder: Path) -> tuple[dict[str, Any], ImageCodec] | None:
+    """What the cache says of itself, and its tokenizer; None where it is absent or not whole."""
     try:
         facts = json.loads((folder / "images.json").read_text(encoding="utf-8"))
         # A file that is shorter than its header says cannot be mapped.
         whole = all(
             len(np.load(folder / f"{name}.npy", mmap_mode="r")) == facts[name]["tokens"] for name in ("train", "valid")
         )
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        codec = ImageCodec.load(folder / "tokenizer")
+        if isinstance(codec.tokenizer, VQTokenizer):
+            codec.tokenizer.check_weights()
+        same = codec.tokenizer.codes == facts["codes"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError):  # among them UserError
         return None
-    return facts if whole else None
+    return (facts, codec) if whole and same else None
 
 
 class _Encoding:
@@ -275,15 +289,20 @@ class _Encoding:
         if self.vq is not None:
             return self.vq
         place = self.parts / "tokenizer"
-        if not place.is_dir():
-            self._say("fitting the mean patches")
-            some = _some(self.train, _FIT_IMAGES, 3)
-            pixels = [each for batch, _ in self._pixels(some, 0, len(some), self._channels(some)) for each in batch]
-            if not pixels:
-                raise UserError(f"no image of {self.config.source} can be read")
-            fitted = PatchTokenizer.fit(np.stack(pixels), codes=self.config.codes, patch=self.config.patch)
-            with staged_folder(place) as staged:
-                ImageCodec(fitted, self.config.side, self.config.side, self.splits.classes).save_pretrained(staged)
+        if place.is_dir():
+            try:
+                return ImageCodec.load(place).tokenizer
+            except UserError:  # damaged: what it encoded goes with it
+                shutil.rmtree(self.parts)
+                self.parts.mkdir()
+        self._say("fitting the mean patches")
+        some = _some(self.train, _FIT_IMAGES, 3)
+        pixels = [each for batch, _ in self._pixels(some, 0, len(some), self._channels(some)) for each in batch]
+        if not pixels:
+            raise UserError(f"no image of {self.config.source} can be read")
+        fitted = PatchTokenizer.fit(np.stack(pixels), codes=self.config.codes, patch=self.config.patch)
+        with staged_folder(place) as staged:
+            ImageCodec(fitted, self.config.side, self.config.side, self.splits.classes).save_pretrained(staged)
         return ImageCodec.load(place).tokenizer
 
     @staticmethod
@@ -291,12 +310,10 @@ class _Encoding:
         """1 where the first image that can be read is grey."""
         for index in range(len(images)):
             try:
-                image = images.read(index)
+                image = eight_bits(images.read(index))
             except (OSError, ValueError, SyntaxError):  # among them UserError
                 continue
-            if isinstance(image, np.ndarray):
-                return 1 if image.ndim == 2 or image.shape[-1] == 1 else 3
-            return 1 if image.mode in ("1", "L", "I", "I;16", "F") else 3
+            return 1 if image.mode in ("1", "L") else 3
         return 3
 
     def _side(self, name: str, images: Images, tokenizer: ImageTokenizer, staged: Path) -> dict[str, Any]:
@@ -306,7 +323,7 @@ class _Encoding:
         files = []
         for start in range(0, len(images), _PART):
             file = self.parts / f"{name}-{start:09d}.npz"
-            if not file.is_file():
+            if not zipfile.is_zipfile(file):  # absent, or cut short
                 self._say(f"encoding {name}: {start:,} of {len(images):,} images")
                 self._part(file, images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
             with np.load(file, allow_pickle=False) as part:

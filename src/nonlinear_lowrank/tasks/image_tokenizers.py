@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from ..errors import UserError
@@ -241,6 +241,14 @@ class VQTokenizer(ImageTokenizer):
 
     def _norms(self, latents: torch.Tensor) -> torch.Tensor | None:
         return latents if self.model.config.norm_type == "spatial" else None
+
+    def check_weights(self) -> None:
+        """Raises UserError where the file of weights is shorter than its header says, or has none."""
+        try:
+            with safe_open(self.folder / _VQ_FILES[1], framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.folder / _VQ_FILES[1]} is damaged ({error}); copy it again") from error
 
     def identity(self) -> str:
         """A hash of its files."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..errors import UserError
 from .task import Score
 
 
@@ -40,10 +41,15 @@ def scores_of_examples(logits: torch.Tensor, labels: torch.Tensor, score: Score)
 
     Returns:
         {"loss": ..., ...}; the loss alone, not a number, where a logit is not finite.
+
+    Raises:
+        UserError: no example can be read.
     """
     predicted = logits.double()
     if not labels.is_floating_point():
         kept = labels != -100
+        if not bool(kept.any()):
+            raise UserError(f"none of the {len(labels)} images can be read any more; are their files still there?")
         predicted, labels = predicted[kept], labels[kept]
     if not bool(torch.isfinite(predicted).all()):
         return {"loss": math.nan}

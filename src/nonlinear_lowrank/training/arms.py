@@ -63,7 +63,12 @@ class Arm:
             check_number("grid", rate, above=0)
         if self.grid and (self.lr is not None or len(set(self.grid)) < 2):
             raise UserError(f"grid of the arm {self.method!r} needs at least two different rates, and no lr beside it")
-        object.__setattr__(self, "settings", find_method(self.method).read(self.settings))
+        kind = find_method(self.method)
+        settings = kind.read(self.settings)
+        for given, read in _by_part(kind, self.settings, settings):
+            if twice := sorted(key for key in given if key not in read and len(read) < len(given)):
+                raise UserError(f"{twice[0]} of the arm {self.method!r} is given twice, by two names; give it once")
+        object.__setattr__(self, "settings", settings)
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
         if not _NAME.fullmatch(self.name):
@@ -171,6 +176,13 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts))
 
 
+def _by_part(
+    kind: Any, given: Mapping[str, Any], read: Mapping[str, Any]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The settings of each method of the arm, as they were given and as they were read."""
+    return [(given[name], read[name]) for name in given] if isinstance(kind, Composed) else [(given, read)]
+
+
 def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """One method's short form -> its name, its settings, and what it says of the whole arm.
 
@@ -188,6 +200,7 @@ def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any
     own_init = find_method(method).own_init
     settings: dict[str, Any] = {}
     shared: dict[str, Any] = {}
+    read: set[str] = set()
     for option in options:
         key, separator, value = option.partition("=")
         key, value = key.strip(), value.strip()
@@ -195,6 +208,9 @@ def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any
             raise UserError(f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64")
         if key == "init" and not own_init:
             key = "dense_init"
+        if key in read:
+            raise UserError(f"{key} is given twice in the arm {text!r}; give it once")
+        read.add(key)
         if key == "lr":
             shared["lr"] = read_number("lr", value, text)
         elif key == "grid":
