@@ -160,9 +160,9 @@ def test_grey_of_16_bits_keeps_its_range(tmp_path, channels):
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.full((8, 8), 0.5, np.float32), "32-bit (mode F)"),
-        (np.full((8, 8), 70_000, np.int32), "32-bit (mode I)"),
-        (np.full((8, 8), -1, np.int32), "32-bit (mode I)"),
+        (np.full((8, 8), 0.5, np.float32), "mode F"),
+        (np.full((8, 8), 70_000, np.int32), "mode I"),
+        (np.full((8, 8), -1, np.int32), "mode I"),
     ],
 )
 def test_pictures_of_an_unknown_range_count_as_unreadable(tmp_path, array, words):
