@@ -438,7 +438,7 @@ def test_step_times_are_taken_on_the_fits_device(recipe, tmp_path, monkeypatch):
         seen.append(clock)
         return {name: [1.0] * rounds for name in arms}
 
-    monkeypatch.setattr(compare_module, "choose_device", lambda name: torch.device("meta"))  # stands for a GPU
+    monkeypatch.setattr(compare_module, "choose_device", lambda name, dtype: torch.device("meta"))  # stands for a GPU
     monkeypatch.setattr(compare_module, "Stepper", note)
     monkeypatch.setattr(compare_module, "interleaved_step_times", times)
     short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))

@@ -97,19 +97,24 @@ def test_a_fit_that_was_killed_by_the_system_goes_on_bit_by_bit(tmp_path):
     assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+def _cut(out, monkeypatch, *, step=7, **options):
+    """A fit that was stopped at that step; checkpoints are every fifth."""
     problem = _problem()
     batch = problem.batch
 
-    def stops(step, generator):
-        if step == 11:
+    def stops(now, generator):
+        if now == step:
             raise KeyboardInterrupt
-        return batch(step, generator)
+        return batch(now, generator)
 
     monkeypatch.setattr(problem, "batch", stops)
-    config = replace(SHORT, keep_checkpoints=2)
     with pytest.raises(KeyboardInterrupt):
-        _fit(tmp_path / "cut", problem, config=config)
+        _fit(out, problem, **options)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+    config = replace(SHORT, keep_checkpoints=2)
+    _cut(tmp_path / "cut", monkeypatch, step=11, config=config)
     (tmp_path / "cut" / "checkpoints" / "step-000010" / "optimizer.safetensors").write_bytes(b"torn")
     _fit(tmp_path / "cut", config=config, resume=True)
     assert "passed over" in capsys.readouterr().err
@@ -171,21 +176,6 @@ def test_weights_that_are_no_numbers_are_neither_a_checkpoint_nor_a_result(tmp_p
     assert not (tmp_path / "result.json").exists()
     for file in tmp_path.glob("checkpoints/*/model.safetensors"):
         assert all(torch.isfinite(each).all() for each in load_file(file).values())
-
-
-def _cut(out, monkeypatch, **options):
-    """A fit that was stopped after its first checkpoint."""
-    problem = _problem()
-    batch = problem.batch
-
-    def stops(step, generator):
-        if step == 7:
-            raise KeyboardInterrupt
-        return batch(step, generator)
-
-    monkeypatch.setattr(problem, "batch", stops)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(out, problem, **options)
 
 
 def test_pictures_and_places_may_be_others_when_a_fit_goes_on(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 from torch import nn
 
-from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields import mesh_picture, occupancy_grid, surface_sampling
+from nonlinear_lowrank import UserError, resources
+from nonlinear_lowrank.fields import mesh_picture, surface_sampling
 from nonlinear_lowrank.fields.mesh_files import knot
 from nonlinear_lowrank.fields.mesh_picture import View, render
 from nonlinear_lowrank.fields.model import FieldConfig
@@ -192,7 +192,7 @@ def test_a_band_that_does_not_fit_memory_is_refused(monkeypatch):
     """The lattice alone fits: 64^3 points of 2 bytes, and most of them are in so wide a band, at 4 bytes more."""
     inside = np.zeros((64, 64, 64), dtype=bool)
     inside[:32] = True
-    monkeypatch.setattr(occupancy_grid, "free_memory", lambda: 100_000_000 + 2 * inside.size)
+    monkeypatch.setattr(resources, "free_memory", lambda: 100_000_000 + 2 * inside.size)
     assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
     with pytest.raises(
         UserError, match=r"surface_band 0.8: the band .* points of the lattice, takes .* give a smaller"

@@ -6,7 +6,7 @@ import torch
 import trimesh
 from scipy.spatial.transform import Rotation
 
-from nonlinear_lowrank import UserError
+from nonlinear_lowrank import UserError, resources
 from nonlinear_lowrank.fields import occupancy_grid as module
 from nonlinear_lowrank.fields.mesh_files import knot, read_mesh
 from nonlinear_lowrank.fields.occupancy_grid import Frame, occupancy_grid
@@ -179,10 +179,12 @@ def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_p
     (tmp_path / "max").write_text("5000\n")
     (tmp_path / "now").write_text("2000\n")
     (tmp_path / "open").write_text("max\n")
-    monkeypatch.setattr(module, "_CGROUPS", ((tmp_path / "open", tmp_path / "now"), (tmp_path / "no", tmp_path / "no")))
-    assert module.free_memory() > 1e6
-    monkeypatch.setattr(module, "_CGROUPS", ((tmp_path / "max", tmp_path / "now"),))
-    assert module.free_memory() == 3000
+    monkeypatch.setattr(
+        resources, "_CGROUPS", ((tmp_path / "open", tmp_path / "now"), (tmp_path / "no", tmp_path / "no"))
+    )
+    assert resources.free_memory() > 1e6
+    monkeypatch.setattr(resources, "_CGROUPS", ((tmp_path / "max", tmp_path / "now"),))
+    assert resources.free_memory() == 3000
 
 
 @pytest.mark.parametrize("resolution", [0, 1, 2.5, True])

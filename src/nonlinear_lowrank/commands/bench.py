@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .checkpoint import choose_device
 from .options import parse
 
 BENCHES = {
@@ -47,6 +46,8 @@ def run(arguments: list[str]) -> None:
 
         def __post_init__(self) -> None:
             if hasattr(self, "device"):
+                from ..resources import choose_device
+
                 choose_device(self.device)
             super().__post_init__()
 

@@ -1,6 +1,5 @@
 """What the commands on trained models share: where the model lies, and where it runs."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
 
     Args:
         folder: from `find_model`.
-        device: see `choose_device`.
+        device: see `resources.choose_device`.
         base: of an adapter, folder or name of its base model; None: as it names it.
     """
     from transformers.utils import logging
@@ -57,15 +56,16 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
     from ..hub import load_model
     from ..hub.adapter import is_adapter, load_causal_adapter
     from ..hub.loading import check_causal
+    from ..resources import choose_device
 
-    device = choose_device(device)
+    chosen = choose_device(device)
     logging.disable_progress_bar()  # a bar of milliseconds, in the middle of what the command prints
     if is_adapter(folder):
-        return load_causal_adapter(folder, base=base).to(device)
+        return load_causal_adapter(folder, base=base).to(chosen)
     if base is not None:
         raise UserError(f"--base is for adapters; {folder} holds a whole model")
     check_causal(folder)
-    return load_model(folder).to(device)
+    return load_model(folder).to(chosen)
 
 
 def open_tokenizer(folder: Path, base: str | None = None) -> Any:
@@ -74,20 +74,3 @@ def open_tokenizer(folder: Path, base: str | None = None) -> Any:
     from ..hub.adapter import is_adapter, load_adapter_tokenizer
 
     return load_adapter_tokenizer(folder, base=base) if is_adapter(folder) else load_tokenizer(folder)
-
-
-def choose_device(name: str) -> str:
-    """The device of that name; by default the GPU when there is one.
-
-    Raises:
-        UserError: no such device here.
-    """
-    import torch
-
-    if not name:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?|mps", name):
-        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
-    return name

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from ..errors import UserError
-from .checkpoint import choose_device, find_model, find_recipe_file, open_language_model, open_tokenizer
+from .checkpoint import find_model, find_recipe_file, open_language_model, open_tokenizer
 from .options import parse
 
 
@@ -131,6 +131,7 @@ def _is_causal(folder: Path) -> bool:
 def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
     """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
     from ..evaluation.held_out import score_saved
+    from ..resources import choose_device
     from ..tasks.task import measure_of
 
     scores = score_saved(
@@ -138,7 +139,7 @@ def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
         folder,
         base=options.base,
         split=options.split,
-        device=choose_device(options.device),
+        device=str(choose_device(options.device)),
         batch_size=options.batch_size,
     )
     measure = measure_of(recipe.task)

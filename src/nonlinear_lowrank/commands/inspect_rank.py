@@ -8,7 +8,6 @@ from typing import Literal
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from ..errors import UserError
-from .checkpoint import choose_device
 from .options import parse, table_width
 
 
@@ -64,9 +63,11 @@ def run_rank(arguments: list[str]) -> None:
     )
     path = _checkpoint(options.checkpoint)
     _check_picture(options.plot)
-    device = choose_device(options.device)
 
     from ..analysis.rank_report import format_ranks, rank_report
+    from ..resources import choose_device
+
+    device = str(choose_device(options.device))
 
     report = rank_report(
         path,

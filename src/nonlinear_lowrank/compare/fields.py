@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -25,7 +26,8 @@ from ..errors import UserError
 from ..fields.fit import build
 from ..fields.problem import FieldMethod, Problem
 from ..fields.recipe import FieldRecipe
-from ..fields.step import Stepper, choose_device, told_of_memory
+from ..fields.step import Stepper
+from ..resources import choose_device, told_of_memory
 from ..storage import write_json
 from .field_pictures import plot_rates, plot_strip
 from .field_plan import MARKER, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
@@ -106,7 +108,7 @@ def compare_fields(
     started, out = clock(), Path(out)
     if not isinstance(timing_rounds, int) or isinstance(timing_rounds, bool) or timing_rounds < 0:
         raise UserError(f"timing_rounds must be a whole number of at least 0, not {timing_rounds!r}")
-    choose_device(recipe.train.device)
+    device = choose_device(recipe.train.device, dtype=torch.float64)
     plan = FieldPlan.make(recipe, arms, seeds, tune_lr, max_extensions)
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
     if kept is not None:
@@ -124,7 +126,7 @@ def compare_fields(
         runs = FieldRuns(problem, recipe, out, console, kept)
         strip = _Strip(out / "strip.png", problem, runs, plan)
         notes = version_notes(out / MARKER)
-        times = _step_times(problem, plan, recipe, timing_rounds) if timing_rounds else None
+        times = _step_times(problem, plan, recipe, device, timing_rounds) if timing_rounds else None
 
         def time_for(arms: Sequence[FieldArm]) -> bool:
             return max_seconds is None or clock() - started + runs.expected(arms) < max_seconds
@@ -183,14 +185,15 @@ def compare_fields(
         lock.release()
 
 
-def _step_times(problem: Problem, plan: FieldPlan, recipe: FieldRecipe, rounds: int) -> dict[str, list[float]]:
+def _step_times(
+    problem: Problem, plan: FieldPlan, recipe: FieldRecipe, device: torch.device, rounds: int
+) -> dict[str, list[float]]:
     """Seconds of interleaved training steps of every arm."""
 
     def steps(arm: FieldArm) -> Callable[[], object]:
         stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed).to(device), recipe.train)
         return lambda: stepper.take(0)
 
-    device = choose_device(recipe.train.device)
     clock: Clock = "process" if device.type == "cpu" else "wall"  # a GPU takes none of the process' time
     with cpu_threads(recipe.train.threads), told_of_memory("the timing of steps"):
         return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds, clock=clock)

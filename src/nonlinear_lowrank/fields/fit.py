@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..environment import cpu_threads
 from ..errors import DivergedError, UserError
 from ..layers.sine import SineLowRankLinear
+from ..resources import check_bytes, choose_device, told_of_memory
 from ..storage import (
     describe_disk_error,
     is_disk_error,
@@ -40,10 +41,9 @@ from ..storage import (
     write_json,
 )
 from .folder import PICTURES, FitFolder
-from .occupancy_grid import free_memory
 from .problem import FieldMethod, Problem
 from .progress import FitProgress
-from .step import FitConfig, Stepper, choose_device, told_of_memory
+from .step import FitConfig, Stepper
 
 __all__ = ["FitConfig", "FitResult", "build", "fit", "load_weights"]
 
@@ -112,7 +112,7 @@ def fit(
     """
     folder = FitFolder(Path(out), _settings(problem, method, config, about))
     former = folder.check(resume=resume, overwrite=overwrite)
-    device = choose_device(config.device)
+    device = choose_device(config.device, dtype=torch.float64)  # losses are summed so
     model = build(problem, method, config.seed)
     if former is not None:
         load_weights(model, folder.path)
@@ -167,12 +167,8 @@ def _check_memory(problem: Problem, method: FieldMethod) -> None:
     # Somebody's own problem may not build without values.
     with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
         size = sum(each.numel() for each in problem.build(method, torch.Generator("cpu")).parameters())
-    needed, free = 4 * 4 * size, free_memory()  # float32: weight, gradient, Adam's two moments
-    if needed > free:
-        raise UserError(
-            f"the network has {size:,} parameters, whose fit takes {needed / 1e9:,.1f} GB, and {free / 1e9:.1f} GB are "
-            "free; choose a smaller width"
-        )
+    # float32: weight, gradient, Adam's two moments
+    check_bytes(4 * 4 * size, f"the network has {size:,} parameters, whose fit", "choose a smaller width")
 
 
 class _Run:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 
 from ..errors import UserError
+from ..resources import RESERVE, free_memory
 from .mesh_winding import signed_volumes
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _SLAB = 8_192
 _NUDGE = 0.01  # of a cell, 1.6 times as far each time
 _TRIES = 8
-_RESERVE = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -162,17 +161,6 @@ def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ray, where[:, 2]
 
 
-def check_bytes(needed: int, what: str, mend: str) -> None:
-    """Asks whether so many bytes fit the memory that is free.
-
-    Raises:
-        UserError: they do not.
-    """
-    free = free_memory()
-    if needed + _RESERVE > free:
-        raise UserError(f"{what} takes {(needed + _RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {mend}")
-
-
 def check_memory(**grids: tuple[int, float]) -> None:
     """Asks whether grids fit the memory that is free, all together.
 
@@ -186,7 +174,7 @@ def check_memory(**grids: tuple[int, float]) -> None:
         if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 2:
             raise UserError(f"{name} must be a whole number of at least 2, not {resolution!r}")
     taken = {name: resolution**3 * size for name, (resolution, size) in grids.items()}
-    needed, free = sum(taken.values()) + _RESERVE, free_memory()
+    needed, free = sum(taken.values()) + RESERVE, free_memory()
     if needed <= free:
         return
     largest = max(taken, key=taken.__getitem__)
@@ -196,21 +184,3 @@ def check_memory(**grids: tuple[int, float]) -> None:
         f"{largest} {resolution}: a grid of {resolution}^3 takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
         f"free; {int((left / size) ** (1 / 3))} would fit"
     )
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: the machine's, or its group's where that is less."""
-    free = psutil.virtual_memory().available
-    for limit, used in _CGROUPS:
-        try:
-            with open(limit) as most, open(used) as now:
-                free = min(free, int(most.read()) - int(now.read()))
-        except (OSError, ValueError):  # no such group, or no limit
-            continue
-    return free
-
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)

@@ -1,9 +1,7 @@
 """One training step of a field, and the settings of it all."""
 
-import contextlib
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -145,44 +143,3 @@ class Stepper:
         for path, value in state.items():
             key, _, name = path.partition("/")
             self.optimizer.state[self.parameters[name]][key] = value.to(self.device)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of a fit: the one named, or the GPU where there is one.
-
-    Raises:
-        UserError: there is no such device, or it holds no numbers that a fit needs.
-    """
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
-    try:
-        torch.zeros((), dtype=torch.float64, device=device).item()  # losses are summed so; "meta" gives nothing back
-    except Exception as error:  # each backend has errors of its own
-        words = str(error).partition("\n")[0].partition(". ")[0]
-        raise UserError(f"device {name} cannot be used here ({words}); leave --device away") from error
-    return device
-
-
-# On the CPU torch has no class for it.
-_NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size calculation overflowed|Overflow when")
-
-
-@contextlib.contextmanager
-def told_of_memory(what: str) -> Iterator[None]:
-    """Says in one line what did not fit memory.
-
-    Raises:
-        UserError: it did not.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError, TypeError) as error:
-        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))):
-            raise
-        raise UserError(f"{what} does not fit memory; choose a smaller width, or fewer points or rays") from error

@@ -14,7 +14,7 @@ import torch
 from scipy.ndimage import maximum_filter1d, minimum_filter1d
 from torch import Tensor
 
-from .occupancy_grid import check_bytes
+from ..resources import check_bytes
 
 _PLANES = 64  # of the lattice, that the band is sought in at once
 _AT_ONCE = 1 << 21  # of its points, that the band's places are listed of at once
