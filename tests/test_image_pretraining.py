@@ -561,9 +561,12 @@ def test_a_comparison_reports_both_training_losses(tmp_path):
         assert arm["plain_loss"] == pytest.approx(np.mean([each["plain_curve"][-1][1] for each in found]))
         assert arm["train_loss"] == pytest.approx(np.mean([each["train_curve"][-1][1] for each in found]))
         assert arm["flops_per_token"] > 0
-    delta = record["arms"][1]["plain_delta"]
-    assert delta["value"] == pytest.approx(record["arms"][1]["plain_loss"] - record["arms"][0]["plain_loss"])
-    assert delta["n"] == 2
+    for which in ("train", "plain"):
+        delta = record["arms"][1][f"{which}_delta"]
+        one, two = (arm[f"{which}_loss"] for arm in record["arms"])
+        assert delta["value"] == pytest.approx(two - one)
+        assert delta["n"] == 2
+        assert f"| {two:.4f} | {delta['value']:+.4f} [" in report
 
 
 def test_the_command_trains_and_evaluate_repeats(tmp_path, capsys):

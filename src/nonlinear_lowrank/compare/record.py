@@ -253,16 +253,17 @@ def _arm_json(
         "best_score": _summary(arm, [run.best_score for run in _of_seeds(arm, seeds)])["mean"],
         "train_loss": _summary(arm, [run.train_loss for run in _of_seeds(arm, seeds)])["mean"],
         "plain_loss": _summary(arm, [run.plain_loss for run in _of_seeds(arm, seeds)])["mean"],
-        "plain_delta": _plain_delta(arm, base, seeds),
+        "train_delta": _loss_delta("train_loss", arm, base, seeds),
+        "plain_delta": _loss_delta("plain_loss", arm, base, seeds),
         "runs": [_run_json(arm.runs[seed]) for seed in sorted(arm.runs)],
         "tuning": [_run_json(run) for run in sorted(arm.tuning, key=lambda run: run.lr)],
     }
 
 
-def _plain_delta(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int]) -> dict[str, Any] | None:
-    """How much lower or higher the loss without augmentation is than the reference's, paired by seed."""
+def _loss_delta(name: str, arm: ArmRecord, base: ArmRecord, seeds: Sequence[int]) -> dict[str, Any] | None:
+    """How much lower or higher one of the runs' losses is than the reference's, paired by seed."""
     pairs = list(zip(_of_seeds(arm, seeds), _of_seeds(base, seeds), strict=False))
-    found = [(one.plain_loss, two.plain_loss) for one, two in pairs]
+    found = [(getattr(one, name), getattr(two, name)) for one, two in pairs]
     differences = [one - two for one, two in found if one is not None and two is not None]
     if arm is base or not differences or len(differences) < len(seeds):
         return None

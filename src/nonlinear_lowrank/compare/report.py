@@ -173,20 +173,21 @@ def matched_rows(results: Record) -> list[tuple[str, ...]]:
     return rows
 
 
-_TRAINING_HEAD = ("arm", "as trained", "without augmentation", "delta [95 %]", "p")
+_TRAINING_HEAD = ("arm", "as trained", "delta [95 %]", "p", "without augmentation", "delta [95 %]", "p")
 
 
 def training_rows(results: Record) -> list[tuple[str, ...]]:
     """The rows under `_TRAINING_HEAD`; none where the training examples are not augmented."""
-    rows: list[tuple[str, ...]] = []
-    for arm in results["arms"]:
-        plain, delta = arm.get("plain_loss"), arm.get("plain_delta")
-        if plain is not None:
-            trained = _NONE if arm["train_loss"] is None else f"{arm['train_loss']:.4f}"
-            tail = ("reference" if arm["name"] == results["reference"] else _NONE, _NONE)
-            tail = tail if delta is None else (delta_text(delta), p_text(delta["p_value"]))
-            rows.append((arm["name"], trained, f"{plain:.4f}", *tail))
-    return rows
+
+    def cells(arm: Record, which: str) -> tuple[str, str, str]:
+        loss, delta = arm[f"{which}_loss"], arm.get(f"{which}_delta")
+        text = _NONE if loss is None else f"{loss:.4f}"
+        if delta is None:
+            return text, "reference" if arm["name"] == results["reference"] else _NONE, _NONE
+        return text, delta_text(delta), p_text(delta["p_value"])
+
+    arms = [arm for arm in results["arms"] if arm.get("plain_loss") is not None]
+    return [(arm["name"], *cells(arm, "train"), *cells(arm, "plain")) for arm in arms]
 
 
 def _some_not_reached(results: Record) -> bool:
@@ -360,7 +361,8 @@ def _cautions(results: Record) -> list[str]:
 
 _TRAINING_TEXT = """\
 Nats an image; means over seeds. As trained: on augmented images, over the last tenth of the steps. Without \
-augmentation: on some of the training images as they are, after the last step; a delta below 0 fits them better."""
+augmentation: on some of the training images as they are, after the last step. A delta (paired by seed) below 0 fits \
+them better."""
 
 _SEEDS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
