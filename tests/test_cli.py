@@ -405,6 +405,7 @@ def test_inspect_refuses_what_is_no_model(capsys, monkeypatch, tmp_path, argumen
 def test_bench_step_measures_and_records(capsys, tmp_path):
     small = ["--width", "32", "--heads", "2", "--hidden", "48", "--layers", "1", "--sequence-length", "8"]
     options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--output", tmp_path / "b.json"]
+    options += ["--device", ""]  # the one there is
     code, out, err = run(capsys, "bench", "step", *small, *options, "--picture", tmp_path / "b.png")
     assert code == 0, err
     assert "step / FLOPs" in out

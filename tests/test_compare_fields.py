@@ -194,6 +194,28 @@ def test_the_strip_has_low_rank_above_sine_rank_by_rank(tmp_path, monkeypatch):
     assert layout("low-rank-k1") == [["ground truth", "low-rank-k1"]]
 
 
+@pytest.mark.parametrize("how", ["a seed", "every choice"])
+def test_a_curve_without_its_diverged_point_is_none(how):
+    low = [_record("low-rank", rank, [60.0 + 5 * rank, 61.0 + 5 * rank, 62.0 + 6 * rank]) for rank in (1, 2, 4)]
+    sine = [_record("sine", rank, [65.0 + 5 * rank, 66.0 + 4 * rank, 66.5 + 5 * rank]) for rank in (1, 2, 4)]
+    whole = _build([*low, *sine])
+    assert whole["rate_distortion"]["bd_rate"] is not None
+    runs = sine[2].runs
+    if how == "a seed":
+        sine[2] = replace(sine[2], runs=(*runs[:2], FieldRun(init="kaiming_zero", lr=1e-3, seed=2, diverged=3)))
+    else:
+        lost = (FieldRun(init="kaiming_zero", lr=1e-3, seed=9, diverged=3),)
+        sine[2] = replace(sine[2], runs=(), choice=None, tuning=lost)
+    found = _build([*low, *sine])
+    assert found["rate_distortion"]["bd_rate"] is found["rate_distortion"]["bd_score"] is None
+    assert [pair["delta"]["value"] is None for pair in found["pairs"]] == [False, False, True]
+    assert [pair["p_holm"] is None for pair in found["pairs"]] == [False, False, True]
+    text = render_report(found)
+    assert "BD-rate of sine over low rank: none, since sine-k4 diverged." in text
+    assert "sine-k4 against low-rank-k4: no difference to give (sine-k4 diverged)." in text
+    assert "| sine-k4 | low-rank-k4 | sine-k4 diverged | - | - |" in text
+
+
 def test_a_seed_that_an_arm_has_not_finished_does_not_count():
     found = _build([_record("low-rank", 1, [60.0, 61.0, 62.0]), _record("sine", 1, [63.0, 64.0])])
     assert found["seeds"] == [0, 1]
@@ -240,7 +262,7 @@ def test_an_arm_that_diverges_is_reported_and_left_out(recipe, tmp_path, monkeyp
     assert arms["sine-k1"]["lr"] == 1e-3
     assert arms["sine-k2"]["mean"] is None
     assert any("`sine-k2` diverged at every choice" in note for note in found["notes"])
-    assert [pair["sine"] for pair in found["pairs"]] == ["sine-k1"]
+    assert [pair["delta"]["note"] for pair in found["pairs"] if pair["sine"] == "sine-k2"] == ["sine-k2 diverged"]
     assert "diverged" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -373,12 +395,50 @@ def test_a_folder_of_another_comparison_is_refused(recipe, tmp_path):
     Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(recipe.problem.source)
     with pytest.raises(UserError, match="fitted to other data"):
         _compare(recipe, out, resume=True, **two)
+    (out / "letter.txt").write_text("dear")
     assert _compare(recipe, out, overwrite=True, **two).results["n"] == 1
+    assert (out / "letter.txt").read_text() == "dear"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     for option in ("resume", "overwrite"):
         with pytest.raises(UserError, match="holds no comparison of fields"):
             _compare(recipe, tmp_path / "mine", **two, **{option: True})
+
+
+def test_a_name_may_look_like_a_formula_or_markup(recipe, tmp_path):
+    photo = tmp_path / "shot [draft] x$_$y.png"
+    photo.write_bytes((tmp_path / "photo.png").read_bytes())
+    recipe = replace(recipe, problem=replace(recipe.problem, source=str(photo)), tune_lr=())
+    recipe = replace(recipe, train=replace(recipe.train, steps=2))
+    found = _compare(recipe, tmp_path / "out", arms=[FieldArm.parse(each) for each in ARMS[:2]], seeds=1)
+    assert "shot [draft] x$_$y" in str(found)
+    assert (tmp_path / "out" / "rate.png").is_file()
+
+
+def test_a_run_whose_beginning_is_damaged_is_fitted_again(recipe, tmp_path):
+    two = {"arms": [FieldArm.parse(f"{each},init=kaiming_zero") for each in ARMS[1:3]], "seeds": 1, "tune_lr": ()}
+    recipe = replace(recipe, tune_lr=())
+    former = _compare(recipe, tmp_path / "out", **two).results["arms"]
+    run = next(tmp_path.glob("out/runs/sine*/**/result.json")).parent
+    (run / "result.json").unlink()
+    (run / "fit.json").write_text("{")
+    again = _compare(recipe, tmp_path / "out", resume=True, **two).results["arms"]
+    assert [arm["scores"] for arm in again] == [arm["scores"] for arm in former]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inits": ()}, "inits must be one or more of kaiming_sqrt5, kaiming_zero"),
+        ({"inits": ("orthogonal",)}, "inits must be one or more"),
+        ({"inits": ("kaiming_zero", "kaiming_zero")}, "inits must be one or more"),
+        ({"lr": "1e-3"}, "lr must be a finite number above 0, not '1e-3'"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0"),
+    ],
+)
+def test_an_arm_made_in_python_is_checked(options, message):
+    with pytest.raises(UserError, match=message):
+        FieldArm(method=FieldMethod(), **options)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"settings": {}}'])

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.compare.run import compare
 from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.fields.image import ImageSettings
@@ -103,6 +105,28 @@ def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
     assert {parts[3] for parts in fitted if parts[0] == "low-rank-k1-kaiming_zero"} == {"seed-1"}
     assert {parts[3] for parts in fitted if parts[0] == "sine-k1-kaiming_zero"} == {"seed-1", "seed-2"}
     assert (into / "small-strip.png").read_bytes() == (tmp_path / "whole" / "small-strip.png").read_bytes()
+
+
+def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+    file, begun = into / "small-runs.jsonl", tmp_path / "begun"
+    compare_fields(photo, begun, seeds=1, **options)
+    file.write_text(re.sub('"processor": "[^"]*"', '"processor": "Z80"', file.read_text()))
+    assert "several processors: Z80, " in " ".join(
+        compare_fields(photo, begun, seeds=2, kept_runs=file, **options).results["notes"]
+    )
+    assert '"processor": "Z80"' in file.read_text().splitlines()[0]
+
+
+def test_what_a_finished_folder_has_is_kept_too(photo, novel, tmp_path):
+    arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
+    options = {"seeds": 1, "timing_rounds": 0, "quiet": True}
+    for name, go in (("photo", partial(compare_fields, photo)), ("novel", partial(compare, novel, arms=arms))):
+        go(tmp_path / name, **options)
+        go(tmp_path / name, kept_runs=tmp_path / f"{name}.jsonl", **options)
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 1 + 2
 
 
 def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nonlinear_lowrank import resources
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.fields.fit import FitConfig, build, fit, load_weights
 from nonlinear_lowrank.fields.image import ImageProblem
@@ -188,8 +189,21 @@ def test_pictures_and_places_may_be_others_when_a_fit_goes_on(tmp_path, monkeypa
         _fit(tmp_path, resume=True, about={**now, **views, "points": 21})
     moved = _problem()
     moved.name = "moved"
+    write, drawn = moved.write, []
+    monkeypatch.setattr(moved, "write", lambda model, folder: drawn.append(folder) or write(model, folder))
     for _ in range(2):  # goes on, is handed back
         assert _fit(tmp_path, moved, resume=True, about={**now, **views}).steps == 12
+    assert len(drawn) == 1
+    picture = next((tmp_path / "pictures").iterdir())
+    picture.write_bytes(b"of other settings")
+    _fit(tmp_path, moved, resume=True, about={**now, **views})
+    assert picture.read_bytes() == b"of other settings"
+    found = _fit(tmp_path, moved, resume=True, about={**now, **views, "picture_height": 48})
+    assert len(drawn) == 2
+    assert picture.read_bytes() != b"of other settings"
+    assert json.loads((tmp_path / "result.json").read_text()) == found.to_json()
+    assert _fit(tmp_path, moved, resume=True, about={**now, **views, "picture_height": 48}) == found
+    assert len(drawn) == 2
 
 
 def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
@@ -205,8 +219,12 @@ def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
     with pytest.raises(UserError, match="choose one"):
         _fit(tmp_path, resume=True, overwrite=True)
     former = _bits(tmp_path)
+    (tmp_path / "photo.png").write_bytes(b"somebody's")
+    (tmp_path / "pictures" / "more.png").write_bytes(b"in ours")
     _fit(tmp_path, config=replace(SHORT, lr=2e-3), overwrite=True)
     assert _bits(tmp_path) != former
+    assert (tmp_path / "photo.png").read_bytes() == b"somebody's"
+    assert not (tmp_path / "pictures" / "more.png").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
     for option in ("resume", "overwrite"):
@@ -257,8 +275,12 @@ def test_damaged_weights_of_a_finished_fit_are_one_clear_line(tmp_path, damage):
 
 def test_what_does_not_fit_memory_is_one_clear_line(tmp_path, monkeypatch):
     wide = ImageProblem(np.zeros((4, 4, 3)), field=FieldConfig(in_features=2, out_features=3, width=10**12))
-    with pytest.raises(UserError, match=r"the network has [\d,]+ parameters, whose fit takes .*smaller width"):
+    with pytest.raises(UserError, match=r"the network has [\d,]+ parameters .*whose fit takes .*smaller width"):
         _fit(tmp_path / "wide", wide)
+    monkeypatch.setattr(resources, "free_memory", lambda: 10**9)
+    few = ImageProblem(np.zeros((4, 4, 3)), field=FieldConfig(in_features=2, out_features=3, width=20_000))
+    with pytest.raises(UserError, match=r"forms weights of 400,000,000, whose fit takes 3.3 GB"):
+        _fit(tmp_path / "wide", few)
     assert not (tmp_path / "wide").exists()
     problem = _problem()
     monkeypatch.setattr(problem, "loss", lambda model, batch: torch.empty(10**16).sum())

@@ -176,15 +176,18 @@ def test_a_grid_that_does_not_fit_is_refused_before_memory_is_taken(monkeypatch)
 
 
 def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_path):
-    (tmp_path / "max").write_text("5000\n")
-    (tmp_path / "now").write_text("2000\n")
+    most, now, stat = tmp_path / "max", tmp_path / "now", tmp_path / "memory.stat"
+    most.write_text("5000\n")
+    now.write_text("2000\n")
+    stat.write_text("anon 1300\ninactive_file 300\nactive_file 100\ntotal_inactive_file 900\ntotal_active_file 0\n")
     (tmp_path / "open").write_text("max\n")
-    monkeypatch.setattr(
-        resources, "_CGROUPS", ((tmp_path / "open", tmp_path / "now"), (tmp_path / "no", tmp_path / "no"))
-    )
+    monkeypatch.setattr(resources, "_CGROUPS", ((tmp_path / "open", now, ""), (tmp_path / "no", tmp_path / "no", "")))
     assert resources.free_memory() > 1e6
-    monkeypatch.setattr(resources, "_CGROUPS", ((tmp_path / "max", tmp_path / "now"),))
-    assert resources.free_memory() == 3000
+    for prefix, cached in (("", 400), ("total_", 900)):  # the disk's cache is given up on demand
+        monkeypatch.setattr(resources, "_CGROUPS", ((most, now, prefix),))
+        assert resources.free_memory() == 3000 + cached
+    now.write_text("9000\n")
+    assert resources.free_memory() == 0
 
 
 @pytest.mark.parametrize("resolution", [0, 1, 2.5, True])

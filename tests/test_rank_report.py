@@ -144,6 +144,36 @@ def test_a_bare_file_needs_omega_for_sine_factors(tmp_path, capsys):
     assert run(capsys, "inspect", "--rank", tmp_path, "--omega", "80")[0] == 0
 
 
+@pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2", "dense"])
+def test_a_field_fitted_in_python_is_measured_finished_or_not(tmp_path, capsys, text, monkeypatch):
+    """Without the problem's settings in fit.json; in its folder, in a checkpoint, by the file."""
+    problem = ImageSettings(
+        source="china", crop=64, size=8, points=0, field=FieldConfig(in_features=2, out_features=3, width=24)
+    ).prepare()
+    config = FitConfig(steps=2, eval_every=2, save_every=1, threads=1, device="cpu")
+    method = FieldMethod.parse(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(problem, "evaluate", lambda model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(problem, method, config, tmp_path / "f", quiet=True)
+    checkpoint = max((tmp_path / "f" / "checkpoints").iterdir())
+    open_omega = text == "sine:rank=2"
+    more = ["--omega", "50"] if open_omega else []
+    code, out, err = run(capsys, "inspect", "--rank", checkpoint, "--json", *more)
+    assert (code, err) == (0, "")
+    fit(problem, method, config, tmp_path / "f", quiet=True, resume=True)
+    for path in (tmp_path / "f", tmp_path / "f" / "model" / "model.safetensors"):
+        code, found, err = run(capsys, "inspect", "--rank", path, "--json", *more)
+        assert (code, err) == (0, "")
+        kinds = [[layer["kind"] for layer in json.loads(each)["layers"]] for each in (out, found)]
+        assert kinds[0] == kinds[1]
+        assert kinds[0].count({"low": "low-rank", "sin": "sine", "den": "dense"}[text[:3]]) >= 2
+    if open_omega:
+        code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "give --omega" in err
+
+
 @pytest.mark.parametrize("activation", ["gaussian", "siren"])
 @pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
 def test_a_fitted_field_is_measured_as_the_weights_it_makes(tmp_path, capsys, text, activation):

@@ -246,7 +246,9 @@ def test_overwrite_resume_and_finished(tmp_path):
     before = snapshot(out)
     assert train(out, resume=True) == first, "a finished run is not run again"
     assert snapshot(out) == before
+    (out / "letter.txt").write_text("somebody's")
     assert train(out, overwrite=True, arm="baseline").arm == "baseline"
+    assert (out / "letter.txt").read_text() == "somebody's"
     assert Recipe.from_json((out / "recipe.json").read_text()).arm == Arm()
 
 

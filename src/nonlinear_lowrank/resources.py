@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
@@ -42,18 +43,21 @@ def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.dev
 def free_memory() -> int:
     """Bytes that this process may still take: the machine's, or its group's where that is less."""
     free = psutil.virtual_memory().available
-    for limit, used in _CGROUPS:
+    for limit, used, prefix in _CGROUPS:
         try:
-            with open(limit) as most, open(used) as now:
-                free = min(free, int(most.read()) - int(now.read()))
+            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
+            parts = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group, or no limit
             continue
+        cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # given up on demand
+        free = min(free, max(0, most - now + cached))
     return free
 
 
+# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
 _CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
 )
 
 

@@ -281,12 +281,11 @@ def remove_temporaries(folder: Path) -> None:
             _remove(child)
 
 
-def clear_folder(folder: Path, last: str) -> None:
-    """Empties a folder but for its lock; the file `last`, by which it is known, goes last."""
-    for child in folder.iterdir():
-        if child.name not in (last, LOCK):
-            _remove(child)
-    (folder / last).unlink(missing_ok=True)
+def clear_folder(folder: Path, *names: str) -> None:
+    """Removes files and folders of ours from a folder, and nothing else; by the last one it is known as ours."""
+    remove_temporaries(folder)
+    for name in names:
+        _remove(folder / name)
 
 
 def is_disk_error(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import UserError
+from ..fields.folder import CHECKPOINTS
 from ..fields.folder import SETTINGS as FIT
 from ..fields.problem import FieldMethod
 from ..hub.adapter import CONFIG as ADAPTER_CONFIG
@@ -221,15 +222,20 @@ def _sine_settings(config: Mapping[str, Any]) -> list[tuple[set[str], SineLowRan
 
 
 def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
-    """For a fitted field, given as the folder `model` of the fit: the config of its factored layers of n inputs."""
-    fit = path.parent / FIT
-    if not path.is_dir() or not fit.is_file():
+    """For a fitted field, given as the fit's `model`, a checkpoint or their file: the config of its factored layers of
+    n inputs."""
+    folder = (path if path.is_dir() else path.parent).absolute().parent
+    fit = (folder.parent if folder.name == CHECKPOINTS else folder) / FIT
+    if not fit.is_file():
         return None
     try:
         settings = read_json(fit)["settings"]
-        problem, field = settings["problem"], settings["problem"]["field"]
+        problem, method = settings["problem"], FieldMethod(**settings["method"])
+        field = problem.get("field", {"activation": ""})  # it says so where the fit was told its problem's settings
+        if method.kind == "sine" and method.omega is None and "field" not in problem:
+            return None
         table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
-        config = FieldMethod(**settings["method"]).settled(table).factors_config()
+        config = method.settled(table).factors_config()
         if config is None or config.activation != "sine" or field["activation"] != "siren":
             return None if config is None else lambda n: config
         frequency = float(field["frequency"])  # the activation multiplies by it, and the weight has it in its gain

@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> None:
             if hasattr(self, "device"):
                 from ..resources import choose_device
 
-                choose_device(self.device)
+                object.__setattr__(self, "device", str(choose_device(self.device)))
             super().__post_init__()
 
     default: Any = Options()

@@ -60,7 +60,7 @@ def plot_rates(path: Path, results: Mapping[str, Any]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel(_NAMES[results["rate"]])
     axes.set_ylabel(score_label(results))
-    axes.set_title(f"{results['problem']}, n = {results['n']}")
+    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
     if any(arm["mean"] is not None for arm in results["arms"]):
         axes.legend(frameon=False, fontsize=9)
     save(figure, path)
@@ -103,6 +103,6 @@ def plot_strip(
     for row, cells in enumerate(rows):
         for column, cell in enumerate(cells):
             if cell is not None:
-                grid[row, column].set_title(cell[0], fontsize=8)
+                grid[row, column].set_title(cell[0], fontsize=8, parse_math=False)
                 grid[row, column].imshow(cell[1], interpolation="nearest")
     save(figure, path)

@@ -7,20 +7,25 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import UserError
+from ..fields.folder import OF_PICTURES
 from ..fields.problem import FieldMethod, Init
 from ..fields.recipe import FieldRecipe
 from ..storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
+from ..training.values import check_number
 from .folder import ANOTHER, check_choices, check_same, is_new, sessions
 from .rates import tidy, tidy_grid
 from .record import flatten
 
 MARKER = "fields.json"
 
+# The marker goes last: while it is there, the folder can still be continued or overwritten.
+_OURS = ("results.json", "report.md", "rate.png", "strip.png", "runs", MARKER)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # What may differ between the runs of one folder: rate and seed are in each run's path, the others change no number,
 # or only by rounding.
 _FREE = {
     *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+    *(f"problem.{name}" for name in OF_PICTURES),
 }
 
 
@@ -29,7 +34,7 @@ class FieldArm:
     """One method of a comparison, with what is tuned of it.
 
     Raises:
-        UserError: see `FieldMethod`; or a rate or name that is none.
+        UserError: see `FieldMethod`; or inits, a rate or a name that are none.
     """
 
     method: FieldMethod
@@ -42,8 +47,11 @@ class FieldArm:
     """In tables, pictures and folders; empty: made from the method."""
 
     def __post_init__(self) -> None:
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise UserError(f"lr must be a finite number above 0, not {self.lr!r}")
+        if self.lr is not None:
+            check_number("lr", self.lr, above=0)
+        known = get_args(Init)
+        if not self.inits or len(set(self.inits)) < len(self.inits) or not set(self.inits) <= set(known):
+            raise UserError(f"inits must be one or more of {', '.join(known)}, not {self.inits!r}")
         if not self.name:
             words = (
                 str(replace(self.method, init="kaiming_sqrt5"))
@@ -138,7 +146,7 @@ def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, 
 
 
 def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool) -> FolderLock:
-    """Makes the folder and its marker; with `overwrite` first deletes what is in it.
+    """Makes the folder and its marker; with `overwrite` first deletes what a comparison wrote to it.
 
     Raises:
         UserError: it cannot be written, or another process compares in it.
@@ -147,7 +155,7 @@ def open_folder(out: Path, plan: FieldPlan, fingerprint: str, *, overwrite: bool
         out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(out)
         if overwrite:
-            clear_folder(out, last=MARKER)
+            clear_folder(out, *_OURS)
         arms = arm_settings(plan.arms)
         if (out / MARKER).is_file():
             arms = read_json(out / MARKER, arms=dict)["arms"] | arms

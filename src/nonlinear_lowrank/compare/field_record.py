@@ -3,6 +3,7 @@
 The record holds everything that the report and the plot need, and nothing of the machine but its kind.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from ..environment import machine, versions
 from ..errors import UserError
 from ..fields.problem import FieldMethod, Init
 from .record import clean
-from .statistics import holm, paired_mean
+from .statistics import Estimate, holm, paired_mean
 
 FORMAT = 1
 
@@ -176,9 +177,15 @@ def _pairs(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     pairs = []
     for sine in (arm for arm in arms if arm["method"]["kind"] == "sine"):
         for low in (arm for arm in arms if arm["method"]["kind"] == "low-rank"):
-            if low["parameters"] != sine["parameters"] or sine["mean"] is None or low["mean"] is None:
+            if low["parameters"] != sine["parameters"]:
                 continue
-            delta = paired_mean([sine["scores"][seed] - low["scores"][seed] for seed in sine["scores"]])
+            lost = [arm["name"] for arm in (sine, low) if _is_lost(arm)]
+            if lost:
+                delta = Estimate(value=None, n=0, note=f"{' and '.join(lost)} diverged")
+            elif sine["mean"] is None or low["mean"] is None:
+                continue  # not fitted yet
+            else:
+                delta = paired_mean([sine["scores"][seed] - low["scores"][seed] for seed in sine["scores"]])
             pairs.append(
                 {"sine": sine["name"], "low_rank": low["name"], "rank": sine["method"]["rank"], "delta": delta}
             )
@@ -189,6 +196,7 @@ def _pairs(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _rate_distortion(arms: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
     """The two kinds' curves and how far apart they are: of the means, and seed by seed."""
     curves = {kind: _curve(arms, kind) for kind in ("low-rank", "sine")}
+    lost = [arm["name"] for curve in curves.values() for arm in curve if _is_lost(arm)]
 
     def points(kind: str, value: Callable[[Mapping[str, Any]], float]) -> list[tuple[float, float]]:
         return [(arm["rate"], value(arm)) for arm in curves[kind]]
@@ -196,6 +204,8 @@ def _rate_distortion(arms: Sequence[Mapping[str, Any]], seeds: Sequence[int]) ->
     found: dict[str, Any] = {kind: [arm["name"] for arm in curve] for kind, curve in curves.items()}
     for name, delta in (("bd_rate", bd_rate), ("bd_score", bd_psnr)):
         try:
+            if lost:  # without its worst point a curve flatters
+                raise UserError(f"{' and '.join(lost)} diverged")
             found[name] = delta(points("low-rank", _mean), points("sine", _mean))
             found[f"{name}_note"] = ""
         except UserError as error:
@@ -210,7 +220,7 @@ def _rate_distortion(arms: Sequence[Mapping[str, Any]], seeds: Sequence[int]) ->
     return found
 
 
-def _mean(arm: Mapping[str, Any]) -> float:
+def _mean(arm: Mapping[str, Any]) -> Any:
     return arm["mean"]
 
 
@@ -221,15 +231,25 @@ def _of_seed(seed: int) -> Callable[[Mapping[str, Any]], float]:
 def _curve(arms: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
     """Arms of a kind by rising size; of several at one size (omegas) that which was best where rates were chosen.
 
-    Where one of them had no choice of rates, that which ended best.
+    Where one of them had no choice of rates, that which ended best. An arm that diverged is on its curve, without a
+    score: it has none to be left out for.
     """
     by_size: dict[int, list[Mapping[str, Any]]] = {}
     for arm in arms:
-        if arm["method"]["kind"] == kind and arm["mean"] is not None:
+        if arm["method"]["kind"] == kind and (arm["mean"] is not None or _is_lost(arm)):
             by_size.setdefault(arm["parameters"], []).append(arm)
     curve = []
     for _, equal in sorted(by_size.items()):
-        tuned = [[each["value"] for each in arm["tuning"] if each["value"] is not None] for arm in equal]
-        scores = [max(values) for values in tuned] if all(tuned) else [arm["mean"] for arm in equal]
-        curve.append(equal[scores.index(max(scores))])
+        tuned = [[each["value"] for each in arm["tuning"]] for arm in equal]
+        values = [max(map(_or_lowest, each)) for each in tuned] if all(tuned) else [_or_lowest(_mean(e)) for e in equal]
+        curve.append(equal[values.index(max(values))])
     return curve
+
+
+def _is_lost(arm: Mapping[str, Any]) -> bool:
+    """Whether an arm diverged, with a seed or at every choice of init and rate."""
+    return bool(arm["diverged"]) or (arm["lr"] is None and bool(arm["tuning"]))
+
+
+def _or_lowest(value: float | None) -> float:
+    return -math.inf if value is None else value

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .field_pictures import score_label
 from .report import delta_text, markdown_table, p_text
@@ -20,7 +21,7 @@ _NONE = "-"
 
 def render_table(results: Record) -> str:
     """The table and what was found, for the console."""
-    table = Table(title=f"{results['problem']}, n = {results['n']}", title_justify="left")
+    table = Table(title=Text(f"{results['problem']}, n = {results['n']}"), title_justify="left")
     head, rows = _arms(results, all_metrics=False)
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 6)
@@ -62,7 +63,9 @@ def findings(results: Record) -> list[str]:
     lines = []
     for pair in results["pairs"]:
         delta = pair["delta"]
-        if delta["low"] is None:
+        if delta["value"] is None:
+            said = f"no difference to give ({delta['note']})"
+        elif delta["low"] is None:
             said = f"{delta['value']:+.3g}{unit}, n = {delta['n']} ({delta['note']})"
         elif delta["shown"]:
             said = f"{'above' if delta['value'] > 0 else 'below'} by {abs(delta['value']):.3g}{unit}"

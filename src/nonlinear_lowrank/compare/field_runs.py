@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import DivergedError, UserError
 from ..fields.fit import FitResult, build, fit, load_weights
-from ..fields.folder import read_result
+from ..fields.folder import SETTINGS, read_result
 from ..fields.problem import Init, Problem
 from ..fields.recipe import FieldRecipe
 from ..storage import read_json, read_manifest, write_json
@@ -78,13 +78,15 @@ class FieldRuns:
         if not self.is_whole(arm, init, rate, seed):
             (folder / "result.json").unlink(missing_ok=True)
         title = f"{arm.name}, {init}, rate {rate:g}, {place}"
+        damaged = _is_damaged(folder)
         try:
             result: FitResult | None = fit(
                 self.problem,
                 replace(arm.method, init=init),
                 replace(self.recipe.train, lr=rate, seed=seed),
                 folder,
-                resume=folder.exists(),
+                resume=folder.exists() and not damaged,
+                overwrite=damaged,
                 quiet=True,
                 pictures=False,
                 about=asdict(self.recipe.problem),
@@ -105,6 +107,17 @@ class FieldRuns:
         model = build(self.problem, replace(arm.method, init=run.init), run.seed)
         load_weights(model, self.folder(arm, run.init, run.lr, run.seed))
         return model.eval()
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Whether what a fit was begun with can no longer be read, so that it begins anew."""
+    if not (folder / SETTINGS).is_file():
+        return False
+    try:
+        read_json(folder / SETTINGS, settings=dict)
+    except UserError:
+        return True
+    return False
 
 
 def _result(folder: Path) -> dict[str, Any] | None:

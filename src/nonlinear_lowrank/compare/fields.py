@@ -123,6 +123,8 @@ def compare_fields(
         kept.restore(problem.fingerprint)
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
+        if kept is not None:
+            kept.collect()  # what the folder had alone
         runs = FieldRuns(problem, recipe, out, console, kept)
         strip = _Strip(out / "strip.png", problem, runs, plan)
         notes = version_notes(out / MARKER)

@@ -266,10 +266,14 @@ def sessions(marker: Path) -> list[dict[str, str]]:
         marker: the folder's file of shared settings, if it has one yet.
     """
     now = {**versions(), "processor": str(machine()["processor"])}
-    before = read_json(marker).get("versions", []) if marker.exists() else []
-    if isinstance(before, dict):  # as fields had it at first
-        before = [before]
+    before = listed_sessions(read_json(marker)) if marker.exists() else []
     return [session for session in before if session != now] + [now]
+
+
+def listed_sessions(marker: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The sessions that a marker's content names."""
+    found = marker.get("versions", [])
+    return [found] if isinstance(found, dict) else found  # one, as fields had it at first
 
 
 def version_notes(marker: Path) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..storage import describe_disk_error, is_inside, read_json, write_json
-from .folder import check_same, write_text
+from .folder import check_same, listed_sessions, write_text
 
 # Of a run's result: the same in every run, and kept by the marker or the record.
 _SHARED = {"data", "versions"}
@@ -78,12 +78,20 @@ class KeptRuns:
             self.out.mkdir(parents=True, exist_ok=True)
             if not (self.out / self.marker).exists():
                 write_json(self.out / self.marker, self._kept)
+            elif missing:
+                write_json(self.out / self.marker, self._joined(read_json(self.out / self.marker)))
             for line in missing:
                 path = self.out / line["run"]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, line["content"])
         except OSError as error:
             raise UserError(f"cannot write to {self.out}: {describe_disk_error(error)}") from error
+
+    def _joined(self, marker: dict[str, Any]) -> dict[str, Any]:
+        """A folder's marker that tells where the kept runs came from too."""
+        before, own = listed_sessions(self._kept), listed_sessions(marker)
+        known = {"versions": before + [each for each in own if each not in before]}
+        return marker | known | {"arms": self._kept["arms"] | marker.get("arms", {})}
 
     def collect(self) -> None:
         """Writes the file anew from the finished runs of the folder; it is whole at any moment."""

@@ -128,7 +128,7 @@ def plot_curves(
         axes.text(0.005, target, "final loss of the reference", ha="left", va="bottom", **place)
     axes.set_xlabel(f"step (first {skip:.0%} not shown)" if skip else "step")
     axes.set_ylabel(y_label)
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     if drawn:
         axes.legend(frameon=False, fontsize=9)
     save(figure, path)
@@ -193,7 +193,7 @@ def plot_rate_sweep(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("learning rate (ring: chosen, cross: diverged)")
     axes.set_ylabel(y_label)
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     if sweeps:
         axes.legend(frameon=False, fontsize=9)
     save(figure, path)
@@ -233,7 +233,7 @@ def plot_ablation(
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlabel(x_label)
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     if named - {""}:
         axes.legend(frameon=False, fontsize=9)
     save(figure, path)

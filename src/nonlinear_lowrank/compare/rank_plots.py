@@ -77,7 +77,7 @@ def plot_layer_spectra(path: Path, layers: Sequence[LayerRank], *, title: str = 
     _style(axes)
     axes.set_xscale("log")
     axes.set_ylabel("s_i / s_1")
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     axes.legend(frameon=False, fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..environment import machine, versions
 from ..settings import flatten as flat
 from ..tasks.task import LOSS, Measure
-from .statistics import PairSummary, RatioSummary, RunCurve, compare_pair, holm, paired_mean, summarise_ratios
+from .statistics import Estimate, PairSummary, RatioSummary, RunCurve, compare_pair, holm, paired_mean, summarise_ratios
 
 FORMAT = 1
 
@@ -262,12 +262,18 @@ def _arm_json(
 
 def _loss_delta(name: str, arm: ArmRecord, base: ArmRecord, seeds: Sequence[int]) -> dict[str, Any] | None:
     """How much lower or higher one of the runs' losses is than the reference's, paired by seed."""
-    pairs = list(zip(_of_seeds(arm, seeds), _of_seeds(base, seeds), strict=False))
-    found = [(getattr(one, name), getattr(two, name)) for one, two in pairs]
-    differences = [one - two for one, two in found if one is not None and two is not None]
-    if arm is base or not differences or len(differences) < len(seeds):
-        return None
-    return paired_mean(differences).to_json()
+    values = {each.name: [getattr(run, name) for run in _of_seeds(each, seeds)] for each in (arm, base)}
+    whole = {key: [value for value in each if _is_number(value)] for key, each in values.items()}
+    if arm is base or not any(whole.values()):
+        return None  # the reference, or no such loss
+    for each, who in ((base, "the reference"), (arm, "it")):
+        if len(whole[each.name]) < len(seeds):
+            return Estimate(value=None, n=len(seeds), note=f"{who} diverged").to_json()
+    return paired_mean([one - two for one, two in zip(*whole.values(), strict=True)]).to_json()
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _run_json(run: Run) -> dict[str, Any]:

@@ -181,12 +181,12 @@ def training_rows(results: Record) -> list[tuple[str, ...]]:
 
     def cells(arm: Record, which: str) -> tuple[str, str, str]:
         loss, delta = arm[f"{which}_loss"], arm.get(f"{which}_delta")
-        text = _NONE if loss is None else f"{loss:.4f}"
+        text = str(arm["final_loss"]["note"]) or _NONE if loss is None else f"{loss:.4f}"
         if delta is None:
             return text, "reference" if arm["name"] == results["reference"] else _NONE, _NONE
         return text, delta_text(delta), p_text(delta["p_value"])
 
-    arms = [arm for arm in results["arms"] if arm.get("plain_loss") is not None]
+    arms = results["arms"] if any(arm.get("plain_loss") is not None for arm in results["arms"]) else []
     return [(arm["name"], *cells(arm, "train"), *cells(arm, "plain")) for arm in arms]
 
 
@@ -209,7 +209,7 @@ def render_tables(results: Record) -> Group:
         sections.append((title, _MATCHED_HEAD, matched_rows(results)))
     tables = []
     for title, head, rows in sections:
-        table = Table(title=title, title_justify="left")
+        table = Table(title=Text(title), title_justify="left")
         for index, name in enumerate(head):
             table.add_column(_cell(name), justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:

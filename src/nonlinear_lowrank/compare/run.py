@@ -175,6 +175,8 @@ def compare(
         notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
         notes += [*measured.notes, *(on_first_process(lambda: version_notes(out / MARKER)) if resume else [])]
         helpers = stack.enter_context(open_workers(workers, recipe.train.threads, run, console))
+        if kept is not None:
+            on_first_process(kept.collect)  # what the folder had alone
         runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers, kept)
 
         def time_for(arms: Sequence[Arm]) -> bool:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,8 @@ def fit(
         method: the linears.
         config: the optimization.
         out: folder, new or empty unless `resume` or `overwrite`.
-        resume: go on from the newest whole checkpoint in `out`; a finished fit is handed back as it is.
+        resume: go on from the newest whole checkpoint in `out`; a finished fit is handed back as it is, with
+            new pictures where other ones are asked for.
         overwrite: delete what a former fit wrote to `out`.
         quiet: show nothing.
         pictures: whether the problem writes its pictures and meshes at the end.
@@ -116,9 +117,15 @@ def fit(
     model = build(problem, method, config.seed)
     if former is not None:
         load_weights(model, folder.path)
-        return FitResult(**former, model=model.to(device))
+        found = FitResult(**former, model=model.to(device))
+        if not (pictures and folder.shows_otherwise()):
+            return found
     try:
         with folder.opened(overwrite=overwrite), cpu_threads(config.threads), told_of_memory("the fit"):
+            if former is not None:
+                found = replace(found, files=_draw(problem, found.model, folder))
+                folder.write_result(found.to_json())
+                return found
             run = _Run(problem, model.to(device), config, folder, device)
             run.train(FitProgress(title or problem.name, config.steps, quiet=quiet))
             return run.finish(pictures)
@@ -163,12 +170,21 @@ def load_weights(model: nn.Module, out: Path | str) -> None:
 
 def _check_memory(problem: Problem, method: FieldMethod) -> None:
     """Asks before it is taken: an allocation succeeds where there is no memory, and filling it kills the process."""
-    size = 0
+    size = formed = 0
     # Somebody's own problem may not build without values.
     with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
-        size = sum(each.numel() for each in problem.build(method, torch.Generator("cpu")).parameters())
-    # float32: weight, gradient, Adam's two moments
-    check_bytes(4 * 4 * size, f"the network has {size:,} parameters, whose fit", "choose a smaller width")
+        model = problem.build(method, torch.Generator("cpu"))
+        size = sum(each.numel() for each in model.parameters())
+        formed = max((each.in_features * each.out_features for each in _formed(model)), default=0)
+    # float32: of each parameter value, gradient and Adam's two moments; of one weight at a time itself and its gradient
+    what = f"the network has {size:,} parameters" + (f" and forms weights of {formed:,}" if formed else "")
+    check_bytes(4 * 4 * size + 2 * 4 * formed, f"{what}, whose fit", "choose a smaller width")
+
+
+def _formed(model: nn.Module) -> list[SineLowRankLinear]:
+    """Layers whose weight is formed whole in every step."""
+    layers = [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
+    return [each for each in layers if each.sine_config.activation != "identity"]
 
 
 class _Run:
@@ -282,8 +298,7 @@ class _Run:
         with staged_folder(path / "model", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
         if pictures:
-            with staged_folder(path / PICTURES) as staged:
-                files = [f"{PICTURES}/{file.relative_to(staged)}" for file in self.problem.write(self.model, staged)]
+            files = _draw(self.problem, self.model, self.folder)
         result = FitResult(
             score=self.score,
             metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
@@ -298,6 +313,13 @@ class _Run:
         self.folder.write_result(result.to_json())
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)  # of no more use
         return result
+
+
+@torch.no_grad()
+def _draw(problem: Problem, model: nn.Module, folder: FitFolder) -> list[str]:
+    """Writes the problem's pictures and meshes in the place of former ones; their paths in the fit's folder."""
+    with staged_folder(folder.path / PICTURES) as staged:
+        return [f"{PICTURES}/{file.relative_to(staged)}" for file in problem.write(model.eval(), staged)]
 
 
 def _factored(model: nn.Module) -> int:

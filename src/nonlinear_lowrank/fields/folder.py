@@ -13,12 +13,14 @@ from ..storage import FolderLock, clear_folder, is_free, read_json, remove_tempo
 
 SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
 
+# SETTINGS goes last: while it is there, the folder can still be resumed or overwritten.
+_OURS = (RESULT, "model", PICTURES, CHECKPOINTS, SETTINGS)
+OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
+"""Settings of a problem that change its pictures and meshes and no number."""
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding.
 _FREE = {
     *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
-    # of pictures
-    *("problem.frames", "problem.frame_downscale", "problem.picture_height", "problem.azimuth", "problem.elevation"),
-    *("problem.up", "problem.mesh_resolution"),
+    *(f"problem.{name}" for name in OF_PICTURES),
     # of where the data lie: what they are, the fingerprint says
     *("problem.name", "problem.source"),
 }
@@ -110,7 +112,7 @@ class FitFolder:
         lock = FolderLock(self.path)
         try:
             if overwrite:
-                clear_folder(self.path, last=SETTINGS)
+                clear_folder(self.path, *_OURS)
             remove_temporaries(self.path)
             remove_temporaries(self.checkpoints)
             if not (self.path / SETTINGS).is_file():
@@ -119,6 +121,19 @@ class FitFolder:
         finally:
             lock.release()
 
+    def shows_otherwise(self) -> bool:
+        """Whether the pictures that are there were asked for with other settings."""
+        return _of_pictures(read_json(self.path / SETTINGS, settings=dict)) != _of_pictures(vars(self))
+
     def write_result(self, result: Mapping[str, Any]) -> None:
         """The last file of a fit: while it is missing, the fit is not finished."""
         write_json(self.path / RESULT, result)
+        if self.shows_otherwise():
+            about = read_json(self.path / SETTINGS, settings=dict)
+            about["settings"]["problem"].update(_of_pictures(vars(self)))
+            write_json(self.path / SETTINGS, about)
+
+
+def _of_pictures(about: Mapping[str, Any]) -> dict[str, Any]:
+    problem = about["settings"]["problem"]
+    return {name: problem[name] for name in OF_PICTURES if name in problem}

@@ -25,6 +25,8 @@ from .result import TrainResult
 from .run_card import origin_of
 
 RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
+# RECIPE goes last: while it is there, the folder can still be resumed or overwritten.
+_OURS = (RESULT, MODEL, "checkpoints", "tensorboard", DATA, RECIPE)
 BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
 
 # Fields that a resumed run may have otherwise: they change no number, or only by rounding.
@@ -93,7 +95,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path)
             if overwrite:
-                clear_folder(self.path, last=RECIPE)
+                clear_folder(self.path, *_OURS)
             remove_temporaries(self.path)
             if not (self.path / RECIPE).is_file():
                 about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
