@@ -25,6 +25,8 @@ FORMS = {
     "noble:init=pretrained,frequency_range=0.5/1.5,dense_init=kaiming": Arm(
         method="noble", settings={"init": "pretrained", "frequency_range": [0.5, 1.5]}, dense_init="kaiming"
     ),
+    "noble:rank=2,include=5,exclude=true": Arm(method="noble", settings={"rank": 2, "include": "5", "exclude": "true"}),
+    "wide-mlp:match=8": Arm(method="wide-mlp", settings={"match": "8"}),
     "rational": Arm(method="rational"),
     "rational:groups=4,degrees=5/4,anchor=exact": Arm(
         method="rational", settings={"groups": 4, "degrees": [5, 4], "anchor": "exact"}
@@ -66,6 +68,7 @@ def test_names_tell_arms_apart():
         ("noble:width=3", "no setting 'width'"),
         ("noble:rank=2,up_bias=no", "up_bias must be true or false"),
         ("noble:rank=2,rank=4", "rank is given twice"),
+        ("noble:rank=8,rank_ratio=0.25", "rank_ratio takes the place of rank"),
         ("noble:rank=2,r=4", "r of the arm 'noble' is given twice"),
         ("nonlinear-query+noble:rank=2,r=4", "given twice, by two names"),
         ("noble:lr=1e-3,lr=1e-2", "lr is given twice"),
@@ -89,6 +92,13 @@ def test_bad_arms(text, message):
     with pytest.raises(UserError, match=message) as caught:
         Arm.parse(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["include", "exclude"])
+def test_patterns_are_texts(name):
+    for patterns in (5, True, ["q", 1]):
+        with pytest.raises(UserError, match=f"{name} must be a pattern of names, or a list of them, not"):
+            Arm(method="noble", settings={"rank": 2, name: patterns})
 
 
 def test_module_that_breaks_on_import(tmp_path, monkeypatch):

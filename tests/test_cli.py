@@ -419,6 +419,15 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert_refused(capsys, ["bench", "memory", "--picture", "/no/such/folder/b.png"], "/no/such/folder")
     assert_refused(capsys, ["bench", "kernels", "--picture", str(tmp_path / "k.png")], "draws no picture")
     assert_refused(capsys, ["bench", "op", "--operators", "magic"], "magic")
+    assert_refused(capsys, ["bench", "decode", "--modes"], "modes must be different, and at least one, not none")
+    assert_refused(capsys, ["bench", "decode", "--modes", "eager", "eager"], "modes must be different")
+    assert_refused(capsys, ["bench", "op", "--operators", "noble", "noble"], "operators must be different")
+    assert_refused(capsys, ["bench", "decode", "--output", str(tmp_path)], "is a folder; name a file (--output)")
+    several = ["bench", "decode", "--methods", "nonlinear-query", "--fuse-shared-inputs"]
+    assert_refused(capsys, several, "fuse_shared_inputs is NOBLE's; leave it out, or add noble to the methods")
+    assert_refused(
+        capsys, ["convert", "in", "out", "--rank", "12", "--rank-ratio", "0.25"], "takes the place of --rank"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parameter groups: the multiplier table, every parameter once, Muon split, state through files."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -156,3 +157,55 @@ def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():
 def test_muon_adamw_refuses_plain_groups():
     with pytest.raises(UserError, match="muon=True"):
         nlr.MuonAdamW(nn.Linear(3, 3).parameters())
+
+
+def muon_and_adamw():
+    """A MuonAdamW and the model that it trains."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    return model, nlr.MuonAdamW(nlr.param_groups(model, lr=0.1, muon=True, verbose=False))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_group_that_is_added_is_trained(kind):
+    _, optimizer = muon_and_adamw()
+    late, alone = (nn.Parameter(value) for value in torch.randn(3, 4).expand(2, 3, 4).clone())
+    optimizer.add_param_group({"params": [("late", late)], "optimizer": kind, "lr": 0.2})
+    own = {"muon": partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), "adamw": torch.optim.AdamW}[kind]
+    reference = own([alone], lr=0.2, weight_decay=0.0, **({} if kind == "muon" else {"betas": (0.9, 0.98)}))
+    for _ in range(3):
+        late.grad = torch.randn(3, 4)
+        alone.grad = late.grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(late, alone)
+    assert optimizer.state_dict()["param_groups"][-1]["lr"] == 0.2
+
+
+def test_a_group_that_cannot_be_added_changes_nothing():
+    _, optimizer = muon_and_adamw()
+    before = len(optimizer.param_groups)
+    vector = [("late", nn.Parameter(torch.ones(3)))]
+    for group, message in (
+        ({"params": vector}, "must have optimizer 'muon' or 'adamw', not None"),
+        ({"params": vector, "optimizer": "muon"}, "Muon takes matrices"),
+    ):
+        with pytest.raises(UserError, match=message):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == before
+
+
+def test_a_copy_of_muon_adamw_goes_on_by_itself():
+    model, optimizer = muon_and_adamw()
+    inputs = torch.randn(8, 6)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    twin, copied = copy.deepcopy((model, optimizer))
+    step(model, optimizer)
+    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
+    step(twin, copied)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))

@@ -142,6 +142,9 @@ def describe_groups(groups: Iterable[dict[str, Any]], lr: float) -> str:
     return "\n".join(lines)
 
 
+_KINDS = ("muon", "adamw")
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for the groups marked "muon", `torch.optim.AdamW` for the rest, as one optimizer.
 
@@ -174,7 +177,6 @@ class MuonAdamW(torch.optim.Optimizer):
         if kinds != {"muon", "adamw"}:
             raise UserError("MuonAdamW needs groups of both kinds; make them with param_groups(..., muon=True)")
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        self._inner: tuple[torch.optim.Optimizer, ...] = ()
         muon = torch.optim.Muon(
             self._kind("muon"),
             lr=lr,
@@ -189,20 +191,41 @@ class MuonAdamW(torch.optim.Optimizer):
         self._inner = (muon, adamw)
         self._link()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Takes a further group, which says "muon" or "adamw".
+
+        Raises:
+            UserError: it says neither, or "muon" of what is no matrix.
+            ValueError: as torch's: a parameter is there already.
+        """
+        kind = param_group.get("optimizer")
+        if kind not in _KINDS:
+            raise UserError(f"a group of MuonAdamW must have optimizer 'muon' or 'adamw', not {kind!r}")
+        super().add_param_group(param_group)
+        if kind == "muon" and any(each.ndim != 2 for each in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise UserError("Muon takes matrices; put vectors and kernels into a group with optimizer 'adamw'")
+        if not hasattr(self, "_inner"):
+            return  # it is being made
+        added, inner = self.param_groups.pop(), self._inner[_KINDS.index(kind)]
+        inner.add_param_group(_with_names(added))
+        self.param_groups.append(inner.param_groups[-1])
+        self._link()
+
     def _kind(self, kind: str) -> list[dict[str, Any]]:
-        groups = [dict(group) for group in self.param_groups if group["optimizer"] == kind]
-        for group in groups:
-            if "param_names" in group:
-                group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
-        return groups
+        return [_with_names(group) for group in self.param_groups if group["optimizer"] == kind]
 
     def _link(self) -> None:
-        for kind, inner in zip(("muon", "adamw"), self._inner, strict=False):
+        for kind, inner in zip(_KINDS, self._inner, strict=False):
             inner.param_groups = [group for group in self.param_groups if group["optimizer"] == kind]
             inner.state = self.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies."""
+        return {**super().__getstate__(), "_inner": self._inner}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by load_state_dict, which replaces groups and state."""
+        """Called by load_state_dict, which replaces groups and state, and for a copy."""
         super().__setstate__(state)
         self._link()
 
@@ -222,3 +245,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for inner in self._inner:
             inner.step()
         return loss
+
+
+def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group as optimizers are given it, whose parameters have their names beside them."""
+    group = dict(group)
+    if "param_names" in group:
+        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+    return group

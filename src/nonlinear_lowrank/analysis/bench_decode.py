@@ -22,6 +22,7 @@ from .bench_model import (
     ModelBenchConfig,
     Point,
     check_at_least_1,
+    check_different,
     describe,
     describe_machine,
     in_mode,
@@ -58,8 +59,7 @@ class DecodeBenchConfig(ModelBenchConfig):
         check_at_least_1("context", self.context)
         for size in self.batch_sizes:
             check_at_least_1("batch_sizes", size)
-        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise UserError(f"batch_sizes must be different whole numbers, at least one, not {self.batch_sizes!r}")
+        check_different("batch_sizes", self.batch_sizes)
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"unknown dtype {self.dtype!r}; choose float32 or bfloat16")
 

@@ -7,8 +7,8 @@ blocks are what is measured.
 import json
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from typing import Any, Literal, Self, get_args
 
@@ -26,6 +26,9 @@ from .timing import Clock, Ratio
 
 Mode = Literal["eager", "compiled", "graphs"]
 Family = Literal["glm", "llama"]
+
+
+_OF_NOBLE = {"activation", "depth", "fusion", "share_down", "fuse_shared_inputs"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +91,16 @@ class ModelBenchConfig:
             raise UserError(f"kv_heads must divide the {self.heads} heads, not {self.kv_heads!r}")
         if self.width % (2 * self.heads):
             raise UserError(f"width {self.width} must be a multiple of 2 x heads ({2 * self.heads})")
-        if not self.ranks or len(set(self.ranks)) < len(self.ranks):
-            raise UserError(f"ranks must be different whole numbers, at least one, not {self.ranks!r}")
+        check_different("ranks", self.ranks)
         for rank in self.ranks:
             self.noble(rank)
             if rank >= min(self.width, self.hidden):
                 raise UserError(f"rank {rank} is not low; choose a rank below {min(self.width, self.hidden)}")
         bench_arms(self.methods, self.ranks)
+        if "noble" not in self.methods:
+            for each in fields(ModelBenchConfig):
+                if each.name in _OF_NOBLE and getattr(self, each.name) != each.default:
+                    raise UserError(f"{each.name} is NOBLE's; leave it out, or add noble to the methods")
         if self.family not in get_args(Family):
             raise UserError(f"unknown family {self.family!r}; choose {' or '.join(get_args(Family))}")
         check_timing(self)
@@ -117,13 +123,19 @@ def check_at_least_1(name: str, value: Any) -> None:
         raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
+def check_different(name: str, values: Sequence[Any]) -> None:
+    """Raises UserError: nothing to measure, or something twice under one label."""
+    if not values or len(set(values)) < len(values):
+        raise UserError(f"{name} must be different, and at least one, not {' '.join(map(str, values)) or 'none'}")
+
+
 def check_timing(config: Any) -> None:
     """Raises UserError: modes, clock, threads or device of a benchmark cannot be."""
-    for name, known in (("modes", get_args(Mode)), ("clock", get_args(Clock))):
-        given = getattr(config, name)
-        for value in (given,) if isinstance(given, str) else given:
+    for name, given, known in (("modes", config.modes, get_args(Mode)), ("clock", (config.clock,), get_args(Clock))):
+        for value in given:
             if value not in known:
                 raise UserError(f"unknown {name} {value!r}; choose {' or '.join(known)}")
+    check_different("modes", config.modes)
     if config.threads is not None and config.threads < 1:
         raise UserError(f"threads must be at least 1, not {config.threads!r}")
     if torch.device(config.device).type == "cuda" and not torch.cuda.is_available():

@@ -40,6 +40,7 @@ from .bench_model import (
     Mode,
     Point,
     check_at_least_1,
+    check_different,
     check_timing,
     describe_machine,
     in_mode,
@@ -96,8 +97,8 @@ class OpBenchConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("width", "hidden", "tokens", "groups", "rounds", "warmup"):
             check_at_least_1(name, getattr(self, name))
-        if not self.operators or not self.ranks:
-            raise UserError("name at least one operator and one rank")
+        check_different("operators", self.operators)
+        check_different("ranks", self.ranks)
         for rank in self.ranks:
             check_at_least_1("ranks", rank)
             if rank >= min(self.width, self.hidden):

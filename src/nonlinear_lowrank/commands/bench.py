@@ -57,6 +57,8 @@ def run(arguments: list[str]) -> None:
         path = getattr(options, name)
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise UserError(f"no such folder: {Path(path).parent} (--{name})")
+        if path is not None and Path(path).is_dir():
+            raise UserError(f"{path} is a folder; name a file (--{name})")
     if options.picture is not None and what not in PICTURED:
         raise UserError(f"nlr bench {what} draws no picture; leave --picture out")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})

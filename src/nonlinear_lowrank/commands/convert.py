@@ -96,6 +96,8 @@ def _check_method(options: ConvertOptions) -> None:
     """Refuses what is given for another method: it would do nothing."""
     defaults = {each.name: each.default for each in fields(ConvertOptions)}
     others = {"noble": (*_FIELDS["rational"],), "rational": (*_FIELDS["noble"], "up_init")}[options.method]
+    if options.rank_ratio is not None and options.rank != defaults["rank"]:
+        raise UserError("--rank-ratio takes the place of --rank; give one of them")
     for name in others:
         if getattr(options, name) != defaults[name]:
             raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; leave it out")

@@ -20,6 +20,7 @@ from .values import as_text, check_number, read_number, read_value
 
 Optimizer = Literal["adamw", "muon"]
 
+_TEXTS = ("include", "exclude", "match")  # settings that are names, also where they look like a number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -217,6 +218,8 @@ def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any
             shared["grid"] = tuple(read_number("grid", each, text) for each in value.split("/"))
         elif key in ("name", "dense_init", "optimizer"):
             shared[key] = value
+        elif key in _TEXTS and method in ARM_METHODS:
+            settings[key] = value
         elif key == "qk_norm":
             shared[key] = read_value(value)
         else:

@@ -111,8 +111,15 @@ class Augmented:
                 raise UserError(f"{self.name} cannot choose ranks for a budget; give the rank itself")
             if "rank" in full or "rank_ratio" in full:
                 raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
+        if "rank" in full and "rank_ratio" in full:
+            raise UserError(f"{self.name}: rank_ratio takes the place of rank; give one of them")
         if "select" in full:
             _read_parts(full["select"])
+        for key in ("include", "exclude"):
+            patterns = full.get(key, ())
+            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
+            if not all(isinstance(each, str) for each in listed):
+                raise UserError(f"{key} must be a pattern of names, or a list of them, not {patterns!r}")
         self._config(full)
         return full
 
