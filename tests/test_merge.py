@@ -4,18 +4,23 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch
-from nonlinear_lowrank import UserError, cli
+from nonlinear_lowrank import SineLoraConfig, UserError, cli
+from nonlinear_lowrank.hub import merging
 from nonlinear_lowrank.hub.merging import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
+# Configs of adapters that change something from the start.
+LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_weights=False)
 MERGING = [row for row in ROWS if row.merges]
 
 
@@ -59,6 +64,7 @@ def test_a_merged_sine_adapter_needs_none_of_our_code(tmp_path):
             save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / row.name / "expected.safetensors")
     script = f"""
 import sys
+from functools import partial
 sys.modules["nonlinear_lowrank"] = None
 import torch, transformers
 from pathlib import Path
@@ -155,6 +161,80 @@ def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
     assert {value.dtype for value in wide.values()} == {torch.float32}
     for name, value in low.items():  # formed in float32, rounded once
         assert torch.equal(wide[name].to(torch.bfloat16), value), name
+
+
+@pytest.mark.parametrize("kind", [LORA, SINE_LORA])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, dtype):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    config = kind(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapter, _, _ = make_adapter(tmp_path, row, config=config)
+    name = str(dtype).removeprefix("torch.")
+    report = merge_adapter(adapter, tmp_path / "low", dtype=name)
+    merge_adapter(adapter, tmp_path / "wide")
+    low, wide = (load_file(tmp_path / each / "model.safetensors") for each in ("low", "wide"))
+    assert all(torch.equal(low[key], value.to(dtype)) for key, value in wide.items())
+    assert report.difference > 0  # against what the adapter gives in float32
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        (SINE_LORA, ["q_proj", "lm_head"]),
+        *((LORA, targets) for targets in (["q_proj", "lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"])),
+    ],
+)
+def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, kind(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    assert report.difference < 1e-4 * report.scale
+    assert "the output head has a weight of its own now" in str(report)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    load = LlamaForCausalLM.from_pretrained.__func__
+
+    def tied(cls, *args, **options):
+        model = load(cls, *args, **options)
+        attention = model.model.layers[0].self_attn
+        attention.o_proj.weight = attention.q_proj.weight
+        return model
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(tied))
+    with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj has too; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_outputs_that_are_not_the_adapters_are_refused(tmp_path, monkeypatch):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    load = merging.load_model
+
+    def damaged(*args, **options):
+        model = load(*args, **options)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(merging, "load_model", damaged)
+    with pytest.raises(UserError, match="more than rounding; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_pefts_own_adapters_merge_too(tmp_path):

@@ -4,6 +4,7 @@ The result is a plain Hugging Face model that needs none of our code, but for No
 stay: that one is an augmented model of the package (see `hub`).
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ _AUTO = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+# Times the square root of the type's precision, of the outputs: 7e-4 in float32, 0.18 in bfloat16, far above rounding.
+_BOUND = 2
 _HEADS = ("classifier", "score", "classifier.out_proj")
 
 
@@ -51,6 +54,8 @@ class MergeReport:
     """Files taken over from the base's folder and the adapter's."""
     needs_package: bool
     """Whether loading it needs this package."""
+    untied: bool
+    """Whether output head and embedding no longer share one weight."""
 
     def __str__(self) -> str:
         return "\n".join(
@@ -58,6 +63,7 @@ class MergeReport:
                 f"{self.peft_type} adapter merged into {self.base}",
                 f"{self.measured} adapted and merged: max |difference| {self.difference:.3e} "
                 f"(outputs up to {self.scale:.3g})",
+                *(["the output head has a weight of its own now, no longer the embedding's"] if self.untied else []),
                 f"copied {', '.join(self.copied) or 'no other files'}",
                 f"written to {self.output}; "
                 + ("loading it needs `import nonlinear_lowrank`" if self.needs_package else "a plain model"),
@@ -77,14 +83,16 @@ def merge_adapter(
         adapter_dir: as `save_pretrained` of peft writes it, safetensors only.
         output_dir: new or empty.
         base: folder or hub name of the base model; None: as the adapter names it.
-        dtype: of the merged weights: "auto" for the base's own, or "float32", "bfloat16", ...
+        dtype: of the merged weights: "auto" for the base's own, or "float32", "bfloat16", ... They are formed in the
+            wider of the two types and rounded once.
 
     Returns:
         The measured difference and the files copied.
 
     Raises:
         UserError: the adapter cannot be merged or does not fit, it has weights that are not finite, a file is
-            missing or damaged, or output_dir is not empty. Nothing is left in output_dir then.
+            missing or damaged, output_dir is not empty, or the merged model's outputs are not the adapter's. Nothing
+            is left in output_dir then.
     """
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
     config = read_json(folder / CONFIG)
@@ -103,6 +111,7 @@ def merge_adapter(
     adapted = _adapted(folder, config, named, dtype)
     inputs = random_inputs(adapted.get_base_model())
     before, measured = first_output(adapted, inputs)
+    untied = _untie(adapted, folder)
     try:
         model = adapted.merge_and_unload(safe_merge=True)
     except UserError as error:
@@ -110,6 +119,9 @@ def merge_adapter(
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)[:300]}") from error
     needs_package = _mark_ours(model)
+    if dtype != "auto" and not _is_quantized(model):
+        model.to(getattr(torch, dtype))
+    rounded, quantized = model.dtype, _is_quantized(model)
     with staged_output(output, {}) as place:
         model.save_pretrained(place)
         del model, adapted
@@ -117,6 +129,11 @@ def merge_adapter(
         copied = {*theirs, *copy_companions(folder, place, without=CONFIG)}  # a tokenizer with added tokens wins
         after, _ = first_output(load_model(place), inputs)
         difference, scale = (after.double() - before.double()).abs().max().item(), before.double().abs().max().item()
+        if not quantized and not difference <= _BOUND * torch.finfo(rounded).eps ** 0.5 * scale:
+            raise UserError(
+                f"the merged model's outputs are up to {difference:.2g} away from the adapter's, of outputs up to "
+                f"{scale:.2g}: more than rounding; use the adapter unmerged"
+            )
         write_card(place, _origin(config, named, measured, difference, scale))
     return MergeReport(
         output=output,
@@ -127,6 +144,7 @@ def merge_adapter(
         measured=measured,
         copied=tuple(sorted(copied)),
         needs_package=needs_package,
+        untied=untied,
     )
 
 
@@ -170,22 +188,70 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
 
     task, mapping = config.get("task_type"), config.get("auto_mapping") or {}
     class_name = _AUTO.get(task or "") or mapping.get("base_model_class")
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
     if revision := config.get("revision"):
         options["revision"] = revision
     if (labels := _labels(folder)) is not None:
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
     try:
-        with quiet_loading():
+        with quiet_loading(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie
             if class_name is None or not hasattr(transformers, class_name):
-                model = load_model(named, dtype=dtype)
+                model = load_model(named, dtype="auto")
             else:
                 model = getattr(transformers, class_name).from_pretrained(named, **options)
+            if dtype != "auto" and not _is_quantized(model):
+                model.to(torch.promote_types(model.dtype, getattr(torch, dtype)))
             return PeftModel.from_pretrained(model, str(folder)).eval()
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
     except BUILD_ERRORS as error:
         raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)[:300]}") from error
+
+
+def _is_quantized(model: Any) -> bool:
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _untie(adapted: Any, folder: Path) -> bool:
+    """Gives layers that are merged a weight of their own where another module has the same one: it stays as it is.
+
+    Returns:
+        Whether there was any.
+
+    Raises:
+        UserError: the model's config cannot say so, for it is no output head that shares the embedding's weight.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model: Any = adapted.get_base_model()
+    bases: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            bases[name] = module.get_base_layer()
+    owners: dict[int, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(weight := module._parameters.get("weight"), torch.Tensor):
+            owners.setdefault(id(weight), []).append((name, module))
+    ends = {id(_unwrapped(end)) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    found = False
+    for name, base in bases.items():
+        sharing = owners.get(id(base._parameters.get("weight")), [])
+        if len(sharing) < 2:
+            continue
+        if not {id(module) for _, module in sharing} <= ends:
+            others = ", ".join(other.removesuffix(".base_layer") for other, module in sharing if module is not base)
+            raise UserError(f"{folder} changes {name}, whose weight {others} has too; use the adapter unmerged")
+        base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
+        owners = {key: [each for each in value if each[1] is not base] for key, value in owners.items()}
+        found = True
+    return found
+
+
+def _unwrapped(module: Any) -> Any:
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def _labels(folder: Path) -> int | None:
