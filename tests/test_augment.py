@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import NobleConfig, UserError
@@ -192,6 +192,60 @@ def test_plain_modules_shared_and_tied_ones():
     assert report.left["output"] == "tied to an embedding"
     assert report.left["classifier"] == "named like an output head"
     assert "bypasses" in report.left["attention.out_proj"]
+
+
+class Bag(nn.Module):
+    """An embedding of its own making, tied to a linear, and linears that share a weight and a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Bilinear(3, 3, 3)  # any module that is no linear and no nn.Embedding
+        self.table.weight = nn.Parameter(torch.randn(40, 32))
+        self.reader = nn.Linear(32, 40, bias=False)
+        self.reader.weight = self.table.weight
+        self.a, self.b, self.left = (nn.Linear(32, 32) for _ in range(3))
+        self.b.weight = self.left.weight = self.a.weight
+        self.b.bias = self.a.bias
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["built", "loaded"])
+def test_from_scratch_shared_weights_stay_shared_and_are_drawn_anew(marked):
+    net = Bag()
+    for parameter in net.parameters():
+        if marked:
+            parameter._is_hf_initialized = True  # as from_pretrained leaves it
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters(remove_duplicate=False)}
+    report = nlr.augment(net, NobleConfig(rank=4, init="scratch"), exclude="left", verbose=False)
+    assert report.swapped == ["reader", "a", "b"]
+    assert net.reader.weight is net.table.weight
+    assert net.a.weight is net.b.weight is net.left.weight
+    assert net.a.bias is net.b.bias
+    for name in ("a", "reader"):
+        drawn = net.get_submodule(name).weight
+        assert not torch.equal(drawn, before[f"{name}.weight"])
+        assert drawn.std().item() == pytest.approx(0.5 / 32**0.5, rel=0.15)
+    assert not net.a.bias.any()
+    assert torch.equal(net.left.bias, before["left.bias"])
+    assert sum(p.numel() for p in net.parameters()) == report.parameters_before + report.parameters_added
+
+
+def test_from_scratch_a_tied_head_stays_tied():
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+    before = model.lm_head.weight.detach().clone()
+    report = nlr.augment(model, NobleConfig(init="scratch"), budget="20%", verbose=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert report.left["lm_head"] == "tied to an embedding"
+    assert torch.equal(model.lm_head.weight, before)
+    assert 0 < report.parameters_added <= 0.2 * report.parameters_before
 
 
 def test_wrong_config_and_model_without_branches():

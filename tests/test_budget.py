@@ -2,6 +2,7 @@
 
 import pytest
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import NobleConfig, UserError
@@ -36,6 +37,25 @@ def test_the_budget_is_kept_and_used_up(config, budget):
     next_ratio = min((rank + 1 + 1e-6) / width for rank, width in zip(ranks, (96, 64, 48), strict=True))
     more = nlr.augment(wide(), NobleConfig(**{**vars(report.config), "rank_ratio": next_ratio}), verbose=False)
     assert used(more) > share, "one step more is too much"
+
+
+class Tied(nn.Module):
+    """Two linears of one weight, or two Conv1Ds, and a third of its own."""
+
+    def __init__(self, conv=False):
+        super().__init__()
+        self.a, self.b, self.body = (Conv1D(48, 48) if conv else nn.Linear(48, 48) for _ in range(3))
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("conv", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("init", ["scratch", "pretrained"])
+def test_the_budget_holds_where_linears_share_a_weight(init, conv):
+    model = Tied(conv)
+    report = nlr.augment(model, NobleConfig(init=init), budget="20%", verbose=False)
+    assert model.a.weight is model.b.weight
+    added = sum(parameter.numel() for parameter in model.parameters()) - report.parameters_before
+    assert 0 < added == report.parameters_added <= 0.2 * report.parameters_before
 
 
 def test_a_budget_is_saved_with_the_model(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.importance import layer_importance, part_of, recommended_layers, select_layers
@@ -137,6 +138,21 @@ def test_percentile_is_numpys():
         ("layers.0.attention.qkv_linear", "query"),
         ("encoder.layers.0.linear1", "feed_forward"),
         ("convnext.encoder.stages.0.layers.0.pwconv2", "feed_forward"),
+        ("encoder.albert_layer_groups.0.albert_layers.0.ffn", "feed_forward"),
+        ("encoder.albert_layer_groups.0.albert_layers.0.ffn_output", "feed_forward"),
+        ("encoder.albert_layer_groups.0.albert_layers.0.attention.dense", "other"),
+        ("model.layers.0.self_attn.q_a_proj", "query"),
+        ("model.layers.0.self_attn.q_b_proj", "query"),
+        ("model.layers.0.self_attn.kv_b_proj", "other"),
+        ("model.layers.0.shared_mlp.input_linear", "feed_forward"),
+        ("model.layers.0.shared_mlp.output_linear", "feed_forward"),
+        ("encoder.layers.0.ffn1.intermediate_dense", "feed_forward"),
+        ("encoder.layers.0.ffn2.output_dense", "feed_forward"),
+        ("transformer.layer.0.ff.layer_1", "feed_forward"),
+        ("transformer.layer.0.ff.layer_2", "feed_forward"),
+        ("encoder.blocks.0.0.attention.q_head", "query"),
+        ("encoder.blocks.0.0.attention.k_head", "key"),
+        ("encoder.stages.0.layers.0.attention.attention.projection_value", "value"),
     ],
 )
 def test_parts_by_name(name, part):
@@ -161,5 +177,85 @@ def test_wrong_input_is_named():
         select_layers({"a": 1.0}, 101)
     with pytest.raises(UserError, match="no scores"):
         select_layers({})
-    with pytest.raises(UserError, match="choose with select_layers"):
-        recommended_layers({"one": 1.0, "two": 2.0})
+    with pytest.raises(UserError, match=r"single batch; put it into a list") as caught:
+        layer_importance(model, batches(1)[0])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be a Tensor"):
+        layer_importance(model, [torch.randn(2, 6)], score="activation")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("one", "two"), "is a query or a feed-forward by its name"),
+        (("h.0.attn.wavelet", "h.0.mlp.fc1"), "is a query by its name"),
+        (("h.0.attn.q_proj", "h.0.attn.k_proj"), "is a feed-forward by its name"),
+    ],
+)
+def test_names_without_a_query_or_a_feed_forward_are_refused(names, words):
+    with pytest.raises(
+        UserError, match=words + ".*choose with select_layers, or give augment names by select="
+    ) as caught:
+        recommended_layers(dict(zip(names, torch.rand(len(names)).tolist(), strict=True)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_an_encoder_and_decoder_is_given_its_labels(score):
+    # Its decoder's inputs are made from the labels.
+    config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    tokens = torch.randint(1, 40, (2, 6))
+    scores = layer_importance(
+        T5ForConditionalGeneration(config), [{"input_ids": tokens, "labels": tokens}], score=score
+    )
+    assert all(value > 0 for value in scores.values())
+    assert {"query", "key", "feed_forward"} <= {part_of(name) for name in recommended_layers(scores, 0)}
+
+
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_inference_mode_around_it_changes_nothing(score):
+    model, given = Two(), batches()
+    model.b.requires_grad_(False)
+    expected = layer_importance(model, given, score=score)
+    with torch.inference_mode():
+        made_inside = [{name: tensor.clone() for name, tensor in each.items()} for each in given]
+        scores = layer_importance(model, made_inside, score=score)
+        made = Two()
+        if score == "gradient":
+            with pytest.raises(UserError, match=r"made inside torch.inference_mode\(\) and has no gradients"):
+                layer_importance(made, made_inside)
+        else:
+            layer_importance(made, made_inside, score=score)
+    assert scores == expected
+
+
+class Calls(nn.Module):
+    """y = a(x), with the linear called by its argument's name; an idle expert gets the first `rows` rows only."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.a, self.expert, self.rows = nn.Linear(6, 6), nn.Linear(6, 6), rows
+
+    def forward(self, x):
+        return {"loss": self.a(input=x).square().mean() + self.expert(x[: self.rows]).square().sum()}
+
+
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_calls_by_keyword_and_on_no_rows(score):
+    model, x = Calls(rows=0), torch.randn(5, 6)
+    scores = layer_importance(model, [{"x": x}], score=score)
+    assert scores["expert"] == 0.0
+    assert scores["a"] > 0
+    if score == "activation":
+        expected = (model.a.weight.abs() * x.square().mean(0).sqrt()).mean().item()
+        assert scores["a"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_computed_weights_have_no_gradient_score():
+    model = Calls(rows=3)
+    given = [{"x": torch.randn(5, 6)}]
+    plain = layer_importance(model, given, score="activation")
+    torch.nn.utils.parametrizations.weight_norm(model.expert)
+    with pytest.raises(UserError, match=r"the weight of expert is computed from others.*or use score='activation'"):
+        layer_importance(model, given)
+    assert layer_importance(model, given, score="activation") == pytest.approx(plain, rel=1e-5)

@@ -53,6 +53,47 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
     assert settle_matches(recipe, settled)[0] == settled, "a width that is there already is checked, not changed"
 
 
+@pytest.mark.parametrize("by", ["parameters", "flops"])
+@pytest.mark.parametrize(
+    ("joined", "step"),
+    [
+        ("noble:rank=4", 1),
+        ("noble:rank_ratio=0.2", 1),
+        ("noble:budget=9%", 1),
+        ("low-rank:rank=3", 1),
+        ("nonlinear-query", 1),
+        ("rational:groups=8", 8),
+        ("rational:groups=3+noble:rank=2,select=query", 3),
+    ],
+)
+def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
+    recipe = make_recipe()  # MLPs of width 48
+    target, wide = arms("noble:rank=12,name=target", f"wide-mlp:match=target,by={by}+{joined}")
+    settled, (match,) = settle_matches(recipe, [target, wide])
+    counted = {"parameters": parameters, "flops": flops}[by]
+
+    def count(hidden):
+        return counted(recipe, Arm.parse(f"wide-mlp:hidden={hidden}+{joined}"))
+
+    assert match.hidden > match.plain_hidden == 48
+    assert match.hidden % step == 0
+    assert counted(recipe, settled[1]) == count(match.hidden) >= counted(recipe, target)
+    assert count(match.hidden - step) < counted(recipe, target)
+    assert settled[1].settings["wide-mlp"]["hidden"] == match.hidden
+    assert settle_matches(recipe, settled)[0] == settled
+
+
+@pytest.mark.parametrize("hidden", [7, 20, 31, 33, 100])
+def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
+    recipe = make_recipe()  # of width 32, below which an MLP's width is what a rank is a share of
+    joined = "noble:rank_ratio=0.5"
+    target, wide = arms(f"wide-mlp:hidden={hidden}+{joined},name=target", f"wide-mlp:match=target+{joined}")
+    _, (match,) = settle_matches(recipe, [target, wide])
+    assert match.hidden == hidden
+    with pytest.raises(UserError, match="cannot match target: even with MLPs of width 2 it has"):
+        settle_matches(recipe, [*arms("low-rank:rank=1,name=target"), wide])
+
+
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
@@ -62,6 +103,9 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
         (("low-rank:rank=1", "wide-mlp:match=low-rank-r1"), "even with MLPs of width 1"),
         (("sine-lowrank:rank=2,omega=50", "wide-mlp:match=sine-lowrank-r2-w50,by=flops"), "match its parameters"),
         (("noble:rank=4", "wide-mlp:match=noble-r4,hidden=9"), "says hidden=9, and"),
+        (("identity-query", "wide-mlp:match=identity-query+noble:rank=31"), "even with MLPs of width 32"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4+noble:rank=32"), "rank 32 is not low"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4+rational:groups=7"), "groups=7 do not divide the 48 channels"),
         (("training_kit:no_module", "wide-mlp:match=training_kit.no_module"), "gave back NoneType"),
         (("training_kit:plain_module,name=mine", "wide-mlp:match=mine,by=flops"), None),
     ],

@@ -10,13 +10,14 @@ Scores are per weight, so that large and small layers can be compared:
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from ..choice import output_head_names
@@ -28,15 +29,17 @@ Score = Literal["gradient", "activation"]
 
 # The last parts of a linear's name, as the architectures of transformers have them.
 _PARTS = {
-    "query": "|".join((*SEPARATE, *FUSED, BY_HEAD, "in_proj_qkv", "W_pack")),
-    "key": "|".join(KEYS),
-    "value": "v_proj|value|value_proj|v_lin|v_linear|linear_v|to_v|wv|v",
+    "query": "|".join(
+        (*SEPARATE, *FUSED, BY_HEAD, "in_proj_qkv", "W_pack", "att_proj", "q_[ab]_proj", "q_head", "projection_query")
+    ),
+    "key": "|".join((*KEYS, "k_head", "projection_key")),
+    "value": "v_proj|value|value_proj|v_lin|v_linear|linear_v|to_v|wv|v|v_head|projection_value",
     "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin(ear)?[12]|w[123]|wi(_\d)?|pwconv[12]"
-    r"|dense_(h_to_4h|4h_to_h)",
+    r"|dense_(h_to_4h|4h_to_h)|ffn_output|ffw_layer_[12]",
 }
 PARTS = (*_PARTS, "other")
 """What `part_of` may say."""
-_INSIDE = re.compile(r"(?:^|\.)(mlp|ffn|feed_forward|intermediate|DenseReluDense)(\.|$)")
+_INSIDE = re.compile(r"(?:^|\.)((shared_)?mlp|ffn?\d?|feed_forward\d?|intermediate|DenseReluDense)(\.|$)")
 
 
 def part_of(name: str) -> str:
@@ -60,17 +63,22 @@ def layer_importance(
     Args:
         model: a transformers model, or any module that takes a batch as keyword arguments and, for "gradient",
             gives an output with a `loss`.
-        batches: keyword arguments of the forward pass, on the model's device, with labels for "gradient".
+        batches: a list, or any iterable, of keyword arguments of the forward pass, on the model's device, with labels
+            for "gradient". They reach the model as they are.
         score: see this file's documentation.
 
     Returns:
-        {name: score}, in the model's order, averaged over the batches. Output heads are left out.
+        {name: score}, in the model's order, averaged over the batches; 0 for what no token reached. Output heads are
+        left out.
 
     Raises:
-        UserError: no linears, no batches, no loss, or a score that is not finite.
+        UserError: no linears, no batches, one batch in place of a list, no loss, a score that is not finite, or, by
+            gradient, a weight that is computed from others or a model that was made inside torch.inference_mode().
     """
     if score not in ("gradient", "activation"):
         raise UserError(f"unknown score {score!r}; choose gradient or activation")
+    if isinstance(batches, Mapping):
+        raise UserError("batches is a single batch; put it into a list: layer_importance(model, [batch])")
     heads = output_head_names(model)
     linears: dict[str, Any] = {
         name: module
@@ -83,7 +91,7 @@ def layer_importance(
     model.eval()
     try:
         run = _by_gradient if score == "gradient" else _by_activation
-        scores = run(model, linears, batches)
+        scores = run(model, linears, _checked(batches))
     finally:
         for module, training in modes:  # train() would thaw what the user has put into evaluation mode alone
             module.training = training
@@ -121,25 +129,36 @@ def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) ->
         percentile: of the keys' scores; keys below it are left out.
 
     Raises:
-        UserError: no linear of the scores is a query, key or feed-forward by its name.
+        UserError: no linear of the scores is a query by its name, or none is part of a feed-forward.
 
     Source: noble_notes_zh.md, section 4.2.
     """
     parts = {name: part_of(name) for name in scores}
+    # Without either it is no choice of these but a name that `part_of` does not know.
+    if missing := [part.replace("_", "-") for part in ("query", "feed_forward") if part not in parts.values()]:
+        raise UserError(
+            f"no linear is a {' or a '.join(missing)} by its name ({', '.join(list(scores)[:3])}, ...); "
+            "choose with select_layers, or give augment names by select= or patterns by include="
+        )
     keys = {name: scores[name] for name, part in parts.items() if part == "key"}
     kept = set(select_layers(keys, percentile)) if keys else set()
-    chosen = [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
-    if not chosen:
-        raise UserError(
-            f"no linear is a query, a key or part of a feed-forward by its name ({', '.join(list(scores)[:3])}, ...); "
-            "choose with select_layers"
-        )
-    return chosen
+    return [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
 
 
 def _by_gradient(
     model: nn.Module, linears: Mapping[str, Any], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, float]:
+    for name, module in linears.items():
+        if module._parameters.get("weight") is None:  # the tensor read here is not the one that forward computes
+            raise UserError(
+                f"the weight of {name} is computed from others (a parametrization, weight_norm, pruning), so the loss "
+                "has no gradient by it; undo that first, or use score='activation'"
+            )
+    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError(
+            "the model was made inside torch.inference_mode() and has no gradients; make it outside, "
+            "or use score='activation'"
+        )
     weights = [module.weight for module in linears.values()]
     frozen = [weight for weight in weights if not weight.requires_grad]
     sums, count = dict.fromkeys(linears, 0.0), 0
@@ -147,8 +166,8 @@ def _by_gradient(
         for weight in frozen:
             weight.requires_grad_(True)
         for batch in batches:
-            with torch.enable_grad():
-                output = model(**batch)
+            with torch.inference_mode(False), torch.enable_grad():
+                output = model(**tree_map_only(Tensor, _for_backward, dict(batch)))
                 loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
                 if loss is None:
                     raise UserError("the model's output has no loss; put labels into the batches")
@@ -171,8 +190,9 @@ def _by_activation(
     tokens = dict.fromkeys(linears, 0)
 
     def hook(name: str) -> Any:
-        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).double()
+        def before(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            given = inputs[0] if inputs else next(iter(named.values()))
+            x = given.detach().reshape(-1, given.shape[-1]).double()
             squares[name] = squares.get(name, 0.0) + x.square().sum(0)
             tokens[name] += len(x)
 
@@ -181,19 +201,36 @@ def _by_activation(
     count = 0
     with ExitStack() as stack:
         for name, module in linears.items():
-            stack.callback(module.register_forward_pre_hook(hook(name)).remove)
+            stack.callback(module.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
         for batch in batches:
-            model(**{key: value for key, value in batch.items() if key != "labels"})
+            model(**batch)
             count += 1
     _batches(count)
-    scores = dict.fromkeys(linears, 0.0)  # what was never called matters to nothing
+    scores = dict.fromkeys(linears, 0.0)  # what was never called, or on no token, matters to nothing
     for name, square in squares.items():
+        if not tokens[name]:
+            continue
         weight = linears[name].weight.detach().abs().double()
         if not isinstance(linears[name], Conv1D):
             weight = weight.t()
         rms = (square / tokens[name]).sqrt()
         scores[name] = float((weight * rms[:, None]).mean())
     return scores
+
+
+def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"a batch holds the model's keyword arguments by name, as in {{'input_ids': tokens}}, "
+                f"and cannot be a {type(batch).__name__}"
+            )
+        yield batch
+
+
+def _for_backward(tensor: Tensor) -> Tensor:
+    """Autograd refuses what was made inside torch.inference_mode(); a copy of it will do."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _batches(count: int) -> int:

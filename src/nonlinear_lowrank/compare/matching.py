@@ -1,14 +1,18 @@
 """The matched baseline: `wide-mlp:match=ARM` gets the width at which it has as many parameters, or FLOPs, as that arm.
 
 Without it a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The width is found
-before anything is trained, on models without memory: both counts are affine in the MLP's width, so two models give
-the line. The width taken is the smallest whole one that is not below the other arm's count; two more models check it.
+before anything is trained, on models without memory, and is the smallest whole one that is not below the other arm's
+count. Both counts grow with the MLP's width, along a line where the arm is a wider MLP alone: the plain width and the
+next one give a guess, two more models check it, and where methods that are joined to it bend the line the width is
+bisected. Such a method may refuse widths: those that are too narrow for its rank are below the search, and groups that
+must divide the width make its step. (A joined budget's whole ranks let the count dip now and then; the width is then
+the smallest up to such a dip, and one narrower has less in any case.)
 
 Parameters are all of the model's. FLOPs are forward, per token, of `analysis.model_cost`; the backward pass costs twice
 the forward in both arms, but for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +27,7 @@ from ..training.run import apply_arm, count_parameters
 from ..training.widening import WideMlp, mlp_width
 
 _WIDE = WideMlp.name
+_WIDEST = 4096  # times the plain width: so far a match is looked for beyond the guess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +92,63 @@ def settle_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...]
 
 def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
     by = _own(arm).get("by", "parameters")
+    plain, wanted = _plain_width(recipe), _count(recipe, target, by)
+    found: dict[int, int] = {}
 
     def count(hidden: int) -> int:
-        return _count(recipe, _with_hidden(arm, hidden), by)
+        if hidden not in found:
+            found[hidden] = _count(recipe, _with_hidden(arm, hidden), by)
+        return found[hidden]
 
-    first, wanted = count(1), _count(recipe, target, by)
-    step = count(2) - first
-    if wanted < first:
+    count(plain)  # what does not fit the model as it is says so here
+    step = _step(count, plain)
+    hidden = _narrowest(count, plain, step, wanted)
+    too_few, too_many = count(hidden) < wanted, count(hidden) > wanted and hidden - step not in found
+    if too_few or too_many:
         raise UserError(
-            f"{arm.name} cannot match {target.name}: even with MLPs of width 1 it has {first:,} {by}, "
+            f"{arm.name} cannot match {target.name}: even with MLPs of width {hidden} it has {count(hidden):,} {by}, "
             f"and {target.name} has {wanted:,}"
         )
-    hidden = 1 + -(-(wanted - first) // step)
-    assert count(hidden) >= wanted, "the count is not affine in the width"
-    assert hidden == 1 or count(hidden - 1) < wanted, "a smaller width would do"
-    plain = mlp_width(recipe.task.build_on_meta())
     return Match(arm=arm.name, target=target.name, by=by, hidden=hidden, plain_hidden=plain)
+
+
+def _plain_width(recipe: Recipe) -> int:
+    """Raises UserError where the model's MLPs are not known, or it is a pretrained one."""
+    apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
+    return mlp_width(recipe.task.build_on_meta())
+
+
+def _step(count: Callable[[int], int], plain: int) -> int:
+    """How far apart the widths are that the arm can have: groups that divide the plain width divide its step too."""
+    steps = [each for each in range(1, plain + 1) if plain % each == 0]
+    for step in steps[:-1]:
+        try:
+            count(plain + step)
+        except UserError:
+            continue
+        return step
+    return plain
+
+
+def _narrowest(count: Callable[[int], int], plain: int, step: int, wanted: int) -> int:
+    """The smallest width with the wanted count; the widest that is tried where none has it."""
+
+    def enough(number: int) -> bool:
+        try:
+            return count(plain + number * step) >= wanted
+        except UserError:
+            if number > 0:
+                raise
+            return False  # too narrow for a method that is joined to it
+
+    low = -((plain - 1) // step) - 1
+    slope = count(plain + step) - count(plain)
+    guess = max(low + 1, -(-(wanted - count(plain)) // slope) if slope > 0 else 0)
+    high = max(guess, _WIDEST * plain // step)
+    while high - low > 1:
+        middle = next((each for each in (guess, guess - 1) if low < each < high), (low + high) // 2)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return plain + high * step
 
 
 def _count(recipe: Recipe, arm: Arm, by: str) -> int:

@@ -65,9 +65,9 @@ class NobleConfig:
     depth: int = 2
     """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
     init: Literal["auto", "scratch", "pretrained"] = "auto"
-    """"scratch": the paper's init, which draws the dense weights anew. "pretrained": dense weights stay
-    and noble_up is zero, so the model's outputs do not change. "auto": pretrained when the model was
-    loaded by from_pretrained, else scratch."""
+    """"scratch": the paper's init, which draws the dense weights anew, in place: what several modules hold stays
+    shared, and is new in all of them. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do
+    not change. "auto": pretrained when the model was loaded by from_pretrained, else scratch."""
     dense_scale: float = 0.5
     """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
     up_scale: float = 0.01
@@ -403,9 +403,12 @@ def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
         has_bias = module.bias is not None
         layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
     layer.to_empty(device=weight.device)
-    if config.init == "pretrained":
-        layer.weight, layer.bias = module.weight, module.bias
-    # From scratch the dense tensors are new ones: transformers marks loaded tensors as not to be drawn.
+    # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
+    layer.weight, layer.bias = module.weight, module.bias
+    if config.init != "pretrained":
+        for tensor in (layer.weight, layer.bias):
+            if tensor is not None:
+                vars(tensor).pop("_is_hf_initialized", None)  # transformers' mark of what is not to be drawn
     return layer.train(module.training)
 
 
