@@ -9,8 +9,16 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from nonlinear_lowrank import SineLoraConfig, UserError, cli
@@ -164,14 +172,15 @@ def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [LORA, SINE_LORA])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, dtype):
+def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, stored, dtype):
     row = next(row for row in MERGING if row.name == "sine-llama")
     config = kind(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    adapter, _, _ = make_adapter(tmp_path, row, config=config)
-    name = str(dtype).removeprefix("torch.")
+    adapter, _, _ = make_adapter(tmp_path, row, config=config, dtype=stored)
+    name = "auto" if dtype == stored else str(dtype).removeprefix("torch.")
     report = merge_adapter(adapter, tmp_path / "low", dtype=name)
-    merge_adapter(adapter, tmp_path / "wide")
+    merge_adapter(adapter, tmp_path / "wide", dtype="float32")
     low, wide = (load_file(tmp_path / each / "model.safetensors") for each in ("low", "wide"))
     assert all(torch.equal(low[key], value.to(dtype)) for key, value in wide.items())
     assert report.difference > 0  # against what the adapter gives in float32
@@ -220,7 +229,8 @@ def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_outputs_that_are_not_the_adapters_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("bfloat16", 1.15)])
+def test_a_written_model_with_other_outputs_is_refused(tmp_path, monkeypatch, dtype, factor):
     row = next(row for row in MERGING if row.name == "sine-llama")
     adapter, _, _ = make_adapter(tmp_path, row)
     load = merging.load_model
@@ -228,13 +238,55 @@ def test_outputs_that_are_not_the_adapters_are_refused(tmp_path, monkeypatch):
     def damaged(*args, **options):
         model = load(*args, **options)
         with torch.no_grad():
-            model.lm_head.weight.mul_(1.01)
+            model.lm_head.weight.mul_(factor)
         return model
 
     monkeypatch.setattr(merging, "load_model", damaged)
-    with pytest.raises(UserError, match="more than rounding; use the adapter unmerged"):
-        merge_adapter(adapter, tmp_path / "out")
+    with pytest.raises(UserError, match=r"its own before it was written.*more than rounding; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_merge_is_refused_before_anything_is_written(tmp_path, monkeypatch, dtype):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING["NLR_SINE_LORA"]
+    right = tuner.merge_and_unload
+
+    def wrong(self, *args, **options):
+        model = right(self, *args, **options)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(tuner, "merge_and_unload", wrong)
+    monkeypatch.setattr(merging, "staged_output", lambda *_: pytest.fail("writes"))
+    with pytest.raises(UserError, match=r"away from the adapter's.*more than rounding; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out", dtype=dtype)
+
+
+def test_what_transformers_keeps_in_float32_stays(tmp_path):
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).half().save_pretrained(tmp_path / "base")
+    base = T5ForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = get_peft_model(base, LORA(r=2, target_modules=["q", "wo"], task_type="SEQ_2_SEQ_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    wanted = model.merge_and_unload().state_dict()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in written.items():
+        assert value.dtype == (torch.float32 if ".wo." in name else torch.float16), name
+        torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=1e-7, msg=name)
+
+
+def test_pixels_are_measured_in_a_narrower_type(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(tmp_path / "base")
+    base = ViTForImageClassification.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LORA(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "out", dtype="bfloat16")
+    assert 0 < report.difference < 0.1 * report.scale
 
 
 def test_pefts_own_adapters_merge_too(tmp_path):

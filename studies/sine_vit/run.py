@@ -1,4 +1,4 @@
-"""Sine low-rank weights on a vision transformer, rank x omega: Figure 3 and Table 10 of sine_lowrank.txt in small.
+"""Sine low-rank weights on a vision transformer, rank x omega: Figure 4 and Table 10 of sine_lowrank.txt in small.
 
     python studies/sine_vit/run.py CIFAR [--size cpu|gpu] [--stage k1|k5|k20|all] [--seeds N] [--threads N]
                                          [--work FOLDER]

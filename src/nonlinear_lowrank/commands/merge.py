@@ -20,7 +20,7 @@ class MergeOptions:
     base: str | None = None
     """Folder or name of the base model, where it is not what the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the merged weights; auto: the base's own. They are formed in the wider of the two and rounded once."""
+    """Type of the merged weights; auto: the base's own. They are formed in float32 and rounded once."""
 
 
 def run(arguments: list[str]) -> None:
