@@ -212,6 +212,30 @@ def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
         torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("targets", "saved"), [("q_proj", "lm_head"), ("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")]
+)
+def test_a_tied_module_that_the_adapter_holds_whole_is_kept(tmp_path, targets, saved):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    config = LORA(r=4, target_modules=[targets], modules_to_save=[saved], task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
     row = next(row for row in MERGING if row.name == "sine-llama")
     adapter, _, _ = make_adapter(tmp_path, row)

@@ -294,6 +294,8 @@ def _untie(adapted: Any, folder: Path) -> bool:
             bases[name] = module.get_base_layer()
     owners: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
+        if name.endswith(".original_module"):
+            continue  # of modules_to_save: the adapter's own copy takes its place
         if isinstance(weight := module._parameters.get("weight"), torch.Tensor):
             owners.setdefault(id(weight), []).append((name, module))
     ends = {id(_unwrapped(end)) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
