@@ -7,6 +7,7 @@ stay: that one is an augmented model of the package (see `hub`).
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def merge_adapter(
         raise UserError(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
     tensor_names(folder / WEIGHTS)
     check_hashes(folder)
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    given = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     named = base_of(folder, base)
 
@@ -116,13 +118,18 @@ def merge_adapter(
     if types is not None:  # what the written model can be given too
         inputs = _floats_to(_floats_to(inputs, types.main), adapted.get_base_model().dtype)
     before, measured = first_output(adapted, inputs)
+    was_tied = getattr(adapted.get_base_model().config, "tie_word_embeddings", False)
     untied = _untie(adapted, folder)
     try:
-        model = adapted.merge_and_unload(safe_merge=True)
+        with warnings.catch_warnings():
+            # Of ties, which `_untie` has seen to; peft itself unties what modules_to_save holds, as the report says.
+            warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`|Input and output embeddings")
+            model = adapted.merge_and_unload(safe_merge=True)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)[:300]}") from error
+    untied |= was_tied and not model.config.tie_word_embeddings
     rounded = None
     if types is not None:  # quantizing again is no rounding, and is shown but not judged
         _check_same(first_output(model, inputs)[0], before, "the adapter's")
@@ -241,7 +248,7 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
 
     task, mapping = config.get("task_type"), config.get("auto_mapping") or {}
     class_name = _AUTO.get(task or "") or mapping.get("base_model_class")
-    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
     if revision := config.get("revision"):
         options["revision"] = revision
     if (labels := _labels(folder)) is not None:
@@ -250,11 +257,16 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
         with quiet_loading(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie
             if class_name is None or not hasattr(transformers, class_name):
-                model = load_model(named, dtype="auto")
+                load = partial(load_model, named)
             else:
-                model = getattr(transformers, class_name).from_pretrained(named, **options)
+                load = partial(getattr(transformers, class_name).from_pretrained, named, **options)
+            model = load(dtype="auto")
             types = None
-            if not _is_quantized(model):
+            if _is_quantized(model):
+                if dtype != "auto":  # of what is not quantized
+                    del model
+                    model = load(dtype=dtype)
+            else:
                 types = _types(model, dtype)
                 model.to(torch.promote_types(torch.promote_types(model.dtype, types.main), torch.float32))
             return PeftModel.from_pretrained(model, str(folder)).eval(), types
