@@ -414,7 +414,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(UserError, match="unknown dtype"):
         merge_adapter(_nan(tmp_path / "nan"), tmp_path / "out", dtype="float7")
     with pytest.raises(UserError, match="unknown dtype 'int8'"):
-        merge_adapter(tmp_path / "nan", tmp_path / "out", dtype="int8")
+        merge_adapter(adapter, tmp_path / "out", dtype="int8")
     with pytest.raises(UserError, match="does not exist"):
         merge_adapter(tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "file").write_text("")

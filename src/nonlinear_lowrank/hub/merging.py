@@ -98,6 +98,9 @@ def merge_adapter(
             missing or damaged, output_dir is not empty, or the merged model's outputs are not the adapter's. Nothing
             is left in output_dir then.
     """
+    given = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
     config = read_json(folder / CONFIG)
     peft_type = _check_type(folder, config)
@@ -108,9 +111,6 @@ def merge_adapter(
         raise UserError(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
     tensor_names(folder / WEIGHTS)
     check_hashes(folder)
-    given = getattr(torch, dtype, None)
-    if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
-        raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     named = base_of(folder, base)
 
     adapted, types = _adapted(folder, config, named, dtype)
