@@ -20,6 +20,7 @@ _PACKAGES = (
     *("nonlinear-lowrank", "torch", "triton", "transformers", "accelerate", "peft", "trl", "tokenizers", "datasets"),
     *("safetensors", "numpy", "scipy", "scikit-learn", "scikit-image", "pillow"),
 )
+_FORMS = 4096  # more compiled forms of one function than a process has time to make
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
@@ -141,6 +142,27 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def many_compiled(wanted: bool = True) -> Iterator[None]:
+    """Every model that torch.compile meets inside it is compiled, for its own shapes, however many there are.
+
+    torch keeps 8 compiled forms of a function, and runs further ones uncompiled. Arms of a comparison are models of one
+    class, so of one function: without this, arms from the eighth form on would be timed and trained uncompiled beside
+    compiled ones. Nor are shapes made general that differ from one model to the next: what is compiled does not depend
+    on what ran before.
+
+    Args:
+        wanted: False: nothing changes.
+    """
+    if not wanted:
+        yield
+        return
+    with torch._dynamo.config.patch(
+        recompile_limit=_FORMS, accumulated_recompile_limit=_FORMS, automatic_dynamic_shapes=False
+    ):
+        yield
 
 
 def _processor() -> str:

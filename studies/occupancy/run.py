@@ -51,6 +51,7 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
             eval_every=max(arguments.steps // 5, 1),
             save_every=arguments.steps // 4,
             threads=arguments.threads,
+            compile=True,
         ),
     )
     run_study(
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--full", default="lucy", help="the mesh of all ranks and of the sweep")
     parser.add_argument("--only", nargs="*", default=[], help="meshes by name; all of the folder unless given")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--points", type=int, default=2048)
+    parser.add_argument("--points", type=int, default=1024)
     parser.add_argument("--resolution", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)

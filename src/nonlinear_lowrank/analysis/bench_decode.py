@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from ..errors import UserError
 from ..inference import can_be_optimized, optimize_for_inference
 from .bench_methods import BASELINE, BenchArm, bench_arms
@@ -121,7 +121,7 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
     """
     say = progress or (lambda line: None)
     arms = {arm.name: arm for arm in (BenchArm(), *bench_arms(config.methods, config.ranks))}
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), many_compiled():
         rows: list[DecodeRow] = []
         times: dict[str, dict[str, list[float]]] = {}
         models = {name: _model(config, arm) for name, arm in arms.items()}
@@ -132,7 +132,7 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
         sizes = {name: _numbers(model) for name, model in models.items()}
         for mode in config.modes:
             for size in config.batch_sizes:
-                torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
+                torch._dynamo.reset()  # of other modes and models: their code is no longer needed
                 steppers = {name: make_decoder(config, mode, model, size) for name, model in models.items()}
                 say(f"{mode}, batch {size}: {len(models)} arms, {config.rounds} timed tokens each")
                 found = interleaved_step_times(steppers, config.rounds, config.warmup, config.clock)

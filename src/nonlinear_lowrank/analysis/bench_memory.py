@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from .bench_methods import bench_arms
 from .bench_model import BenchResult, Point, describe, describe_machine, table_with
 from .bench_training import TrainBenchConfig, make_stepper
@@ -93,7 +93,7 @@ def bench_memory(config: MemoryBenchConfig, *, progress: Callable[[str], object]
         UserError: a method does not fit the model.
     """
     rows: dict[tuple[str, str], MemoryRow] = {}
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), many_compiled():
         for mode in config.modes:
             for arm in bench_arms(config.methods, config.ranks):
                 if progress is not None:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from ..errors import UserError
 from ..layers import NobleConfig, NobleLinear, RationalConfig
 from ..ops.cosnet import noble_linear_reference
@@ -203,7 +203,7 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] | None 
     """
     rows: list[OpRow] = []
     times: dict[str, dict[str, list[float]]] = {}
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), many_compiled():
         for operator in config.operators:
             arms = {arm.name: arm for arm in op_arms(operator, config)}
             for mode in config.modes if arms else ():

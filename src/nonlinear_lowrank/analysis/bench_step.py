@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from .bench_methods import bench_arms
 from .bench_model import BenchResult, Point, describe, describe_machine, table_with
 from .bench_training import TrainBenchConfig, make_stepper
@@ -91,12 +91,12 @@ def bench_step(config: StepBenchConfig, *, progress: Callable[[str], object] | N
     """
     say = progress or (lambda line: None)
     arms = {arm.name: arm for arm in bench_arms(config.methods, config.ranks)}
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads), many_compiled():
         rows: list[StepRow] = []
         times: dict[str, dict[str, list[float]]] = {}
         flops: dict[str, int] = {}
         for mode in config.modes:
-            torch._dynamo.reset()  # compiled arms are equal classes: their code must not share a cache limit
+            torch._dynamo.reset()  # of other modes and models: their code is no longer needed
             steppers = {name: make_stepper(config, mode, arm) for name, arm in arms.items()}
             flops = flops or {name: stepper.flops() for name, stepper in steppers.items()}
             say(f"{mode}: {len(arms)} arms, {config.warmup} warm-up and {config.rounds} timed steps each")

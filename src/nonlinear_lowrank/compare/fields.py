@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import nn
 
 from ..analysis.timing import Clock, interleaved_step_times
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from ..errors import UserError
 from ..fields.fit import build
 from ..fields.problem import FieldMethod, Problem
@@ -197,7 +197,8 @@ def _step_times(
         return lambda: stepper.take(0)
 
     clock: Clock = "process" if device.type == "cpu" else "wall"  # a GPU takes none of the process' time
-    with cpu_threads(recipe.train.threads), told_of_memory("the timing of steps"):
+    train = recipe.train
+    with cpu_threads(train.threads), many_compiled(train.compile), told_of_memory("the timing of steps"):
         return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds, clock=clock)
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from ..tasks.task import collate_of, tokens_per_example, training_collate_of
 from ..training.recipe import Arm, Recipe
 from ..training.run import apply_arm, build_model, count_parameters, optimizer_settings
@@ -67,7 +67,7 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
     times = None
     if rounds:
         try:
-            with cpu_threads(recipe.train.threads):
+            with cpu_threads(recipe.train.threads), many_compiled(recipe.train.compile):
                 steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
                 times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
         except torch.OutOfMemoryError:

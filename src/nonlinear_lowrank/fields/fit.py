@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..environment import cpu_threads
+from ..environment import cpu_threads, many_compiled
 from ..errors import DivergedError, UserError
 from ..layers.sine import SineLowRankLinear
 from ..resources import check_bytes, choose_device, told_of_memory
@@ -121,7 +121,12 @@ def fit(
         if not (pictures and folder.shows_otherwise()):
             return found
     try:
-        with folder.opened(overwrite=overwrite), cpu_threads(config.threads), told_of_memory("the fit"):
+        with (
+            folder.opened(overwrite=overwrite),
+            cpu_threads(config.threads),
+            many_compiled(config.compile),
+            told_of_memory("the fit"),
+        ):
             if former is not None:
                 found = replace(found, files=_draw(problem, found.model, folder))
                 folder.write_result(found.to_json())

@@ -26,7 +26,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import strtobool
 
-from ..environment import cpu_threads, deterministic
+from ..environment import cpu_threads, deterministic, many_compiled
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process, warn_of_restarts
@@ -197,9 +197,8 @@ def _surroundings(train: TrainConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_threads(train.threads))
         stack.enter_context(deterministic(train.deterministic))
-        if train.compile:
-            # All batches have one shape; what is compiled must not depend on where a run was resumed.
-            stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        # All batches have one shape; what is compiled must not depend on where a run was resumed.
+        stack.enter_context(many_compiled(train.compile))
         try:
             yield
         finally:
