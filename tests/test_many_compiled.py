@@ -1,0 +1,106 @@
+"""Nine and more models of one class, compiled: none falls back to uncompiled code beside compiled ones.
+
+The backend only traces: what is looked at is which models are compiled, not what Inductor makes of them.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch._dynamo.utils import counters
+
+from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode
+from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step
+from nonlinear_lowrank.compare import compare
+from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.fields.image import ImageSettings
+from nonlinear_lowrank.fields.model import FieldConfig
+from nonlinear_lowrank.fields.problem import FieldMethod
+from nonlinear_lowrank.fields.recipe import FieldRecipe
+from nonlinear_lowrank.fields.step import FitConfig
+from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
+from nonlinear_lowrank.tasks.text import TextData
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+
+RANKS = tuple(range(1, 10))
+MODEL = {
+    "width": 32,
+    "layers": 1,
+    "heads": 2,
+    "hidden": 48,
+    "vocab_size": 67,
+    "ranks": RANKS,
+    "modes": ("compiled",),
+    "rounds": 1,
+    "warmup": 1,
+    "clock": "wall",
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """A function that gives the numbers of frames met and frames compiled since it was called last."""
+    real = torch.compile
+
+    def traced(model=None, **options):
+        kept = {name: value for name, value in options.items() if name in ("dynamic", "fullgraph")}
+        return real(model, backend="eager", **kept)
+
+    def counted():
+        found = counters["frames"]["total"], counters["frames"]["ok"]
+        counters.clear()
+        return found
+
+    monkeypatch.setattr(torch, "compile", traced)
+    torch._dynamo.reset()
+    counters.clear()
+    yield counted
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_step_of_every_arm(compiled):
+    bench_step(StepBenchConfig(sequence_length=8, batch_size=2, **MODEL))
+    met, ok = compiled()
+    assert met == ok >= len(RANKS) + 1  # and the baseline
+
+
+@pytest.mark.slow
+def test_a_token_of_every_arm(compiled):
+    bench_decode(DecodeBenchConfig(context=4, batch_sizes=(1,), **MODEL))
+    met, ok = compiled()
+    assert met == ok >= len(RANKS) + 1
+
+
+def test_a_comparison_of_fields(compiled, tmp_path):
+    Image.fromarray(np.random.default_rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / "photo.png")
+    recipe = FieldRecipe(
+        name="tiny",
+        problem=ImageSettings(
+            source=str(tmp_path / "photo.png"), points=16, field=FieldConfig(in_features=2, out_features=3, width=32)
+        ),
+        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        train=FitConfig(steps=1, save_every=0, threads=1, device="cpu", compile=True),
+        arms=tuple(f"sine:rank={rank}" for rank in RANKS),
+        seeds=1,
+    )
+    compare_fields(recipe, tmp_path / "out", quiet=True, timing_rounds=1, command="compare")
+    met, ok = compiled()
+    assert met == ok == len(RANKS), "of equal forms the timing's are the fits'"
+
+
+def test_a_comparison_of_trained_models(compiled, tmp_path):
+    words = [random.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(2000)]
+    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
+    text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8, vocab_size=270, cache_dir=str(tmp_path))
+    recipe = Recipe(
+        name="tiny",
+        task=LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=16, heads=2, hidden=32)),
+        train=TrainConfig(steps=1, batch_size=2, lr=1e-3, threads=1, tracker="none", compile=True),
+    )
+    arms = (Arm(), *(Arm(method="noble", name=f"r{rank}", settings={"rank": rank}) for rank in range(1, 5)))
+    compare(recipe, tmp_path / "out", arms=arms, seeds=1, tune_lr=(), timing_rounds=0, quiet=True)
+    met, ok = compiled()
+    assert met == ok >= 2 * len(arms)  # for training and for evaluation
