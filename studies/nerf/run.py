@@ -47,6 +47,7 @@ def stage(
         save_every=100,
         threads=options.threads,
         device="cpu",
+        compile=True,
     )
     run_study(
         replace(get_recipe("nerf-fern"), name=f"nerf-{name}", problem=problem, train=config),
