@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from cli_kit import run
+from cli_kit import run, run_python
 from nonlinear_lowrank import UserError, cli
 from nonlinear_lowrank.commands import COMMANDS
 from nonlinear_lowrank.commands.options import parse
@@ -51,6 +53,24 @@ def test_the_installed_command_runs():
     done = subprocess.run([sys.executable, "-m", "nonlinear_lowrank.cli", "--version"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"nlr \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_a_warning_is_one_line_and_names_no_code(tmp_path):
+    for index in range(24):
+        picture = np.random.default_rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        place = tmp_path / "images" / "ab"[index % 2] / f"{index}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(place)
+    (tmp_path / "images/a/broken.png").write_bytes(b"no image")
+    small = ["--layers", 1, "--width", 16, "--heads", 2, "--hidden", 16, "--steps", 1, "--batch-size", 24]
+    script = "import sys; from nonlinear_lowrank import cli; sys.exit(cli.main(sys.argv[1:]))"
+    data = ["--source", tmp_path / "images", "--size", 8, "--out", tmp_path / "out"]
+    done = run_python(script, "train", "vit-demo", *data, *small)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "broken.png" in line]
+    assert len(said) == 1
+    assert said[0].startswith("nlr: warning: cannot read the image ")
+    assert ".py" not in done.stderr
 
 
 def test_every_command_of_the_table_exists_and_the_other_way_round():

@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 int
 how to go on; 1 a bug or a failing machine, one line that names a file with the traceback.
 """
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .commands import COMMANDS
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(arguments)
+        with _plain_warnings():
+            return _dispatch(arguments)
     except KeyboardInterrupt:
         return _fail(f"interrupted; {_how_to_go_on(arguments)}", 130)
     except BrokenPipeError:
@@ -75,20 +77,36 @@ def _dispatch(arguments: Sequence[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as one line for who uses the command, without the place in the code that gave them."""
+    before = warnings.formatwarning
+    if not os.environ.get("NLR_DEBUG"):
+        warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {_one_line(str(message))}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def _help() -> str:
     lines = ["usage: nlr COMMAND ...", "", "commands (nlr COMMAND --help for its options):"]
     lines += [f"  {command.usage:<32} {command.summary}" for command in COMMANDS.values()]
     for kind in KINDS:
         lines += ["", f"recipes (nlr {kind} RECIPE --help for its settings; every one can be given as an option):"]
         lines += [f"  {name:<32} {entry.summary}" for name, entry in RECIPES.items() if entry.command == kind]
-    lines += ["", "NLR_DEBUG=1 shows the traceback of any error."]
+    lines += ["", "NLR_DEBUG=1 shows the traceback of any error, and where a warning comes from."]
     return "\n".join(lines)
 
 
 def _fail(message: str, code: int) -> int:
     # Messages of other libraries run over several lines; the promise is one.
-    print(f"nlr: {' '.join(message.split())}", file=sys.stderr)
+    print(f"nlr: {_one_line(message)}", file=sys.stderr)
     return code
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
 
 
 def _describe(error: OSError) -> str:
