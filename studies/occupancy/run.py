@@ -81,8 +81,9 @@ def main() -> None:
     arguments = parser.parse_args()
     meshes = sorted(path.stem for path in arguments.meshes.glob("*.npz"))
     meshes = [name for name in meshes if not arguments.only or name in arguments.only]
-    if arguments.full not in meshes:
-        parser.error(f"there is no {arguments.full}.npz in {arguments.meshes}, or --only leaves it out")
+    if not meshes or (arguments.full not in meshes and arguments.stage != "shapes"):
+        wanted = " or ".join(arguments.only if not meshes and arguments.only else [arguments.full])
+        parser.error(f"there is no {wanted}.npz in {arguments.meshes}, or --only leaves it out")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
     with one_line_errors("error"):
