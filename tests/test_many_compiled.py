@@ -1,4 +1,4 @@
-"""Nine and more models of one class, compiled: none falls back to uncompiled code beside compiled ones.
+"""Nine and more models of one class, or batches of as many lengths: none falls back to uncompiled code.
 
 The backend only traces: what is looked at is which models are compiled, not what Inductor makes of them.
 """
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch._dynamo.utils import counters
 
+import finetune_kit
 from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode
 from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step
 from nonlinear_lowrank.compare import compare
@@ -22,7 +23,7 @@ from nonlinear_lowrank.fields.recipe import FieldRecipe
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
 from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 
 RANKS = tuple(range(1, 10))
 MODEL = {
@@ -104,3 +105,13 @@ def test_a_comparison_of_trained_models(compiled, tmp_path):
     compare(recipe, tmp_path / "out", arms=arms, seeds=1, tune_lr=(), timing_rounds=0, quiet=True)
     met, ok = compiled()
     assert met == ok >= 2 * len(arms)  # for training and for evaluation
+
+
+def test_one_form_for_batches_of_all_lengths(compiled, tmp_path, monkeypatch):
+    words = finetune_kit.WORDS
+    monkeypatch.setattr(finetune_kit, "sentence", lambda *_: " ".join(random.choices(words, k=random.randint(1, 25))))
+    task = finetune_kit.glue_task(tmp_path)
+    assert len(set(task.prepare(progress=False).train.lengths)) > 8, "more than torch keeps forms"
+    run_training(finetune_kit.recipe(task, steps=20, batch_size=2, compile=True), tmp_path / "out", quiet=True)
+    met, ok = compiled()
+    assert met == ok <= 3, "for training and for evaluation, the last batch of which may be of one example"

@@ -145,22 +145,26 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def many_compiled(wanted: bool = True) -> Iterator[None]:
+def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterator[None]:
     """Every model that torch.compile meets inside it is compiled, for its own shapes, however many there are.
 
     torch keeps 8 compiled forms of a function, and runs further ones uncompiled. Arms of a comparison are models of one
     class, so of one function: without this, arms from the eighth form on would be timed and trained uncompiled beside
-    compiled ones. Nor are shapes made general that differ from one model to the next: what is compiled does not depend
-    on what ran before.
+    compiled ones. Nor are shapes made general once they have been seen to differ: what is compiled does not depend on
+    what ran before, nor on where a run was resumed.
 
     Args:
         wanted: False: nothing changes.
+        lengths_vary: a model meets batches of many lengths: one form serves them all, in the place of one for each.
     """
     if not wanted:
         yield
         return
     with torch._dynamo.config.patch(
-        recompile_limit=_FORMS, accumulated_recompile_limit=_FORMS, automatic_dynamic_shapes=False
+        recompile_limit=_FORMS,
+        accumulated_recompile_limit=_FORMS,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=not lengths_vary,
     ):
         yield
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.timing import interleaved_step_times
 from ..environment import cpu_threads, many_compiled
-from ..tasks.task import collate_of, tokens_per_example, training_collate_of
+from ..tasks.task import collate_of, lengths_vary, tokens_per_example, training_collate_of
 from ..training.recipe import Arm, Recipe
 from ..training.run import apply_arm, build_model, count_parameters, optimizer_settings
 
@@ -67,7 +67,8 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
     times = None
     if rounds:
         try:
-            with cpu_threads(recipe.train.threads), many_compiled(recipe.train.compile):
+            train = recipe.train
+            with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=lengths_vary(prepared)):
                 steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
                 times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
         except torch.OutOfMemoryError:

@@ -110,6 +110,11 @@ def predicts_next(prepared: Any) -> bool:
     return getattr(prepared, "predicts_next", True)
 
 
+def lengths_vary(prepared: Any) -> bool:
+    """Whether training meets batches of different lengths: examples that are not cut or padded to one."""
+    return hasattr(prepared.train, "lengths") and getattr(training_collate_of(prepared), "length", None) is None
+
+
 def collate_of(prepared: Any) -> Collate:
     """Items -> a batch; items of one shape are stacked."""
     return getattr(prepared, "collate", None) or stack

@@ -30,7 +30,7 @@ from ..environment import cpu_threads, deterministic, many_compiled
 from ..errors import UserError
 from ..optim import MuonAdamW, param_groups
 from ..processes import on_first_process, warn_of_restarts
-from ..tasks.task import adapter_setup, check_batch, measure_of, scored_split, tokens_per_example
+from ..tasks.task import adapter_setup, check_batch, lengths_vary, measure_of, scored_split, tokens_per_example
 from .checkpoints import DEEPSPEED_IS_PICKLED, CheckpointedTrainer, DivergedError, is_adapted
 from .progress import ProgressLines
 from .recipe import Arm, Recipe, TrainConfig
@@ -98,7 +98,7 @@ def run_training(
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
             raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
         check_batch(prepared, micro)
-        if train.group_by_length and not hasattr(prepared.train, "lengths"):
+        if train.group_by_length and not lengths_vary(prepared):
             raise UserError(
                 "group_by_length is for examples of different lengths, and these are all alike; leave it out"
             )
@@ -160,7 +160,8 @@ def run_training(
             checkpoint = _checkpoint(trainer, say) if resume else None
             if train.tracker == "tensorboard" and trainer.is_world_process_zero():
                 trainer.add_callback(folder.tensorboard(TensorBoardCallback, checkpoint))
-            trainer.train(checkpoint)
+            with many_compiled(train.compile, lengths_vary=lengths_vary(prepared)):
+                trainer.train(checkpoint)
             last = next(entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry)
             done = result(
                 steps=trainer.state.global_step,
@@ -197,8 +198,6 @@ def _surroundings(train: TrainConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_threads(train.threads))
         stack.enter_context(deterministic(train.deterministic))
-        # All batches have one shape; what is compiled must not depend on where a run was resumed.
-        stack.enter_context(many_compiled(train.compile))
         try:
             yield
         finally:
