@@ -290,7 +290,7 @@ def test_resume_with_another_text_is_refused(tmp_path):
         ({"tracker": "comet_ml"}, "not installed"),
         ({"prepared": FakeText(train=0)}, "too short"),
         ({"prepared": FakeText(valid=0)}, "too short"),
-        ({"group_by_length": True}, "examples of different lengths"),
+        ({"group_by_length": True}, "batches of different lengths"),
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, settings, message):

@@ -100,7 +100,7 @@ def run_training(
         check_batch(prepared, micro)
         if train.group_by_length and not lengths_vary(prepared):
             raise UserError(
-                "group_by_length is for examples of different lengths, and these are all alike; leave it out"
+                "group_by_length is for batches of different lengths, and these are all of one; leave it out"
             )
         on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
         train = train.resolved(len(prepared.train))
