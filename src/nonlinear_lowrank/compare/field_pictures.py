@@ -53,9 +53,10 @@ def plot_rates(path: Path, results: Mapping[str, Any]) -> None:
                 label=kind if on_curve else None,
             )
             if on_curve:
+                beside = (5, 5) if kind == "sine" else (5, -11)  # above and below: the kinds often end near each other
                 for arm in chosen:
                     text = "" if arm["method"]["rank"] is None else f"k={arm['method']['rank']}"
-                    place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, -11), "fontsize": 8}
+                    place: dict[str, Any] = {"textcoords": "offset points", "xytext": beside, "fontsize": 8}
                     axes.annotate(text, (arm["rate"], arm["mean"]), color=colour, **place)
     axes.set_xscale("log")
     axes.set_xlabel(_NAMES[results["rate"]])
