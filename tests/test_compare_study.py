@@ -16,7 +16,7 @@ from PIL import Image
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.compare.fields import compare_fields
 from nonlinear_lowrank.compare.run import compare
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser, tuned_arms
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.fields.image import ImageSettings
 from nonlinear_lowrank.fields.model import FieldConfig
@@ -206,6 +206,35 @@ def test_kept_runs_are_not_put_among_others(photo, tmp_path):
             run_study(photo, folder, into, "small", seeds=1, **options)
     assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
     assert sorted(other.rglob("*")) == before
+
+
+def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
+    into = tmp_path / "study"
+    into.mkdir()
+    arms = [FieldArm.parse(text) for text in ("low-rank:rank=1", "sine:rank=2,omega=7,gain=3,name=wave", "dense")]
+    options = {"timing_rounds": 0, "quiet": True, "seeds": 1}
+    run_study(photo, tmp_path / "short", into, "short", arms=arms, tune_lr=(1e-3, 1e-2), **options)
+    record = json.loads((into / "short.json").read_text())
+    tuned = tuned_arms(into / "short.json")
+    assert [(arm.name, arm.inits, arm.lr) for arm in tuned] == [
+        (arm["name"], (arm["init"],), arm["lr"]) for arm in record["arms"]
+    ]
+    assert [replace(arm.method, init="kaiming_zero") for arm in tuned] == [
+        replace(arm.method, init="kaiming_zero") for arm in arms
+    ]
+    longer = replace(photo, train=replace(photo.train, steps=8))
+    run_study(longer, tmp_path / "long", into, "long", arms=tuned, tune_lr=(1e-3, 1e-2), **options)
+    for before, after in zip(record["arms"], json.loads((into / "long.json").read_text())["arms"], strict=True):
+        assert (before["name"], before["init"], before["lr"]) == (after["name"], after["init"], after["lr"])
+        assert after["tuning"] == []
+
+
+def test_there_are_no_tuned_arms_without_a_record(tmp_path):
+    with pytest.raises(UserError, match=r"no .*short\.json: run the stage"):
+        tuned_arms(tmp_path / "short.json")
+    (tmp_path / "short.json").write_text("{}")
+    with pytest.raises(UserError, match=r"short\.json is damaged|another"):
+        tuned_arms(tmp_path / "short.json")
 
 
 def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):

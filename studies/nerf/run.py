@@ -13,14 +13,12 @@ beside this file.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank import UserError
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.study import absolute, one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import absolute, one_line_errors, run_study, study_parser, tuned_arms
 from nonlinear_lowrank.fields.nerf import NerfSettings
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
@@ -63,18 +61,6 @@ def stage(
     )
 
 
-def chosen(record: Path) -> list[FieldArm]:
-    """The arms of a finished stage, each at the init and rate that was best there."""
-    arms = []
-    for arm in json.loads(record.read_text(encoding="utf-8"))["arms"]:
-        if arm["lr"] is None:
-            continue  # it diverged at every rate
-        method = {key: arm["method"][key] for key in ("rank", "omega") if arm["method"][key] is not None}
-        text = ",".join(f"{key}={value}" for key, value in {**method, "init": arm["init"], "lr": arm["lr"]}.items())
-        arms.append(FieldArm.parse(f"{arm['method']['kind']}:{text},name={arm['name']}"))
-    return arms
-
-
 def main() -> None:
     parser = study_parser(__doc__, "nerf")
     parser.add_argument("fern", type=absolute)
@@ -92,11 +78,9 @@ def main() -> None:
     with one_line_errors():
         for name in wanted:
             if name == "size":
-                record = options.into / "fern.json"
-                if not record.is_file():
-                    raise UserError("run the stage fern first: size takes its inits and rates")
+                arms = tuned_arms(options.into / "fern.json")
                 settings = NerfSettings(source=str(options.fern), frames=0)
-                stage(name, settings, options.full_steps, chosen(record), 1, options)
+                stage(name, settings, options.full_steps, arms, 1, options)
             else:
                 stage(name, scenes[name], options.steps, None, options.seeds, options)
 

@@ -1,24 +1,26 @@
 """Shapes in a few thousand numbers: table 13 and figures 6 and 9 of sine_lowrank.txt, on closed meshes.
 
-    python studies/occupancy/run.py MESHES [--stage shapes|omega|all] [--work FOLDER]
+    python studies/occupancy/run.py MESHES [--stage shapes|long|omega|all] [--work FOLDER]
 
 MESHES is a folder of .npz meshes. Stages:
 
     shapes     low-rank against sine, omega as published for the rank: every mesh at ranks 1 and 5, the mesh `--full`
                (lucy) also at 2, 20 and dense
+    long       ranks 1 and 5 of every mesh for `--long` times as many steps, at the inits and rates of `shapes`
     omega      sine at rank 1 on the mesh `--full`, six frequencies, and low-rank beside them
 
-Every run has the same number of steps. Each arm takes the best of two inits and three rates (at the edge the grid
-grows, at most twice), chosen on one seed; then three other seeds. Finished runs are kept in FOLDER and used again, a
-run that was stopped goes on from its checkpoint. Records, reports and pictures are copied to `--out`, beside this file
-unless given, mesh by mesh.
+All runs of a stage have the same number of steps. Each arm takes the best of two inits and three rates (at the edge the
+grid grows, at most twice), chosen on one seed; then three other seeds. Finished runs are kept in FOLDER and used again,
+a run that was stopped goes on from its checkpoint. Records, reports and pictures are copied to `--out`, beside this
+file unless given, mesh by mesh.
 """
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser, tuned_arms
 from nonlinear_lowrank.fields.occupancy import OccupancySettings
 from nonlinear_lowrank.fields.problem import FieldMethod
 from nonlinear_lowrank.fields.recipe import FieldRecipe
@@ -33,7 +35,7 @@ def both(ranks: tuple[int, ...]) -> list[str]:
     return [f"{kind}:rank={rank}" for rank in ranks for kind in ("low-rank", "sine")]
 
 
-def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Namespace) -> None:
+def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, arguments: argparse.Namespace) -> None:
     """One mesh, its arms compared and copied."""
     recipe = FieldRecipe(
         name=f"occupancy-{name}",
@@ -47,9 +49,9 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
         ),
         method=FieldMethod(kind="sine", rank=1),
         train=FitConfig(
-            steps=arguments.steps,
-            eval_every=max(arguments.steps // 5, 1),
-            save_every=arguments.steps // 4,
+            steps=steps,
+            eval_every=max(steps // 5, 1),
+            save_every=max(steps // 4, 1),
             threads=arguments.threads,
             compile=True,
         ),
@@ -59,7 +61,7 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
         arguments.work / name,
         arguments.out,
         name,
-        arms=[FieldArm.parse(text) for text in arms],
+        arms=list(arms),
         seeds=arguments.seeds,
         tune_lr=RATES,
         timing_rounds=0,
@@ -70,10 +72,11 @@ def compare_shape(name: str, mesh: str, arms: list[str], arguments: argparse.Nam
 
 def main() -> None:
     parser = study_parser(__doc__, "occupancy", "meshes")
-    parser.add_argument("--stage", choices=("shapes", "omega", "all"), default="all")
+    parser.add_argument("--stage", choices=("shapes", "long", "omega", "all"), default="all")
     parser.add_argument("--full", default="lucy", help="the mesh of all ranks and of the sweep")
     parser.add_argument("--only", nargs="*", default=[], help="meshes by name; all of the folder unless given")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--long", type=int, default=4, help="times as many steps in the stage of that name")
     parser.add_argument("--points", type=int, default=1024)
     parser.add_argument("--resolution", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=64)
@@ -81,19 +84,31 @@ def main() -> None:
     arguments = parser.parse_args()
     meshes = sorted(path.stem for path in arguments.meshes.glob("*.npz"))
     meshes = [name for name in meshes if not arguments.only or name in arguments.only]
-    if not meshes or (arguments.full not in meshes and arguments.stage != "shapes"):
+    if not meshes or (arguments.full not in meshes and arguments.stage in ("omega", "all")):
         wanted = " or ".join(arguments.only if not meshes and arguments.only else [arguments.full])
         parser.error(f"there is no {wanted}.npz in {arguments.meshes}, or --only leaves it out")
     for folder in (arguments.work, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
+    meshes.sort(key=lambda name: name != arguments.full)
+    steps = arguments.steps
     with one_line_errors("error"):
         if arguments.stage in ("shapes", "all"):
-            for mesh in sorted(meshes, key=lambda name: name != arguments.full):
+            for mesh in meshes:
                 arms = ["dense", *both((1, 2, 5, 20))] if mesh == arguments.full else both((1, 5))
-                compare_shape(mesh, mesh, arms, arguments)
+                compare_shape(mesh, mesh, map(FieldArm.parse, arms), steps, arguments)
+        if arguments.stage in ("long", "all"):
+            for mesh in meshes:
+                tuned = tuned_arms(arguments.out / f"{mesh}.json")
+                compare_shape(
+                    f"{mesh}-long",
+                    mesh,
+                    [arm for arm in tuned if arm.method.rank in (1, 5)],
+                    arguments.long * steps,
+                    arguments,
+                )
         if arguments.stage in ("omega", "all"):
             arms = ["low-rank:rank=1", *(f"sine:rank=1,omega={omega}" for omega in OMEGAS)]
-            compare_shape(f"omega-{arguments.full}", arguments.full, arms, arguments)
+            compare_shape(f"omega-{arguments.full}", arguments.full, map(FieldArm.parse, arms), steps, arguments)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..fields.problem import FieldMethod
 from ..fields.recipe import FieldRecipe
+from ..storage import read_json
 from ..tasks.image_pretraining import ImagePretrainingTask
 from ..training.arms import Arm
 from ..training.recipe import Recipe
+from .field_plan import FieldArm
 from .fields import FieldComparison, compare_fields
 from .run import Comparison, compare
 
@@ -106,6 +109,29 @@ def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
     """NOBLE at some ranks, behind the baseline with three dense inits and one whose MLPs are `wider` times as wide."""
     texts = ("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={wider}")
     return [Arm.parse(text) for text in (*texts, *(f"noble:rank={rank}" for rank in ranks))]
+
+
+def tuned_arms(record: Path) -> list[FieldArm]:
+    """The arms of a finished comparison of fields, each at the init and rate that were best there, to run for longer.
+
+    Args:
+        record: the comparison's record, results.json or a copy of it; arms that diverged at every rate are left out.
+
+    Raises:
+        UserError: there is no such file, or it is no record.
+    """
+    if not record.is_file():
+        raise UserError(f"there is no {record}: run the stage it is copied from first")
+    return [
+        FieldArm(
+            method=FieldMethod(**{**arm["method"], "init": arm["init"]}),
+            inits=(arm["init"],),
+            lr=arm["lr"],
+            name=arm["name"],
+        )
+        for arm in read_json(record, arms=list)["arms"]
+        if arm["lr"] is not None
+    ]
 
 
 def _few_steps(recipe: Recipe) -> Recipe:
