@@ -66,7 +66,7 @@ def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, ar
         tune_lr=RATES,
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/occupancy/run.py MESHES --seeds {arguments.seeds}",
+        command=f"python studies/occupancy/run.py MESHES --stage {arguments.stage} --seeds {arguments.seeds}",
     )
 
 
