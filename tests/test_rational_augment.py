@@ -266,7 +266,8 @@ def test_every_coefficient_learns_without_weight_decay(family):
         if group["role"].startswith("rational."):
             assert (group["lr"], group["weight_decay"]) == (0.1, 0.0)
     assert own == {n for group in groups if group["role"].startswith("rational.") for n, _ in group["params"]}
-    model(**zoo.batch(model)).logits.square().mean().backward()
+    # So many that stochastic depth never drops a block for all of them: for both of two it did in one run of twenty.
+    model(**zoo.batch(model, size=16)).logits.square().mean().backward()
     for name, parameter in model.named_parameters():
         if name in own:
             assert parameter.grad.abs().sum() > 0, name
