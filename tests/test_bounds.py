@@ -32,7 +32,7 @@ def npy(shape, dtype="<f8", data=b"") -> bytes:
 
 
 def assert_refused_cheaply(read, path, words) -> None:
-    """Refused, with no more than a few megabytes taken: the least of three, as what other threads take is counted too."""
+    """Refused, with a few megabytes taken: the least of three, as what other threads take is counted too."""
     peaks = []
     for _ in range(3):
         tracemalloc.start()
