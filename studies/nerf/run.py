@@ -24,7 +24,7 @@ from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
 
 HERE = Path(__file__).parent
-RATES = (5e-4, 1e-3, 2e-3)
+RATES = {"fern": (5e-4, 1e-3, 2e-3), "lego": (2.5e-4, 5e-4, 1e-3)}  # fern's best were at the lower edge
 SMALL = {"downscale": 2, "rays": 64, "samples": 32, "frames": 0}
 LEGO_VIEWS = (100, 105, 110, 115, 120)  # of 100 training views and 25 test views
 
@@ -54,7 +54,7 @@ def stage(
         name,
         arms=arms,
         seeds=seeds,
-        tune_lr=RATES,
+        tune_lr=RATES.get(name, ()),
         timing_rounds=0,
         max_extensions=2,
         command=f"python studies/nerf/run.py FERN LEGO --stage {name}",
