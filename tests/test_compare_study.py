@@ -227,6 +227,12 @@ def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
     for before, after in zip(record["arms"], json.loads((into / "long.json").read_text())["arms"], strict=True):
         assert (before["name"], before["init"], before["lr"]) == (after["name"], after["init"], after["lr"])
         assert after["tuning"] == []
+    retuned = tuned_arms(into / "short.json", rates=False)
+    assert [replace(arm, lr=before.lr) for arm, before in zip(retuned, tuned, strict=True)] == tuned
+    run_study(longer, tmp_path / "retuned", into, "retuned", arms=retuned, tune_lr=(1e-3, 1e-2), **options)
+    for before, after in zip(record["arms"], json.loads((into / "retuned.json").read_text())["arms"], strict=True):
+        assert {trial["init"] for trial in after["tuning"]} == {before["init"]}
+        assert len({trial["lr"] for trial in after["tuning"]}) >= 2
 
 
 def test_there_are_no_tuned_arms_without_a_record(tmp_path):

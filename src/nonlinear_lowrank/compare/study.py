@@ -111,11 +111,13 @@ def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
     return [Arm.parse(text) for text in (*texts, *(f"noble:rank={rank}" for rank in ranks))]
 
 
-def tuned_arms(record: Path) -> list[FieldArm]:
+def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
     """The arms of a finished comparison of fields, each at the init and rate that were best there, to run for longer.
 
     Args:
         record: the comparison's record, results.json or a copy of it; arms that diverged at every rate are left out.
+        rates: whether the rates are taken too; if not, the arms keep their inits and are tuned over rates again, which
+            a run many times as long may need.
 
     Raises:
         UserError: there is no such file, or it is no record.
@@ -126,7 +128,7 @@ def tuned_arms(record: Path) -> list[FieldArm]:
         FieldArm(
             method=FieldMethod(**{**arm["method"], "init": arm["init"]}),
             inits=(arm["init"],),
-            lr=arm["lr"],
+            lr=arm["lr"] if rates else None,
             name=arm["name"],
         )
         for arm in read_json(record, arms=list)["arms"]
