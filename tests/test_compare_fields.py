@@ -103,6 +103,12 @@ def test_sine_is_compared_with_low_rank_of_its_size_and_by_curves(compared, tmp_
     assert str(compared.out.parent) not in report + json.dumps(found)  # no path of this machine
     for text in ("BD-rate", "BD-PSNR", "sine-k1", "n = 2", "rate.png", "strip.png", "setting"):
         assert text in report
+    assert {arm["name"]: arm["omega"] for arm in found["arms"]} == {
+        "dense": None, **{f"low-rank-k{k}": None for k in (1, 2, 3)}, "sine-k1": 200, "sine-k2": 100, "sine-k3": 100,
+    }  # fmt: skip
+    assert "| sine-k1 | 200 | kaiming" in report
+    assert "omega.png" not in report + str(compared), "one frequency a rank is no sweep"
+    assert not (compared.out / "omega.png").exists()
     for picture in ("rate.png", "strip.png"):
         with Image.open(compared.out / picture) as opened:
             assert opened.size[0] > 300
@@ -166,6 +172,35 @@ def test_of_several_omegas_the_one_that_was_best_where_rates_were_chosen_is_on_t
     assert _build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-0"]
     two[1] = replace(two[1], tuning=())  # its rate was given: nothing was chosen, so what counts is how it ended
     assert _build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-2"]
+
+
+def test_a_sweep_over_omega_has_a_picture_of_its_own(recipe, tmp_path, monkeypatch):
+    drawn = []
+    save = pictures_module.save
+    monkeypatch.setattr(
+        pictures_module, "save", lambda figure, path: (drawn.append((path.name, figure)), save(figure, path))
+    )
+    recipe = replace(recipe, tune_lr=(), train=replace(recipe.train, steps=2))
+    arms = [FieldArm.parse(f"sine:rank=1,omega={omega},init=kaiming_zero") for omega in (40, 10, 160)]
+    arms.append(FieldArm.parse("low-rank:rank=1,init=kaiming_zero"))
+    swept = _compare(recipe, tmp_path / "out", arms=[*arms, FieldArm.parse("sine:rank=2,init=kaiming_zero")])
+    axes = next(figure.axes[0] for name, figure in drawn[::-1] if name == "omega.png")
+    means = {arm["omega"]: arm["mean"] for arm in swept.results["arms"] if arm["method"]["rank"] == 1}
+    points = next(line for line in axes.lines if list(line.get_xdata()) == [10, 40, 160])
+    assert list(points.get_ydata()) == [means[omega] for omega in (10, 40, 160)]
+    assert any(np.allclose(line.get_ydata(), means[None]) for line in axes.lines), "plain low rank beside them"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["low-rank, k=1", "sine, k=1"]
+    assert "(omega.png)" in (tmp_path / "out" / "report.md").read_text()
+    assert "omega.png" in str(swept)
+    (tmp_path / "study").mkdir()
+    swept.copy_to(tmp_path / "study", "photo")
+    assert "(photo-omega.png)" in (tmp_path / "study" / "photo.md").read_text()
+    with Image.open(tmp_path / "study" / "photo-omega.png") as opened:
+        assert opened.size[0] > 300
+    fewer = _compare(recipe, tmp_path / "out", arms=arms[1:], resume=True)
+    assert "omega.png" not in str(fewer) + (tmp_path / "out" / "report.md").read_text()
+    fewer.copy_to(tmp_path / "study", "photo")
+    assert not list(tmp_path.glob("*/*omega.png")), "a picture of arms that are no longer there"
 
 
 def test_the_strip_has_low_rank_above_sine_rank_by_rank(tmp_path, monkeypatch):

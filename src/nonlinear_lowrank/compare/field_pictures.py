@@ -1,7 +1,7 @@
 """Pictures of a comparison of fields: score against size, and the fitted things side by side."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 from ..canvas import COLOURS, GREYS, new_figure, save
 
 _Cell = tuple[str, np.ndarray]
+
+_SWEEP = 3  # frequencies that make a curve
 
 _NAMES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
 _STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}
@@ -64,6 +66,52 @@ def plot_rates(path: Path, results: Mapping[str, Any]) -> None:
     axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
     if any(arm["mean"] is not None for arm in results["arms"]):
         axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def omega_sweeps(results: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
+    """Of each rank that has sines of three frequencies or more with a score: those arms, by frequency."""
+    by_rank: dict[int, list[Mapping[str, Any]]] = {}
+    for arm in results["arms"]:
+        if arm["omega"] is not None and arm["mean"] is not None:
+            by_rank.setdefault(arm["method"]["rank"], []).append(arm)
+    return {
+        rank: sorted(arms, key=lambda arm: arm["omega"])
+        for rank, arms in sorted(by_rank.items())
+        if len({arm["omega"] for arm in arms}) >= _SWEEP
+    }
+
+
+def plot_omegas(path: Path, results: Mapping[str, Any]) -> None:
+    """Score against the sine's frequency, a curve for each rank, plain low rank dashed (the sine paper, Figures 7, 9).
+
+    Args:
+        path: the PNG to write; where no rank has such a sweep, one that was there goes.
+        results: what `results.json` holds. Error bars are standard deviations over seeds, as is the band about the
+            plain low-rank score.
+    """
+    sweeps = omega_sweeps(results)
+    if not sweeps:
+        path.unlink(missing_ok=True)
+        return
+    figure, axes = new_figure(7.0, 4.5)
+    for (rank, arms), colour in zip(sweeps.items(), cycle(COLOURS)):
+        omegas, means = [arm["omega"] for arm in arms], [arm["mean"] for arm in arms]
+        deviations = [arm["sd"] or 0.0 for arm in arms]
+        axes.errorbar(omegas, means, yerr=deviations, color=colour, marker="^", capsize=3, label=f"sine, k={rank}")
+        for arm in results["arms"]:
+            if arm["method"]["kind"] == "low-rank" and arm["method"]["rank"] == rank and arm["mean"] is not None:
+                mean, deviation = arm["mean"], arm["sd"] or 0.0
+                axes.axhline(mean, color=colour, linestyle="--", label=f"low-rank, k={rank}")
+                axes.axhspan(mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xscale("log")
+    ticks = sorted({arm["omega"] for arms in sweeps.values() for arm in arms})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("omega")
+    axes.set_ylabel(score_label(results))
+    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
+    axes.legend(frameon=False, fontsize=9)
     save(figure, path)
 
 

@@ -17,9 +17,10 @@ from .rates import tidy, tidy_grid
 from .record import flatten
 
 MARKER = "fields.json"
+PICTURES = ("rate.png", "omega.png", "strip.png")
 
 # The marker goes last: while it is there, the folder can still be continued or overwritten.
-_OURS = ("results.json", "report.md", "rate.png", "strip.png", "runs", MARKER)
+_OURS = ("results.json", "report.md", *PICTURES, "runs", MARKER)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # What may differ between the runs of one folder: rate and seed are in each run's path, the others change no number,
 # or only by rounding.

@@ -66,6 +66,8 @@ class FieldArmRecord:
     method: FieldMethod
     choice: tuple[Init, float] | None
     parameters: int
+    omega: float | None = None
+    """Of the sine, as the network has it: also where the method leaves it to a published table."""
     runs: tuple[FieldRun, ...]
     tuning: tuple[FieldRun, ...]
 
@@ -150,6 +152,7 @@ def _arm(
         "method": asdict(arm.method) | {"init": None if arm.choice is None else arm.choice[0]},
         "init": None if arm.choice is None else arm.choice[0],
         "lr": None if arm.choice is None else arm.choice[1],
+        "omega": arm.omega,
         "parameters": arm.parameters,
         "percent": 100 * arm.parameters / dense,
         "rate": float(arm.parameters) if rate == "parameters" else means.get(rate),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .field_pictures import score_label
+from .field_pictures import omega_sweeps, score_label
 from .report import delta_text, markdown_table, p_text
 
 Record = Mapping[str, Any]
@@ -24,7 +24,7 @@ def render_table(results: Record) -> str:
     table = Table(title=Text(f"{results['problem']}, n = {results['n']}"), title_justify="left")
     head, rows = _arms(results, all_metrics=False)
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 6)
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 7)
     for row in rows:
         table.add_row(*row)
     console = Console(file=io.StringIO(), width=max(110, shutil.get_terminal_size((130, 40)).columns))
@@ -47,6 +47,7 @@ def render_report(results: Record) -> str:
         markdown_table(*_pairs(results)) if results["pairs"] else "No rank has both.",
         "\n".join(f"- {line}" for line in findings(results)),
         "![score against size](rate.png)",
+        *(["![score against omega](omega.png)"] if omega_sweeps(results) else []),
         f"![ground truth and fits, seed {results['seeds'][0] if results['seeds'] else _NONE}](strip.png)",
         "## How",
         f"`{results['command']}`",
@@ -89,8 +90,10 @@ def findings(results: Record) -> list[str]:
 def _arms(results: Record, *, all_metrics: bool = True) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     others = [name for name in _metrics(results) if all_metrics and name != results["score"]]
     timed = results["step_time_base"]
+    sines = any(arm["omega"] is not None for arm in results["arms"])
     head = ("arm", "init", "lr", "parameters", "%", score_label(results), "n", "late", *map(_words, others))
     head += (f"step time over {timed}'s",) if timed else ()
+    head = (head[0], "omega", *head[1:]) if sines else head
     rows = []
     for arm in results["arms"]:
         row = [
@@ -106,6 +109,8 @@ def _arms(results: Record, *, all_metrics: bool = True) -> tuple[tuple[str, ...]
         ]
         if timed:
             row.append(f"{arm['step_time']['median']:.3f}")
+        if sines:
+            row.insert(1, _NONE if arm["omega"] is None else f"{arm['omega']:g}")
         rows.append(tuple(row))
     return head, rows
 

@@ -8,6 +8,7 @@ strip shows the first seed's fits, and is drawn again only when those have chang
     out/fields.json    the settings that every run in this folder shares
     out/runs/<arm>/<init>/lr-<rate>/seed-<k>/    one fit each (`fields.fit`)
     out/results.json   the record      out/report.md, out/rate.png, out/strip.png    made from it
+    out/omega.png      score against omega, where a rank has three sines or more
 """
 
 import time
@@ -27,10 +28,11 @@ from ..fields.fit import build
 from ..fields.problem import FieldMethod, Problem
 from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
+from ..layers.sine import SineLowRankLinear
 from ..resources import choose_device, told_of_memory
 from ..storage import write_json
-from .field_pictures import plot_rates, plot_strip
-from .field_plan import MARKER, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
+from .field_pictures import plot_omegas, plot_rates, plot_strip
+from .field_plan import MARKER, PICTURES, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
 from .field_record import FieldArmRecord, build_record
 from .field_report import render_report, render_table
 from .field_runs import FieldRuns, chosen, tune_fields
@@ -47,16 +49,17 @@ class FieldComparison:
     results: dict[str, Any] = field(repr=False)
 
     def copy_to(self, folder: Path | str, name: str) -> None:
-        """Copies what a reader needs, without the runs: `name`.md, .json, -rate.png, -strip.png.
+        """Copies what a reader needs, without the runs: `name`.md, .json, -rate.png, -strip.png, -omega.png if there.
 
         Args:
             folder: an existing folder, of a study for example. Files of these names in it are replaced.
             name: how the files' names begin.
         """
-        copy_report(self.out, ("rate.png", "strip.png"), Path(folder), name)
+        copy_report(self.out, PICTURES, Path(folder), name)
 
     def __str__(self) -> str:
-        return f"{render_table(self.results)}\nIn {self.out}: report.md, rate.png, strip.png, results.json"
+        pictures = ", ".join(name for name in PICTURES if (self.out / name).exists())
+        return f"{render_table(self.results)}\nIn {self.out}: report.md, {pictures}, results.json"
 
 
 def compare_fields(
@@ -116,8 +119,8 @@ def compare_fields(
         kept.check(plan.settings, arm_settings(plan.arms))
     problem = recipe.problem.prepare()
     check_folder(out, plan, problem.fingerprint, resume=resume, overwrite=overwrite)
-    sizes = {arm.name: _size(build(problem, arm.method, plan.tuning_seed)) for arm in plan.arms}
-    dense = _size(build(problem, FieldMethod(), plan.tuning_seed))
+    built = {arm.name: _size_and_omega(build(problem, arm.method, plan.tuning_seed)) for arm in plan.arms}
+    dense, _ = _size_and_omega(build(problem, FieldMethod(), plan.tuning_seed))
     console = Console(stderr=True, quiet=quiet, highlight=False)
     if kept is not None:
         kept.restore(problem.fingerprint)
@@ -146,7 +149,8 @@ def compare_fields(
                         name=arm.name,
                         method=arm.method,
                         choice=choice,
-                        parameters=sizes[arm.name],
+                        parameters=built[arm.name][0],
+                        omega=built[arm.name][1],
                         runs=tuple(run for run in found if run is not None),
                         tuning=tuple(tuned[arm.name]),
                     )
@@ -202,8 +206,12 @@ def _step_times(
         return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds, clock=clock)
 
 
-def _size(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
+def _size_and_omega(model: nn.Module) -> tuple[int, float | None]:
+    """Parameters, and the frequency of the sines, which is the same in all."""
+    sines = (each for each in model.modules() if isinstance(each, SineLowRankLinear))
+    omega = next((each.sine_config.omega for each in sines if each.sine_config.activation == "sine"), None)
+    assert not isinstance(omega, str)
+    return sum(each.numel() for each in model.parameters()), omega
 
 
 class _Strip:
@@ -237,5 +245,6 @@ def _write(out: Path, results: dict[str, Any], strip: _Strip) -> None:
     """Record, pictures and report; each file whole or not at all."""
     write_json(out / "results.json", results)
     plot_rates(out / "rate.png", results)
+    plot_omegas(out / "omega.png", results)
     strip.draw(results)
     write_text(out / "report.md", render_report(results))
