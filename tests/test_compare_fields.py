@@ -192,12 +192,17 @@ def test_a_sweep_over_omega_has_a_picture_of_its_own(recipe, tmp_path, monkeypat
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["low-rank, k=1", "sine, k=1"]
     assert "(omega.png)" in (tmp_path / "out" / "report.md").read_text()
     assert "omega.png" in str(swept)
+    assert (
+        "BD-rate of sine over low rank: none, since a Bjontegaard delta needs at least 3 points; low-rank has 1"
+        in str(swept)
+    )
     (tmp_path / "study").mkdir()
     swept.copy_to(tmp_path / "study", "photo")
     assert "(photo-omega.png)" in (tmp_path / "study" / "photo.md").read_text()
     with Image.open(tmp_path / "study" / "photo-omega.png") as opened:
         assert opened.size[0] > 300
-    fewer = _compare(recipe, tmp_path / "out", arms=arms[1:], resume=True)
+    fewer = _compare(recipe, tmp_path / "out", arms=arms[1:3], resume=True)
+    assert "BD-rate" not in str(fewer), "without plain low rank there is nothing to be over"
     assert "omega.png" not in str(fewer) + (tmp_path / "out" / "report.md").read_text()
     fewer.copy_to(tmp_path / "study", "photo")
     assert not list(tmp_path.glob("*/*omega.png")), "a picture of arms that are no longer there"

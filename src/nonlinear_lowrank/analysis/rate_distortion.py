@@ -25,30 +25,31 @@ LEAST_POINTS = 3
 """Akima's interpolation needs so many; with two the package would draw a straight line without saying so."""
 
 
-def bd_rate(anchor: Curve, test: Curve) -> float:
+def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
     """Mean change of the rate at equal quality, in percent: -64.7 says that `test` needs 64.7 % less.
 
     Args:
         anchor: the curve to compare with, at least `LEAST_POINTS` points.
         test: the curve in question; it need not have as many points, or the same rates.
+        names: of the two, in errors.
 
     Raises:
         UserError: too few points, a number that is not finite, a rate that is not above 0, a rate given twice, a
             quality that does not rise with the rate, no common quality, or the package is not installed.
     """
-    delta, anchor, test = _package().bd_rate, _checked("anchor", anchor), _checked("test", test)
-    for name, curve in (("anchor", anchor), ("test", test)):
+    delta, anchor, test = _package().bd_rate, _checked(names[0], anchor), _checked(names[1], test)
+    for name, curve in zip(names, (anchor, test), strict=True):
         for (low, worse), (high, better) in pairwise(curve):
             if better <= worse:
                 raise UserError(
                     f"BD-rate needs a quality that rises with the rate; {name} goes from {worse:g} at rate {low:g} "
                     f"to {better:g} at rate {high:g}: leave such points out, or report BD-PSNR"
                 )
-    _check_overlap("quality", [quality for _, quality in anchor], [quality for _, quality in test])
+    _check_overlap("quality", names, [quality for _, quality in anchor], [quality for _, quality in test])
     return float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
 
 
-def bd_psnr(anchor: Curve, test: Curve) -> float:
+def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
     """Mean gain of the quality at equal rate, in the quality's unit (dB for PSNR).
 
     Unlike `bd_rate` it is defined for a quality that falls somewhere.
@@ -56,12 +57,13 @@ def bd_psnr(anchor: Curve, test: Curve) -> float:
     Args:
         anchor: as in `bd_rate`.
         test: as in `bd_rate`.
+        names: as in `bd_rate`.
 
     Raises:
         UserError: as in `bd_rate`, but for the quality, and where there is no common rate.
     """
-    delta, anchor, test = _package().bd_psnr, _checked("anchor", anchor), _checked("test", test)
-    _check_overlap("rate", [rate for rate, _ in anchor], [rate for rate, _ in test])
+    delta, anchor, test = _package().bd_psnr, _checked(names[0], anchor), _checked(names[1], test)
+    _check_overlap("rate", names, [rate for rate, _ in anchor], [rate for rate, _ in test])
     return float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
 
 
@@ -91,11 +93,11 @@ def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
     return points
 
 
-def _check_overlap(what: str, anchor: list[float], test: list[float]) -> None:
+def _check_overlap(what: str, names: tuple[str, str], anchor: list[float], test: list[float]) -> None:
     if max(min(anchor), min(test)) >= min(max(anchor), max(test)):
         raise UserError(
-            f"the curves share no {what}: anchor has {min(anchor):g} to {max(anchor):g}, test {min(test):g} to "
-            f"{max(test):g}; measure points in between"
+            f"the curves share no {what}: {names[0]} has {min(anchor):g} to {max(anchor):g}, {names[1]} "
+            f"{min(test):g} to {max(test):g}; measure points in between"
         )
 
 

@@ -209,7 +209,7 @@ def _rate_distortion(arms: Sequence[Mapping[str, Any]], seeds: Sequence[int]) ->
         try:
             if lost:  # without its worst point a curve flatters
                 raise UserError(f"{' and '.join(lost)} diverged")
-            found[name] = delta(points("low-rank", _mean), points("sine", _mean))
+            found[name] = delta(points("low-rank", _mean), points("sine", _mean), names=("low-rank", "sine"))
             found[f"{name}_note"] = ""
         except UserError as error:
             found[name], found[f"{name}_note"] = None, str(error)

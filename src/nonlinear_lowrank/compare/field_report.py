@@ -77,6 +77,8 @@ def findings(results: Record) -> list[str]:
     curves = results["rate_distortion"]
     score = "BD-PSNR" if results["score"] == "psnr" else f"BD-{results['score']}"
     for key, name, form, of in (("bd_rate", "BD-rate", "+.2f", " %"), ("bd_score", score, "+.3g", unit)):
+        if not (curves["low-rank"] and curves["sine"]):
+            continue
         if curves[key] is None:
             lines.append(f"{name} of sine over low rank: none, since {curves[f'{key}_note']}.")
             continue
