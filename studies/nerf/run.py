@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 LOWER = (2.5e-4, 5e-4, 1e-3)  # fern's best were at the lower edge of its own
 RATES = {"fern": (5e-4, 1e-3, 2e-3), "spread": LOWER, "lego": LOWER}
 SMALL = {"downscale": 2, "rays": 64, "samples": 32, "frames": 0}
-SPREADS = (0.05, 0.1)
+SPREADS = (0.1, 0.05)
 LEGO_VIEWS = (100, 105, 110, 115, 120)  # of 100 training views and 25 test views
 
 
