@@ -55,7 +55,7 @@ def render_report(results: Record) -> str:
         ", ".join(f"{name} {value}" for name, value in results["versions"].items())
         + f"; {results['machine']['processor']}, {results['machine']['device']}.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def findings(results: Record) -> list[str]:
