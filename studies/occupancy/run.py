@@ -1,12 +1,13 @@
 """Shapes in a few thousand numbers: table 13 and figures 6 and 9 of sine_lowrank.txt, on closed meshes.
 
-    python studies/occupancy/run.py MESHES [--stage shapes|long|omega|all] [--work FOLDER]
+    python studies/occupancy/run.py MESHES [--stage shapes|long|rates|omega|all] [--work FOLDER]
 
 MESHES is a folder of .npz meshes. Stages:
 
     shapes     low-rank against sine, omega as published for the rank: every mesh at ranks 1 and 5, the mesh `--full`
                (lucy) also at 2, 20 and dense
     long       ranks 1 and 5 of every mesh for `--long` times as many steps, at the inits and rates of `shapes`
+    rates      plain low rank at rank 1 as in `long`, its rate chosen anew over so many steps
     omega      sine at rank 1 on the mesh `--full`, six frequencies, and low-rank beside them
 
 All runs of a stage have the same number of steps. Each arm takes the best of two inits and three rates (at the edge the
@@ -72,7 +73,7 @@ def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, ar
 
 def main() -> None:
     parser = study_parser(__doc__, "occupancy", "meshes")
-    parser.add_argument("--stage", choices=("shapes", "long", "omega", "all"), default="all")
+    parser.add_argument("--stage", choices=("shapes", "long", "rates", "omega", "all"), default="all")
     parser.add_argument("--full", default="lucy", help="the mesh of all ranks and of the sweep")
     parser.add_argument("--only", nargs="*", default=[], help="meshes by name; all of the folder unless given")
     parser.add_argument("--steps", type=int, default=2000)
@@ -106,6 +107,11 @@ def main() -> None:
                     arguments.long * steps,
                     arguments,
                 )
+        if arguments.stage in ("rates", "all"):
+            for mesh in meshes:
+                tuned = tuned_arms(arguments.out / f"{mesh}.json", rates=False)
+                alone = [arm for arm in tuned if arm.method.kind == "low-rank" and arm.method.rank == 1]
+                compare_shape(f"{mesh}-rates", mesh, alone, arguments.long * steps, arguments)
         if arguments.stage in ("omega", "all"):
             arms = ["low-rank:rank=1", *(f"sine:rank=1,omega={omega}" for omega in OMEGAS)]
             compare_shape(f"omega-{arguments.full}", arguments.full, map(FieldArm.parse, arms), steps, arguments)
