@@ -16,12 +16,18 @@ _Cell = tuple[str, np.ndarray]
 _SWEEP = 3  # frequencies that make a curve
 
 _NAMES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
+_METRICS = {"iou": "IoU", "psnr": "PSNR", "ssim": "SSIM"}
 _STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}
+
+
+def metric_name(metric: str) -> str:
+    """As it is written in words: PSNR for psnr."""
+    return _METRICS.get(metric, metric.replace("_", " "))
 
 
 def score_label(results: Mapping[str, Any]) -> str:
     """The score's name and unit, as it stands at axes and over columns."""
-    name = results["score"].replace("_", " ").upper() if len(results["score"]) < 5 else results["score"]
+    name = metric_name(results["score"])
     return f"{name} ({results['unit']})" if results["unit"] else name
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .field_pictures import omega_sweeps, score_label
+from .field_pictures import metric_name, omega_sweeps, score_label
 from .report import delta_text, markdown_table, p_text
 
 Record = Mapping[str, Any]
@@ -93,7 +93,7 @@ def _arms(results: Record, *, all_metrics: bool = True) -> tuple[tuple[str, ...]
     others = [name for name in _metrics(results) if all_metrics and name != results["score"]]
     timed = results["step_time_base"]
     sines = any(arm["omega"] is not None for arm in results["arms"])
-    head = ("arm", "init", "lr", "parameters", "%", score_label(results), "n", "late", *map(_words, others))
+    head = ("arm", "init", "lr", "parameters", "%", score_label(results), "n", "late", *map(metric_name, others))
     head += (f"step time over {timed}'s",) if timed else ()
     head = (head[0], "omega", *head[1:]) if sines else head
     rows = []
@@ -140,10 +140,6 @@ def _late_share(results: Record) -> str:
     """Records from before there were shares have fifths."""
     shares = [arm.get("late_share", 0.2) for arm in results["arms"] if arm["late_gain"] is not None]
     return f"{100 * max(shares, default=0.2):.0f}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _seeds(results: Record) -> str:
