@@ -19,10 +19,18 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.study import absolute, one_line_errors, run_study, study_parser, tuned_arms
+from nonlinear_lowrank.compare.report import p_text
+from nonlinear_lowrank.compare.study import (
+    absolute,
+    interval_text,
+    one_line_errors,
+    run_study,
+    score_text,
+    study_parser,
+    tuned_arms,
+)
 from nonlinear_lowrank.fields.image import ImageSettings
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
@@ -79,22 +87,10 @@ def summary(into: Path) -> str:
         late = max((arm["late_gain"] for arm in record["arms"] if arm["late_gain"] is not None), default=0.0)
         for pair in record["pairs"]:
             low, sine = arms[pair["low_rank"]], arms[pair["sine"]]
-            cells = (record["problem"], _score(arms["dense"]), pair["rank"], _score(low), _score(sine), _delta(pair))
-            p = "-" if pair["p_holm"] is None else f"{pair['p_holm']:.2g}"
-            lines.append("| " + " | ".join(map(str, (*cells, p, f"{late:+.2f}"))) + " |")
+            scores = (score_text(arms["dense"]), pair["rank"], score_text(low), score_text(sine))
+            shown = (interval_text(pair["delta"]), p_text(pair["p_holm"]), f"{late:+.2f}")
+            lines.append("| " + " | ".join(map(str, (record["problem"], *scores, *shown))) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _score(arm: dict[str, Any]) -> str:
-    if arm["mean"] is None:
-        return "diverged"
-    return f"{arm['mean']:.2f}" + (f" +- {arm['sd']:.2f}" if arm["sd"] is not None else "") + f" ({arm['n']})"
-
-
-def _delta(pair: dict[str, Any]) -> str:
-    delta = pair["delta"]
-    interval = "" if delta["low"] is None else f" [{delta['low']:+.2f}, {delta['high']:+.2f}]"
-    return f"{delta['value']:+.2f}{interval}"
 
 
 def main() -> None:

@@ -21,13 +21,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.statistics import holm, paired_mean
-from nonlinear_lowrank.compare.study import absolute, one_line_errors, run_study, study_parser, tuned_arms
+from nonlinear_lowrank.compare.report import markdown_table
+from nonlinear_lowrank.compare.study import (
+    absolute,
+    difference_cells,
+    one_line_errors,
+    record_arms,
+    run_study,
+    score_text,
+    study_parser,
+    tuned_arms,
+)
 from nonlinear_lowrank.fields.nerf import NerfSettings
 from nonlinear_lowrank.fields.nerf_model import RadianceConfig
 from nonlinear_lowrank.fields.step import FitConfig
 from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.storage import read_json
 
 HERE = Path(__file__).parent
 LOWER = (2.5e-4, 5e-4, 1e-3)  # fern's best were at the lower edge of its own
@@ -73,36 +81,26 @@ def stage(
 
 def spread_table(folder: Path) -> str:
     """Sine with s = 0.2 over plain low rank with the s that was best for it on the tuning seed, paired by seed."""
-    lines = [
-        "# Plain low rank with narrower Gaussians\n",
-        "PSNR in dB, mean +- standard deviation (n); delta: sine with s = 0.2 minus low rank with the s that was best",
-        "for it on the tuning seed, paired by seed; Holm's correction over the six.\n",
-        f"| scene | k | low rank, s = 0.2 | {' | '.join(f's = {each}' for each in SPREADS)} | its best | sine, s = 0.2 "
-        "| delta [95 %] | p | p (Holm) |",
-        f"|---|---|---|{'---|' * len(SPREADS)}---|---|---|---|---|",
-    ]
-    rows, deltas = [], []
+    head = ("scene", "k", *(f"low rank, s = {each}" for each in (0.2, *SPREADS)), "its best", "sine, s = 0.2")
+    rows: list[tuple[str, ...]] = []
+    pairs = []
     for scene in ("fern", "lego"):
-        records = {0.2: scene} | {spread: f"{scene}-{spread}" for spread in SPREADS}
-        arms = {
-            spread: {arm["name"]: arm for arm in read_json(folder / f"{name}.json", arms=list)["arms"]}
-            for spread, name in records.items()
-        }
+        arms = {0.2: record_arms(folder / f"{scene}.json")}
+        arms |= {spread: record_arms(folder / f"{scene}-{spread}.json") for spread in SPREADS}
         for rank in RANKS:
             low = {spread: found[f"low-rank-k{rank}"] for spread, found in arms.items()}
             best = max(low, key=lambda spread: max(each["value"] or 0 for each in low[spread]["tuning"]))
             sine = arms[0.2][f"sine-k{rank}"]
-            deltas.append(paired_mean([value - low[best]["scores"][seed] for seed, value in sine["scores"].items()]))
-            cells = [f"{arm['mean']:.2f} +- {arm['sd']:.2f} ({arm['n']})" for arm in (*low.values(), sine)]
-            cells.insert(-1, str(best))
-            rows.append(f"| {scene} | {rank} | {' | '.join(cells)} |")
-    for row, delta, p_holm in zip(rows, deltas, holm([each.p_value for each in deltas]), strict=True):
-        if p_holm is None:  # of fewer than two seeds
-            lines.append(f"{row} {delta.value:+.2f} | | |")
-        else:
-            interval = f"[{delta.low:+.2f}, {delta.high:+.2f}]"
-            lines.append(f"{row} {delta.value:+.2f} {interval} | {delta.p_value:.2g} | {p_holm:.2g} |")
-    return "\n".join(lines) + "\n"
+            pairs.append((sine, low[best]))
+            rows.append((scene, str(rank), *map(score_text, low.values()), str(best), score_text(sine)))
+    rows = [(*row, *cells) for row, cells in zip(rows, difference_cells(pairs), strict=True)]
+    return (
+        "# Plain low rank with narrower Gaussians\n\n"
+        "PSNR in dB, mean +- standard deviation (n); delta: sine with s = 0.2 minus low rank with the s that was best\n"
+        "for it on the tuning seed, paired by seed; Holm's correction over the six.\n\n"
+        + markdown_table((*head, "delta [95 %]", "p", "p (Holm)"), rows)
+        + "\n"
+    )
 
 
 def main() -> None:

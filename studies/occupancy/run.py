@@ -7,7 +7,8 @@ MESHES is a folder of .npz meshes. Stages:
     shapes     low-rank against sine, omega as published for the rank: every mesh at ranks 1 and 5, the mesh `--full`
                (lucy) also at 2, 20 and dense
     long       ranks 1 and 5 of every mesh for `--long` times as many steps, at the inits and rates of `shapes`
-    rates      plain low rank at rank 1 as in `long`, its rate chosen anew over so many steps
+    rates      plain low rank as in `long`, its rates chosen anew over so many steps; rates.md has the sines of `long`,
+               at the rates of `shapes`, against it
     omega      sine at rank 1 on the mesh `--full`, six frequencies, and low-rank beside them
 
 All runs of a stage have the same number of steps. Each arm takes the best of two inits and three rates (at the edge the
@@ -21,12 +22,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser, tuned_arms
+from nonlinear_lowrank.compare.report import markdown_table
+from nonlinear_lowrank.compare.study import (
+    difference_cells,
+    one_line_errors,
+    record_arms,
+    run_study,
+    score_text,
+    study_parser,
+    tuned_arms,
+)
 from nonlinear_lowrank.fields.occupancy import OccupancySettings
 from nonlinear_lowrank.fields.problem import FieldMethod
 from nonlinear_lowrank.fields.recipe import FieldRecipe
 from nonlinear_lowrank.fields.step import FitConfig
 
+RANKS = (1, 5)
 RATES = (1e-3, 3e-3, 8e-3)
 OMEGAS = (25, 50, 100, 200, 400, 800)
 
@@ -71,6 +82,26 @@ def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, ar
     )
 
 
+def rates_table(folder: Path, meshes: Iterable[str]) -> str:
+    """Sine of the stage `long` over plain low rank of the stage `rates`, paired by seed."""
+    head = ("shape", "k", "low rank, rate of `shapes`", "low rank, rate of `rates`", "sine", "late")
+    rows: list[tuple[str, ...]] = []
+    for mesh in meshes:
+        long, chosen = (record_arms(folder / f"{mesh}-{stage}.json") for stage in ("long", "rates"))
+        pairs = [(long[f"sine-k{rank}"], chosen[f"low-rank-k{rank}"]) for rank in RANKS]
+        for (sine, low), cells in zip(pairs, difference_cells(pairs), strict=True):
+            before = long[low["name"]]
+            scores = (f"{score_text(before)}, {before['lr']:g}", f"{score_text(low)}, {low['lr']:g}", score_text(sine))
+            late = f"{low['late_gain']:+.2f}, {sine['late_gain']:+.2f}"
+            rows.append((mesh, str(low["method"]["rank"]), *scores, late, *cells))
+    return (
+        "# Long runs, plain low rank at rates chosen for them\n\n"
+        "IoU in %, mean +- standard deviation (n), and the rate; late: what the last fifth of the steps added to low\n"
+        "rank (rate of `rates`) and to the sine; delta: sine minus low rank (rate of `rates`), paired by seed; Holm's\n"
+        "correction within a shape.\n\n" + markdown_table((*head, "delta [95 %]", "p", "p (Holm)"), rows) + "\n"
+    )
+
+
 def main() -> None:
     parser = study_parser(__doc__, "occupancy", "meshes")
     parser.add_argument("--stage", choices=("shapes", "long", "rates", "omega", "all"), default="all")
@@ -95,7 +126,7 @@ def main() -> None:
     with one_line_errors("error"):
         if arguments.stage in ("shapes", "all"):
             for mesh in meshes:
-                arms = ["dense", *both((1, 2, 5, 20))] if mesh == arguments.full else both((1, 5))
+                arms = ["dense", *both((1, 2, 5, 20))] if mesh == arguments.full else both(RANKS)
                 compare_shape(mesh, mesh, map(FieldArm.parse, arms), steps, arguments)
         if arguments.stage in ("long", "all"):
             for mesh in meshes:
@@ -103,15 +134,16 @@ def main() -> None:
                 compare_shape(
                     f"{mesh}-long",
                     mesh,
-                    [arm for arm in tuned if arm.method.rank in (1, 5)],
+                    [arm for arm in tuned if arm.method.rank in RANKS],
                     arguments.long * steps,
                     arguments,
                 )
         if arguments.stage in ("rates", "all"):
             for mesh in meshes:
                 tuned = tuned_arms(arguments.out / f"{mesh}.json", rates=False)
-                alone = [arm for arm in tuned if arm.method.kind == "low-rank" and arm.method.rank == 1]
-                compare_shape(f"{mesh}-rates", mesh, alone, arguments.long * steps, arguments)
+                low = [arm for arm in tuned if arm.method.kind == "low-rank" and arm.method.rank in RANKS]
+                compare_shape(f"{mesh}-rates", mesh, low, arguments.long * steps, arguments)
+            (arguments.out / "rates.md").write_text(rates_table(arguments.out, meshes))
         if arguments.stage in ("omega", "all"):
             arms = ["low-rank:rank=1", *(f"sine:rank=1,omega={omega}" for omega in OMEGAS)]
             compare_shape(f"omega-{arguments.full}", arguments.full, map(FieldArm.parse, arms), steps, arguments)

@@ -7,7 +7,7 @@ with one_line_errors():
 """
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,9 @@ from ..training.arms import Arm
 from ..training.recipe import Recipe
 from .field_plan import FieldArm
 from .fields import FieldComparison, compare_fields
+from .report import p_text
 from .run import Comparison, compare
+from .statistics import holm, paired_mean
 
 
 def study_parser(
@@ -133,6 +135,45 @@ def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
         )
         for arm in read_json(record, arms=list)["arms"]
         if arm["lr"] is not None
+    ]
+
+
+def record_arms(record: Path) -> dict[str, dict[str, Any]]:
+    """The arms of a comparison's record by name.
+
+    Raises:
+        UserError: it is damaged, or no record.
+    """
+    return {arm["name"]: arm for arm in read_json(record, arms=list)["arms"]}
+
+
+def score_text(arm: Mapping[str, Any]) -> str:
+    """`12.64 +- 0.06 (3)`: an arm's mean, standard deviation over seeds and n."""
+    if arm["mean"] is None:
+        return "diverged"
+    return f"{arm['mean']:.2f}" + (f" +- {arm['sd']:.2f}" if arm["sd"] is not None else "") + f" ({arm['n']})"
+
+
+def interval_text(delta: Mapping[str, Any]) -> str:
+    """`+4.82 [+4.61, +5.03]`; without an interval the value alone."""
+    interval = "" if delta["low"] is None else f" [{delta['low']:+.2f}, {delta['high']:+.2f}]"
+    return f"{delta['value']:+.2f}{interval}"
+
+
+def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
+    """First arm minus second, paired by the seeds that both finished: delta with its interval, p, p by Holm over all.
+
+    Args:
+        pairs: arms as records have them, which may be of different records.
+    """
+    deltas = [
+        paired_mean([value - other["scores"][seed] for seed, value in arm["scores"].items() if seed in other["scores"]])
+        for arm, other in pairs
+    ]
+    adjusted = holm([delta.p_value for delta in deltas])
+    return [
+        (delta.note if delta.value is None else interval_text(delta.to_json()), p_text(delta.p_value), p_text(p_holm))
+        for delta, p_holm in zip(deltas, adjusted, strict=True)
     ]
 
 
