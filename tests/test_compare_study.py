@@ -12,11 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.stats import ttest_rel
 
 from nonlinear_lowrank.compare.field_plan import FieldArm
 from nonlinear_lowrank.compare.fields import compare_fields
+from nonlinear_lowrank.compare.report import p_text
 from nonlinear_lowrank.compare.run import compare
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser, tuned_arms
+from nonlinear_lowrank.compare.study import (
+    difference_cells,
+    one_line_errors,
+    record_arms,
+    run_study,
+    score_text,
+    study_parser,
+    tuned_arms,
+)
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.fields.image import ImageSettings
 from nonlinear_lowrank.fields.model import FieldConfig
@@ -233,6 +243,31 @@ def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
     for before, after in zip(record["arms"], json.loads((into / "retuned.json").read_text())["arms"], strict=True):
         assert {trial["init"] for trial in after["tuning"]} == {before["init"]}
         assert len({trial["lr"] for trial in after["tuning"]}) >= 2
+
+
+def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
+    into = tmp_path / "study"
+    into.mkdir()
+    options = {"timing_rounds": 0, "quiet": True, "seeds": 3, "tune_lr": ()}
+    run_study(photo, tmp_path / "short", into, "short", **options)
+    longer = replace(photo, train=replace(photo.train, steps=12))
+    run_study(longer, tmp_path / "long", into, "long", **options)
+    pairs = list(zip(record_arms(into / "long.json").values(), record_arms(into / "short.json").values(), strict=True))
+    cells = difference_cells(pairs)
+    p_values = []
+    for (arm, other), (delta, p_value, _) in zip(pairs, cells, strict=True):
+        new, old = ([each["scores"][seed] for seed in "123"] for each in (arm, other))
+        test = ttest_rel(new, old)
+        interval = test.confidence_interval(0.95)
+        assert delta == f"{np.mean(new) - np.mean(old):+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+        p_values.append(test.pvalue)
+        assert p_value == p_text(test.pvalue)
+        assert score_text(arm) == f"{np.mean(new):.2f} +- {np.std(new, ddof=1):.2f} (3)"
+    low, high = sorted(p_values)
+    assert sorted(cell[2] for cell in cells) == sorted(map(p_text, (min(2 * low, 1), min(max(2 * low, high), 1))))
+    del pairs[0][1]["scores"]["2"], pairs[0][1]["scores"]["3"]
+    alone, *_ = difference_cells(pairs)
+    assert alone == (f"{pairs[0][0]['scores']['1'] - pairs[0][1]['scores']['1']:+.2f}", "-", "-")
 
 
 def test_there_are_no_tuned_arms_without_a_record(tmp_path):
