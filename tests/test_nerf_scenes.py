@@ -1,6 +1,9 @@
 """Scenes out of folders and .npz files; what does not fit is refused in one line."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -142,6 +145,24 @@ def test_recentring_moves_the_world_and_not_the_views():
     there = (points - average[:, 3]) @ average[:, :3]
     for before, after in zip(poses, moved, strict=True):
         assert np.allclose((points - before[:, 3]) @ before[:, :3], (there - after[:, 3]) @ after[:, :3])
+
+
+RECENTRED = """
+import sys
+import numpy
+from nonlinear_lowrank.fields.cameras import recentred
+sys.stdout.buffer.write(recentred(numpy.load(sys.argv[1])).tobytes())
+"""
+
+
+def test_recentred_poses_have_the_same_bits_whatever_blas_multiplies(tmp_path):
+    """A scene's fingerprint is that of its bits: with others, fits would not go on on another machine."""
+    poses = random_poses(200)
+    np.save(tmp_path / "poses.npy", poses)
+    for core in ("Nehalem", "Haswell"):  # OpenBLAS's kernels, each with its own order of summing
+        command = [sys.executable, "-c", RECENTRED, str(tmp_path / "poses.npy")]
+        ran = subprocess.run(command, env=os.environ | {"OPENBLAS_CORETYPE": core}, capture_output=True, check=True)
+        assert ran.stdout == recentred(poses).tobytes(), core
 
 
 def test_paths_are_rotations_that_keep_the_scene_in_sight(llff, tmp_path):

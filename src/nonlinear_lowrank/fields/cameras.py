@@ -89,8 +89,10 @@ def average_pose(poses: np.ndarray) -> np.ndarray:
 def recentred(poses: np.ndarray) -> np.ndarray:
     """Poses (N, 3, 4) in a world in which the average pose is the identity."""
     average = average_pose(poses)
-    inverse = np.concatenate([average[:, :3].T, -average[:, :3].T @ average[:, 3:]], 1)
-    return np.concatenate([inverse[:, :3] @ poses[:, :, :3], inverse[:, :3] @ poses[:, :, 3:] + inverse[:, 3:]], axis=2)
+    moved = poses.copy()
+    moved[:, :, 3] -= average[:, 3]
+    # No matrix product: BLAS rounds otherwise on other processors, and scenes are told apart by their poses' bits.
+    return (average[:, :3].T[:, :, None] * moved[:, None]).sum(2)
 
 
 def spiral(poses: np.ndarray, focus: float, frames: int) -> np.ndarray:
@@ -137,7 +139,7 @@ def circle(poses: np.ndarray, frames: int) -> np.ndarray:
 
 
 def _unit(vector: np.ndarray) -> np.ndarray:
-    length = np.linalg.norm(vector)
+    length = np.sqrt(np.square(vector).sum())  # as in `recentred`, the same on all processors
     if not length > 0:
         raise UserError("the cameras' directions cancel out: there is no average view; give fewer or other views")
     return vector / length
