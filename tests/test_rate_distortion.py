@@ -82,6 +82,17 @@ def test_a_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
         bd_rate(anchor, better)
 
 
+def test_a_rate_that_no_curve_has_is_refused(rng):
+    """Such curves were measured: two sizes that learn nothing, and one that does."""
+    pytest.importorskip("bjontegaard")
+    rates = [7_565, 26_259, 138_334]
+    anchor = list(zip(rates, [12.64 + 0.01 * rng.random(), 16.5, 17.5], strict=True))
+    flat = list(zip(rates, [12.661, 12.671, 16.3], strict=True))
+    assert bd_psnr(anchor, flat) < -1
+    with pytest.raises(UserError, match=r"more than the measured rates \(7565 to 138334\) allow.*report BD-PSNR"):
+        bd_rate(anchor, flat)
+
+
 @pytest.mark.parametrize("delta", [bd_rate, bd_psnr])
 @pytest.mark.parametrize(
     ("test", "words"),

@@ -35,7 +35,8 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
 
     Raises:
         UserError: too few points, a number that is not finite, a rate that is not above 0, a rate given twice, a
-            quality that does not rise with the rate, no common quality, or the package is not installed.
+            quality that does not rise with the rate, no common quality, curves so flat somewhere that the
+            interpolation between their points leaves all measured rates, or the package is not installed.
     """
     delta, anchor, test = _package().bd_rate, _checked(names[0], anchor), _checked(names[1], test)
     for name, curve in zip(names, (anchor, test), strict=True):
@@ -46,7 +47,9 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
                     f"to {better:g} at rate {high:g}: leave such points out, or report BD-PSNR"
                 )
     _check_overlap("quality", names, [quality for _, quality in anchor], [quality for _, quality in test])
-    return float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
+    change = float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
+    _check_change(change, anchor, test)
+    return change
 
 
 def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
@@ -60,7 +63,7 @@ def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
         names: as in `bd_rate`.
 
     Raises:
-        UserError: as in `bd_rate`, but for the quality, and where there is no common rate.
+        UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
     """
     delta, anchor, test = _package().bd_psnr, _checked(names[0], anchor), _checked(names[1], test)
     _check_overlap("rate", names, [rate for rate, _ in anchor], [rate for rate, _ in test])
@@ -98,6 +101,17 @@ def _check_overlap(what: str, names: tuple[str, str], anchor: list[float], test:
         raise UserError(
             f"the curves share no {what}: {names[0]} has {min(anchor):g} to {max(anchor):g}, {names[1]} "
             f"{min(test):g} to {max(test):g}; measure points in between"
+        )
+
+
+def _check_change(percent: float, anchor: list[tuple[float, float]], test: list[tuple[float, float]]) -> None:
+    """A change of the rate between curves that rise is at most the ratio of the largest and smallest rate of them."""
+    rates = [rate for rate, _ in (*anchor, *test)]
+    most = max(rates) / min(rates)
+    if not 1 / most <= 1 + percent / 100 <= most:
+        raise UserError(
+            f"BD-rate would be {percent:.3g} %, more than the measured rates ({min(rates):g} to {max(rates):g}) allow: "
+            f"between two points of nearly one quality the interpolation leaves them; leave one out, or report BD-PSNR"
         )
 
 
