@@ -140,9 +140,10 @@ def test_gradients_of_compositing_are_those_of_finite_differences():
 
 
 def test_stratified_samples_lie_one_in_each_bin_and_uniformly():
-    t = stratified(torch.rand(4000, 6), 2.0, 5.0)
+    # In float64: in float32 one draw in some 10^6 is rounded up to its bin's far edge.
+    t = stratified(torch.rand(4000, 6).double(), 2.0, 5.0)
     bins = (t - 2.0) / 0.5
-    assert bins.floor().equal(torch.arange(6.0).expand(4000, 6))
+    assert bins.floor().equal(torch.arange(6.0).double().expand(4000, 6))
     inside = (bins - bins.floor()).flatten().sort().values
     # Kolmogorov-Smirnov at 24,000 draws: beyond 0.018 once in 10^6 runs.
     assert (inside - (torch.arange(24000) + 0.5) / 24000).abs().max() < 0.018
