@@ -59,7 +59,7 @@ def test_an_open_omega_is_the_published_one():
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 0.95])
 def test_batches_are_points_of_the_lattice_with_their_labels(share):
-    problem = ball_problem(points=20000, surface_share=share)
+    problem = ball_problem(points=200_000, surface_share=share)
     seed = int(torch.randint(2**31, ()))
     points, inside, weight = problem.batch(0, seeded(seed))
     radius = points.norm(dim=-1)
@@ -68,8 +68,10 @@ def test_batches_are_points_of_the_lattice_with_their_labels(share):
     places = (points + 1) * 12 - 0.5
     torch.testing.assert_close(places, places.round(), atol=1e-5, rtol=0)
     assert [round(float(end)) for end in places.aminmax()] == [0, 23]
-    assert (weight * inside).mean() == pytest.approx(np.pi / 6, abs=0.04)
-    assert weight.mean() == pytest.approx(1, abs=0.06)
+    # At a share of 0.95 the means' standard deviations are 0.004, 0.002 and 0.004.
+    assert (weight * inside).mean() == pytest.approx(np.pi / 6, abs=0.03)
+    assert (weight * (radius < 0.5)).mean() == pytest.approx(np.pi / 48, abs=0.02)
+    assert weight.mean() == pytest.approx(1, abs=0.03)
     again = problem.batch(7, seeded(seed))
     assert torch.equal(again[0], points)
 
