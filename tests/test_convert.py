@@ -87,7 +87,7 @@ def test_paper_init_reports_the_shift(name, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3), up_init="paper")
     assert not report.bit_equal
-    assert 1e-5 < report.difference < 1
+    assert 1e-5 < report.difference < 5
     assert f"{report.difference:.3e}" in str(report)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ups = torch.cat([value.flatten() for key, value in tensors.items() if "noble_up" in key])

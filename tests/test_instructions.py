@@ -223,8 +223,8 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
 
     generator = np.random.default_rng()
     rows = [
-        {"prompt": kit.sentence(generator, int(generator.integers(1, 14))) + " ", "completion": kit.sentence(generator)}
-        for _ in range(40)
+        {"prompt": kit.sentence(generator, words) + " ", "completion": kit.sentence(generator)}
+        for words in [*generator.integers(1, 14, 38).tolist(), 1, 13]  # one that is kept and one that is dropped
     ]
     task = kit.instruction_task(tmp_path, source=write(tmp_path / "rows.jsonl", rows), max_length=12)
     ours, facts = Tokens(task.model.tokenizer(), 12).read(task.instructions.source, "plain", None)

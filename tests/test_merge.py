@@ -24,6 +24,7 @@ from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from nonlinear_lowrank import SineLoraConfig, UserError, cli
 from nonlinear_lowrank.hub import merging
 from nonlinear_lowrank.hub.merging import merge_adapter
+from rounding_kit import assert_same_outputs
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -48,14 +49,15 @@ def make_adapter(root, row, config=None, dtype=torch.float32):
     return root / "adapter", inputs, logits
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.float64, 1e-9)], ids=["float32", "float64"])
 @pytest.mark.parametrize("row", MERGING, ids=lambda row: row.name)
-def test_merges_into_a_model_with_the_same_outputs(tmp_path, row):
-    adapter, inputs, expected = make_adapter(tmp_path, row)
+def test_merges_into_a_model_with_the_same_outputs(tmp_path, row, dtype, bound):
+    adapter, inputs, expected = make_adapter(tmp_path, row, dtype=dtype)
     report = merge_adapter(adapter, tmp_path / "out")
-    assert report.difference <= 1e-5 * max(1, report.scale)
+    assert report.difference <= bound * report.scale
     merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+        assert_same_outputs(merged(**inputs).logits, expected, bound)
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"from": "adapter"}'
     assert (tmp_path / "out" / "vocab.txt").read_text() == "base"
     assert not list((tmp_path / "out").glob("adapter*"))
@@ -204,12 +206,12 @@ def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
     with torch.no_grad():
         expected = model.eval()(**inputs).logits
     report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
-    assert report.difference < 1e-4 * report.scale
+    assert report.difference < 1e-3 * report.scale
     assert "the output head has a weight of its own now" in str(report)
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_same_outputs(merged(**inputs).logits, expected, 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
@@ -233,7 +235,7 @@ def test_a_tied_module_that_the_adapter_holds_whole_is_kept(tmp_path, targets, s
     merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_same_outputs(merged(**inputs).logits, expected, 1e-3)
 
 
 def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
@@ -320,7 +322,7 @@ def test_pefts_own_adapters_merge_too(tmp_path):
     merge_adapter(adapter, tmp_path / "out")
     merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_close(merged(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+        assert_same_outputs(merged(**inputs).logits, expected, 1e-3)
 
 
 def nlr_merge(capsys, *arguments):
