@@ -39,7 +39,7 @@ def test_ordinary_training_is_neither(rng):
             for curve in (losses, plateau, bump, flat, np.full(len(steps), 2.0)):
                 found = watch(steps, curve)
                 assert found.diverged is None, (noise, found.rises)
-                assert sum(rise.entries for rise in found.rises) <= 2
+                assert sum(rise.entries for rise in found.rises) <= 8, "patience is ten"
 
 
 @pytest.mark.parametrize("start", [300, 1000, 1800])
@@ -70,7 +70,7 @@ def test_a_run_that_only_gets_worse_diverged(rng):
     steps = np.arange(EVERY, STEPS + 1, EVERY)
     found = watch(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
     assert found.diverged is not None
-    assert found.diverged.start < 200
+    assert found.diverged.start < 300
 
 
 def test_the_unit_does_not_matter(rng):
