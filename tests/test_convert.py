@@ -87,14 +87,16 @@ def test_paper_init_reports_the_shift(name, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3), up_init="paper")
     assert not report.bit_equal
-    assert 1e-5 < report.difference < 5
     assert f"{report.difference:.3e}" in str(report)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ups = torch.cat([value.flatten() for key, value in tensors.items() if "noble_up" in key])
     assert ups.std().item() == pytest.approx(0.01 / 3**0.5, rel=0.15)
-    with nlr.branches_disabled(load_model(tmp_path / "out")) as dense:
-        inputs = batch(model)
-        assert torch.equal(logits(dense, inputs), logits(model, inputs))
+    inputs = batch(model)
+    before, loaded = logits(model, inputs), load_model(tmp_path / "out")
+    shift = (logits(loaded, inputs) - before).abs().max().item()
+    assert shift / 10 < report.difference < 10 * shift  # on other inputs; of 100 draws a family from 0.52 to 4.2
+    with nlr.branches_disabled(loaded) as dense:
+        assert torch.equal(logits(dense, inputs), before)
 
 
 @pytest.mark.parametrize("anchor", ["none", "exact"])

@@ -30,6 +30,7 @@ def rng():
 
 def test_ordinary_training_is_neither(rng):
     """Smooth or very noisy, with a plateau first, with a bump of the warm-up, or learning nothing."""
+    up = 0
     for noise in (0.0, 0.01, 0.1, 0.5, 2.0):
         for _ in range(15):
             steps, losses = learning(rng, noise)
@@ -39,7 +40,8 @@ def test_ordinary_training_is_neither(rng):
             for curve in (losses, plateau, bump, flat, np.full(len(steps), 2.0)):
                 found = watch(steps, curve)
                 assert found.diverged is None, (noise, found.rises)
-                assert sum(rise.entries for rise in found.rises) <= 8, "patience is ten"
+                up += sum(rise.entries for rise in found.rises)
+    assert up <= 8, "one entry in 150,000 on average, and never ten in a row"
 
 
 @pytest.mark.parametrize("start", [300, 1000, 1800])
@@ -70,7 +72,7 @@ def test_a_run_that_only_gets_worse_diverged(rng):
     steps = np.arange(EVERY, STEPS + 1, EVERY)
     found = watch(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
     assert found.diverged is not None
-    assert found.diverged.start < 300
+    assert found.diverged.start < 250  # 3,000 draws: from 150 to 210
 
 
 def test_the_unit_does_not_matter(rng):

@@ -20,6 +20,7 @@ from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.layers import RationalActivation, RationalConfig
 from nonlinear_lowrank.layers.rational_fit import fit_rational
 from nora_kit import drawn, logits, trained
+from rounding_kit import assert_close_by_norm
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -142,7 +143,7 @@ def test_values_and_gradients_are_the_papers_in_float64(form, tails, anchor, for
     ours = torch.autograd.grad(found, [x, *(getattr(layer, name)["default"] for name in FACTORS)], dy)
     theirs = torch.autograd.grad(expected, [x, *factors], dy)
     for our, their in zip(ours, theirs, strict=True):
-        assert (our - their).norm() <= 1e-9 * their.norm()
+        assert_close_by_norm(our, their)
 
 
 @forms

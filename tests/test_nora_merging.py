@@ -17,7 +17,7 @@ from adapter_rows import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
 from nonlinear_lowrank.layers import RationalActivation
 from nora_kit import drawn, logits, trained
-from rounding_kit import assert_same_outputs
+from rounding_kit import assert_close_by_norm
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -31,7 +31,7 @@ def test_unmerging_puts_the_very_modules_back(options):
     model = drawn(drawn(get_peft_model(base, NoraConfig(groups=4, **options)).eval()))
     adapted = logits(model, inputs)
     model.merge_adapter(safe_merge=True)
-    assert_same_outputs(logits(model, inputs), adapted)
+    assert_close_by_norm(logits(model, inputs), adapted)
     assert all(isinstance(layer.mlp.act_fn.get_base_layer(), RationalActivation) for layer in base.model.layers)
     model.unmerge_adapter()
     assert torch.equal(logits(model, inputs), adapted)
@@ -82,7 +82,7 @@ def test_merged_models_are_saved_and_load_in_a_new_process_with_the_package_only
         adapted = logits(model, inputs)
         merged = model.merge_and_unload()
         assert not any("nlr_nora" in key for key in merged.state_dict())
-        assert_same_outputs(logits(merged, inputs), adapted, 1e-4)
+        assert_close_by_norm(logits(merged, inputs), adapted, 1e-4)
         merged.save_pretrained(tmp_path / name / "merged")
         save_file({**inputs, "logits": logits(merged, inputs)}, tmp_path / name / "expected.safetensors")
         (tmp_path / name / "auto").write_text(auto)
@@ -115,10 +115,12 @@ def test_a_merged_model_is_a_base_for_another_adapter(tmp_path):
     adapted = logits(drawn(drawn(model)), inputs)
     assert not torch.equal(adapted, before)
     again = model.merge_and_unload()
-    assert_same_outputs(logits(again, inputs), adapted)
+    assert_close_by_norm(logits(again, inputs), adapted)
     again.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert_same_outputs(logits(loaded, inputs), logits(again, inputs))
+    for name, value in again.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert_close_by_norm(logits(loaded, inputs), logits(again, inputs))
     assert loaded.model.layers[0].mlp.act_fn.rational_config.groups == 8
 
 
@@ -169,7 +171,7 @@ def test_lora_sine_is_a_sine_of_the_weight():
         weight = plain.get_submodule(name).weight
         weight.data = weight + torch.sin(40.0 * up @ down) / layer.d_in**0.5
     adapted = logits(model, inputs)
-    assert_same_outputs(adapted, logits(plain, inputs))
+    assert_close_by_norm(adapted, logits(plain, inputs))
     merged = model.merge_and_unload()
     assert torch.equal(logits(merged, inputs), adapted)
     for name in names:

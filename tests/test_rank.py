@@ -75,9 +75,10 @@ def test_a_product_is_measured_without_forming_it():
 
 def test_independent_entries_have_the_stable_rank_of_the_law():
     shape = (int(torch.randint(300, 500, ())), int(torch.randint(300, 500, ())))
-    for draw in (torch.randn(shape), torch.rand(shape) - 0.5):
-        # 1.8 % above the law on average at these sizes, 1.5 % standard deviation.
-        assert spectrum(draw).stable_rank == pytest.approx(random_stable_rank(shape), rel=0.1)
+    for draw in (torch.randn, lambda shape: torch.rand(shape) - 0.5):
+        # One is 1.8 % above the law on average at these sizes, with a standard deviation of 1.5 %.
+        mean = np.mean([spectrum(draw(shape)).stable_rank for _ in range(8)])
+        assert mean == pytest.approx(random_stable_rank(shape), rel=0.05)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

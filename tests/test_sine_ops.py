@@ -11,6 +11,7 @@ from nonlinear_lowrank.ops import sine
 from nonlinear_lowrank.ops.sine import sine_layer, sine_layer_reference
 from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm, full_precision, sine_weight_reference
 from nonlinear_lowrank.ops.sine_embedding import embedding_delta, sine_embedding, sine_embedding_reference
+from rounding_kit import assert_close_by_norm
 
 D_IN, D_OUT, RANK = 12, 10, 3
 # name: for each delta, whether it is sine-DoRA's
@@ -375,7 +376,7 @@ def test_no_input_or_setting_makes_the_phase_narrow():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(sine.sine_delta(None, each), expected)
         reference = each.scale * sine_weight_reference(each.up, each.down, each.omega, each.gain)
-        torch.testing.assert_close(reference, expected, rtol=1e-4, atol=5e-5)
+        assert_close_by_norm(reference, expected, 1e-5)
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
     y = sine_layer(x, None, None, [each], base=False)
