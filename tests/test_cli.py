@@ -226,6 +226,21 @@ def test_full_and_short_names_of_nested_fields_mean_the_same():
     assert read("--threads", "2").train.threads == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e3", 1000), ("-2E2", -200), ("1.5e3", 1500), ("1e18", 10**18), ("1e23", 10**23), ("7", 7)]
+)
+def test_integers_may_be_in_scientific_notation(text, number):
+    found = read("--train.seed", text).train.seed
+    assert (found, type(found)) == (number, int)
+    assert read("--threads", text).train.threads == number
+    assert read("--lr", "1e3").train.lr == 1000.0
+
+
+def test_integers_of_a_command_without_a_recipe_too(capsys):
+    assert_refused(capsys, ["evaluate", "/no/such/folder", "--batch-size", "1e1"], "no such folder")
+    assert_refused(capsys, ["evaluate", "/no/such/folder", "--batch-size", "1e-1"], "--batch-size", "got '1e-1'")
+
+
 def test_a_value_that_looks_like_an_option_of_ours_is_not_touched():
     assert read("--out=--lr").out == "--lr"
 
@@ -237,6 +252,11 @@ def test_a_value_that_looks_like_an_option_of_ours_is_not_touched():
         (["--train.sed", "1"], "did you mean --train.seed"),
         (["--lr", "fast"], "--train.lr: could not convert string to float: 'fast'"),
         (["--lr"], "--train.lr"),
+        (["--train.seed", "1.5"], "--train.seed: must be an integer, got '1.5'"),
+        (["--train.seed", "1e-3"], "--train.seed: must be an integer, got '1e-3'"),
+        (["--train.seed", "1e999999999"], "--train.seed: must be an integer, got '1e999999999'"),
+        (["--train.seed", "1e-999999999"], "--train.seed: must be an integer"),
+        (["--threads", "inf"], "must be an integer, got 'inf'"),
         (["--lr", "-1"], "lr must be above 0, not -1.0"),
         (["--optimizer", "sgd"], "'adamw', 'muon'"),
         (["stray"], "stray"),

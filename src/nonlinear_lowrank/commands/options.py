@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 import tyro
@@ -21,6 +22,8 @@ Options = TypeVar("Options")
 
 _REPEATED = ("train", "finetune")
 _AGAIN = "\n\n    A run again, with its own recipe and arm: nlr {} --from RUN --out NEW."
+
+_MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
 
 # tyro draws a box where stdout is UTF-8, and dashes elsewhere; the box's top and bottom are rules too.
 _RULE = re.compile(r" *(\u2502 )?[-\u2500]{8,}( \u2502)? *|\u256d.*\u256e|\u2570.*\u256f")
@@ -37,7 +40,7 @@ def parse(
     """Reads a command line into a dataclass.
 
     A nested field may be given by the end of its name as long as that end is unique: `--lr` for
-    `--train.lr`, `--text.source` for `--task.text.source`.
+    `--train.lr`, `--text.source` for `--task.text.source`. Integers may be written as 1e3.
 
     Args:
         options: the dataclass; each field's documentation becomes its help.
@@ -67,6 +70,7 @@ def parse(
             args=list(arguments),
             default=default,
             config=(tyro.conf.PositionalMetavarFromFieldName,),
+            registry=_REGISTRY,
         )
 
     try:
@@ -194,6 +198,36 @@ def _lengthen(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
         else:
             result.append(argument)
     return result
+
+
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _integers(
+    about: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
+    """Read integers also in scientific notation, where tyro's own rule takes digits alone."""
+    if about.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda texts: _integer(texts[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _integer(text: str) -> int:
+    """The integer that a text spells; ValueError for any other number or text."""
+    try:
+        number = Decimal(text)  # exact, unlike a float: 1e23 is 10**23
+    except InvalidOperation:
+        raise ValueError(f"must be an integer, got {text!r}") from None
+    if not number.is_finite() or number.adjusted() > _MOST_DIGITS or number != int(number):
+        raise ValueError(f"must be an integer, got {text!r}")
+    return int(number)
 
 
 @contextlib.contextmanager
