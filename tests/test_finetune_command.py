@@ -1,9 +1,13 @@
 """`nlr finetune`: what it prints and leaves, and wrong input."""
 
+import json
+import re
+
+import numpy as np
 import pytest
 
 import finetune_kit as kit
-from cli_kit import run
+from cli_kit import refused, run
 from nonlinear_lowrank.recipes import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -40,6 +44,34 @@ def test_finetune_from_the_command_line(root, tmp_path, capsys):
     assert run(capsys, *options(root, out, "--arm", "lora:r=2", "--lr", "1e-2", "--resume"))[0] == 0
     assert run(capsys, *options(root, out, "--arm", "head", "--overwrite"))[0] == 0
     assert not (out / "model" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "head", "labels", "task"),
+    [
+        ("SST-2", "sentence\tlabel", ("0", "1"), "sst2"),
+        ("MNLI", "sentence1\tsentence2\tgold_label", ("entailment", "neutral", "contradiction"), "mnli"),
+    ],
+)
+def test_the_folder_tells_task_labels_and_metric(root, tmp_path, capsys, folder, head, labels, task):
+    generator = np.random.default_rng()
+    rows = ["\t".join([*(kit.sentence(generator) for _ in head.split("\t")[1:]), label]) for label in 8 * labels]
+    (tmp_path / folder).mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / folder / name).write_text("\n".join([head, *rows]))
+    out = tmp_path / "out"
+    code, printed, err = run(capsys, *options(root, out, "--source", tmp_path / folder, "--arm", "head"))
+    assert code == 0, err
+    assert re.search(r"^last step: .*accuracy [01]\.", printed, re.MULTILINE)
+    assert "matthews" not in printed + err
+    assert json.loads((out / "recipe.json").read_text())["recipe"]["task"]["glue"]["task"] == task
+    assert json.loads((out / "model" / "config.json").read_text())["id2label"] == dict(zip("012", labels, strict=False))
+    code, printed, err = run(capsys, "evaluate", out)
+    assert code == 0, err
+    assert "of glue-minilm: accuracy " in printed
+    err = refused(capsys, *options(root, tmp_path / "no", "--source", tmp_path / folder, "--glue.task", "cola"))
+    assert f"is {folder}'s folder, and the task is CoLA: choose --glue.task {task}" in err
+    assert not (tmp_path / "no").exists()
 
 
 def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monkeypatch):

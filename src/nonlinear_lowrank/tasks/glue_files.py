@@ -5,6 +5,7 @@ benchmark have no header. Fields are split at tabs alone: csv's default quoting 
 after every unbalanced quotation mark, of which MRPC and QQP have hundreds.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ GLUE: dict[str, GlueInfo] = {
     "wnli": GlueInfo(folder="WNLI", texts=_SENTENCES, metrics=("accuracy",)),
 }
 
+_ENOUGH = 1000  # lines that tell by their labels whose file it is
+
 _FILES = {
     "train": ("train.tsv", "msr_paraphrase_train.txt", "sts-train.csv"),
     "dev": ("sts-dev.csv",),
@@ -94,6 +97,42 @@ class Rows:
     labels: np.ndarray
 
 
+def find_task(source: str) -> str:
+    """Return the task whose data lie in a source.
+
+    A folder is known by its name, else by the columns and labels of its training file; of a folder that holds the
+    folders of several tasks, and of a dataset, which has all, it is CoLA.
+
+    Args:
+        source: as in `read_split`.
+
+    Returns:
+        A key of `GLUE`.
+
+    Raises:
+        UserError: there is no such folder, or it does not tell the task, or is of none.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        _check_dataset(source)
+        return "cola"
+    there = [each for each in (path / name for name in _FILES["train"]) if each.is_file()]
+    if there and (named := _plain(path.resolve().name)) in GLUE:
+        return named
+    inside = [name for each in path.iterdir() if each.is_dir() and (name := _plain(each.name)) in GLUE]
+    if "cola" in inside:
+        return "cola"
+    found = sorted(inside) or (_fitting(there[0]) if there else [])
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{source} may be {' or '.join(found)}; choose one, e.g. --glue.task {found[0]}")
+    raise UserError(
+        f"{source} holds no task of GLUE that is known by its name or columns; known are {', '.join(GLUE)}: give the "
+        "folder of one, or name it (--glue.task)"
+    )
+
+
 def read_split(task: str, source: str, split: str) -> Rows:
     """One split of a task.
 
@@ -103,19 +142,23 @@ def read_split(task: str, source: str, split: str) -> Rows:
         split: "train", "dev" or "test".
 
     Raises:
-        UserError: no such file or dataset, other columns than the task's, a row that does not fit (with its
-            line), or a split without labels.
+        UserError: no such file or dataset, the folder of another task, other columns than the task's, a row that
+            does not fit (with its line), or a split without labels.
     """
     info, path = GLUE[task], Path(source).expanduser()
     if not path.is_dir():
-        if path.exists() or source.startswith((".", "/", "~")):
-            raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
+        _check_dataset(source)
         return _from_hub(task, info, source, split)
     names = (*(info.dev if split == "dev" else ()), *_FILES[split])
     own = [each for each in sorted(path.iterdir()) if each.is_dir() and _plain(each.name) == _plain(info.folder)]
     for folder in (*own, path):
         for name in names:
             if (folder / name).is_file():
+                if (other := _plain(folder.resolve().name)) in GLUE and other != task:
+                    raise UserError(
+                        f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}: choose --glue.task "
+                        f"{other}, or give {info.folder}'s folder"
+                    )
                 return read_tsv(folder / name, task)
     raise UserError(f"no {split} split of {info.folder} in {source}: it has no {' or '.join(names)}")
 
@@ -126,11 +169,30 @@ def read_tsv(path: Path, task: str) -> Rows:
     Raises:
         UserError: it is not UTF-8, empty, or has other columns or rows than the task.
     """
-    info = GLUE[task]
+    return _parse(path, _lines(path), task)
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: some texts hold other breaks
+        return path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: some texts hold other breaks
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _fitting(path: Path) -> list[str]:
+    """The tasks that a file's columns and first labels fit; of these, those that read the most of its texts."""
+    lines = _lines(path)[:_ENOUGH]
+    fits = []
+    for task in GLUE:
+        with contextlib.suppress(UserError):
+            _parse(path, lines, task)
+            fits.append(task)
+    most = max((len(GLUE[task].texts) for task in fits), default=0)
+    return [task for task in fits if len(GLUE[task].texts) == most]
+
+
+def _parse(path: Path, lines: Sequence[str], task: str) -> Rows:
+    info = GLUE[task]
     rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} is empty")
@@ -153,6 +215,12 @@ def read_tsv(path: Path, task: str) -> Rows:
     if not found:
         raise UserError(f"{path} has a header and no rows")
     return _rows(info, found, labels)
+
+
+def _check_dataset(source: str) -> None:
+    """Raise UserError where a source that is no folder cannot be a dataset's name."""
+    if Path(source).expanduser().exists() or source.startswith((".", "/", "~")):
+        raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
 
 
 def _from_hub(task: str, info: GlueInfo, source: str, split: str) -> Rows:

@@ -99,6 +99,16 @@ def on_split(task: Any, name: str) -> Any:
     return other(name)
 
 
+def with_data_known(task: Any) -> Any:
+    """Return the task with the settings written out that it reads off its data, as records have them.
+
+    Raises:
+        UserError: the data do not tell.
+    """
+    known = getattr(task, "with_data_known", None)
+    return task if known is None else known()
+
+
 def training_split(prepared: Any, seed: int) -> Any:
     """The training examples; where they draw (masks, augmentation), with the draws of a run's seed."""
     seeded = getattr(prepared.train, "seeded", None)
