@@ -28,6 +28,7 @@ from torch import Tensor
 from .down_form import chosen_down_form
 from .kernels import kernels
 from .one_op import as_one_op
+from .reshaped import reshaped
 from .up_form import main_plus_up
 
 ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
@@ -262,7 +263,7 @@ def _forward(
         h_TR = h_TR.reshape(-1, h_TR.shape[-1])
         u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
     y_TO = F.linear(u_TR, up) if weight is None else main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
-    return y_TO.view(*x.shape[:-1], up.shape[0]), h_TR if h is None else x.new_empty(0)
+    return reshaped(y_TO, (*x.shape[:-1], up.shape[0])), h_TR if h is None else x.new_empty(0)
 
 
 def bottleneck_forward(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .cosnet import bottleneck_backward, bottleneck_forward, noble_linear_reference
 from .one_op import as_one_op
+from .reshaped import reshaped
 from .up_form import main_plus_up
 
 
@@ -171,7 +172,7 @@ def _forward(
     for weight, bias, up, h, lists in rows:
         u_TR = bottleneck_forward(h, *lists, activation)
         y_TO = main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
-        found.append(y_TO.view(*x.shape[:-1], up.shape[0]))
+        found.append(reshaped(y_TO, (*x.shape[:-1], up.shape[0])))
     return [*found, h_TR]
 
 

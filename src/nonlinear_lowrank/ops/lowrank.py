@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .one_op import as_one_op
+from .reshaped import reshaped
 from .sine import sine_layer
 from .sine_delta import SineFactors, no_autocast, product, wide_dtype
 
@@ -139,7 +140,8 @@ def _forward(
 ) -> Tensor:
     """y of `lowrank_linear`, with the weight formed."""
     with torch.no_grad(), no_autocast(x):
-        return F.linear(x, _formed(_product(up, down, omega, None), activation, gain, x.dtype), bias)
+        weight = _formed(_product(up, down, omega, None), activation, gain, x.dtype)
+        return reshaped(F.linear(x, weight, bias), (*x.shape[:-1], up.shape[0]))
 
 
 def _backward(

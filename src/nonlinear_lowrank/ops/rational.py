@@ -30,6 +30,7 @@ from torch import Tensor
 from ..errors import UserError
 from .activations import FORMULAS, activation, activation_slope
 from .rational_gpu import gradients_on_gpu, kernel, on_gpu, opaque
+from .reshaped import reshaped
 
 FORMS = ("abs_of_sum", "sum_of_abs")
 
@@ -388,7 +389,7 @@ def _in_pieces(
 
     if torch.compiler.is_compiling() or x.is_meta:
         first, *sums = run(x_TC, dy_TC)
-        shaped = None if first is None else first.reshape(x.shape).to(x.dtype)
+        shaped = None if first is None else reshaped(first.reshape(x.shape).to(x.dtype), x.shape)
     else:
         shaped, sums = _eager(run, x, x_TC, dy_TC, skip=bool(wanted) and not wanted[0])
     if len(sums) == 2 and sums[1] is not None and form == "sum_of_abs":
@@ -412,7 +413,7 @@ def _eager(
             out[piece] = first.reshape(-1, channels)
         sums.append(rest)
     totals = [None if each[0] is None else torch.stack(list(each)).sum(0) for each in zip(*sums, strict=True)]
-    return None if out is None else out.view(x.shape), totals
+    return None if out is None else reshaped(out, x.shape), totals
 
 
 def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide: torch.dtype) -> tuple[Tensor, _Rows]:

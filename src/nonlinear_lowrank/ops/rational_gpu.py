@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels import kernels
+from .reshaped import reshaped
 
 
 def opaque(x: Tensor) -> bool:
@@ -36,7 +37,8 @@ def on_gpu(
     """R(x), times up where given, by the kernel."""
     channels = x.shape[-1]
     rows = [None if each is None else fast.plain_rows(each, channels) for each in (x, up)]
-    return fast.forward(*rows, *_coefficients(numerator, denominator, form), form, limits).view(x.shape)
+    y_TC = fast.forward(*rows, *_coefficients(numerator, denominator, form), form, limits)
+    return reshaped(y_TC, x.shape)
 
 
 def gradients_on_gpu(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .kernels import kernels
 from .one_op import as_one_op
+from .reshaped import reshaped
 from .sine_delta import (
     Delta,
     SineFactors,
@@ -333,11 +334,11 @@ def _forward(
         if len(how) > 2:
             return F.conv2d(x, total, bias, how[2:])
         if not transposed:
-            return F.linear(x, total, bias)
+            return reshaped(F.linear(x, total, bias), (*x.shape[:-1], total.shape[0]))
         x_TI = x.reshape(-1, x.shape[-1])
         # the same calls as Conv1D's own forward, for the same bits
         y_TO = torch.mm(x_TI, total) if bias is None else torch.addmm(bias, x_TI, total)
-        return y_TO.view(*x.shape[:-1], total.shape[1])
+        return reshaped(y_TO, (*x.shape[:-1], total.shape[1]))
 
 
 def _backward(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .one_op import as_one_op
+from .reshaped import reshaped
 from .sine_delta import (
     Delta,
     SineFactors,
@@ -154,7 +155,7 @@ def _forward(
         for delta in _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype):
             total = added(total, delta.value(), weight_rows if base else None)
         assert total is not None
-        return total.to(weight.dtype).view(*indices.shape, weight.shape[1])
+        return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
 
 
 def _backward(
