@@ -2,18 +2,27 @@
 
 import hashlib
 import json
+import re
 import shutil
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from cli_kit import refused, run
 from nonlinear_lowrank import NobleConfig, augment
 from nonlinear_lowrank.cli import main
-from nonlinear_lowrank.evaluation import find_local_tasks, score_documents, score_tasks
+from nonlinear_lowrank.evaluation import batches, find_local_tasks, score_documents, score_tasks
 from task_rows import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 
 # peft 0.21 reads a name that transformers 5.23 has renamed.
@@ -192,6 +201,63 @@ def test_an_adapter_of_another_size_names_the_shapes(folder, capsys, tmp_path):
     assert "does not fit" in err
     assert "[2, 32]" in err
     assert "[2, 16]" in err
+
+
+def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    for name, positions in (("few", 8), ("one", 1)):
+        tiny_model(tokenizer, positions=positions, dtype=torch.float32).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text(TEXT)
+    tasks = ["--tasks", "piqa_local", "--data", folder / "data"]
+    err = refused(capsys, "evaluate", tmp_path / "few", *tasks)
+    assert "has 8 positions, and the answer ' " in err
+    assert "evaluate a model with more, or leave its task out of --tasks" in err
+    assert "has 8 positions; answers alone take 32" in refused(
+        capsys, "evaluate", tmp_path / "few", *tasks, "--format", "generate"
+    )
+    assert "has 1 position;" in refused(capsys, "evaluate", tmp_path / "one", "--text", tmp_path / "text.txt")
+    assert run(capsys, "evaluate", tmp_path / "few", "--text", tmp_path / "text.txt")[0] == 0
+    write_lines(tmp_path / "rows.jsonl", [{"text": "stone"}])
+    (tmp_path / "writes.yaml").write_text(
+        "task: writes\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: x\n"
+        "generation_kwargs: {max_gen_toks: 8}\nmetric_list: [{metric: exact_match}]\n"
+    )
+    code, _, err = run(capsys, "evaluate", tmp_path / "few", "--tasks", "writes", "--include-path", tmp_path)
+    assert code == 2
+    assert "nlr: the model has 8 positions, and writes asks for 8 new tokens: evaluate a model with more" in err
+
+
+def test_positions_that_are_an_embedding_bound_the_window(capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1}
+    config = OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    tokenizer.save_pretrained(tmp_path / "opt")
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["evaluate", tmp_path / "opt", "--text", tmp_path / "text.txt", "--sequence-length"]
+    assert "the model has 8 positions; lower --sequence-length 16" in refused(capsys, *arguments, 16)
+    assert run(capsys, *arguments, 8)[0] == 0
+
+
+@pytest.mark.parametrize("way", ["text", "choices", "generate"])
+def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, capsys, tmp_path, monkeypatch, way):
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    tasks = ["--tasks", "piqa_local", "--data", folder / "data", "--format", way]
+    arguments = ["--text", tmp_path / "text.txt", "--sequence-length", 32] if way == "text" else tasks
+    whole = run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
+    assert whole[0] == 0, "bounded by the number of requests"
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + 2_000_000)
+    ran = []
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: ran.append(1))
+    err = refused(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
+    found = re.search(r"a batch of \d+ rows .* 0\.0 GB are free; lower the batch size .*to at most (\d+)$", err.strip())
+    assert not ran
+    monkeypatch.undo()
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + 2_000_000)
+    assert run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", found[1])[0] == 0
 
 
 def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune_kit as kit
 from cli_kit import refused, run
+from nonlinear_lowrank.evaluation import batches
 from nonlinear_lowrank.training import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -58,6 +59,17 @@ def test_a_split_that_the_run_was_not_scored_on(root, tmp_path, capsys, pooling)
         assert evaluated(capsys, tmp_path / split) == pytest.approx(runs[split].scores, rel=1e-4, abs=1e-6)
         found = evaluated(capsys, tmp_path / split, "--split", other)
         assert found == pytest.approx(runs[other].scores, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_batch_that_does_not_fit_memory_is_refused(root, tmp_path, capsys, monkeypatch, kind):
+    tuned(TASKS[kind](root), tmp_path)
+    assert run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)[0] == 0
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + 5_000)
+    code, out, err = run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)
+    assert code == 2, out
+    fits = re.search(r"lower the batch size \(--batch-size\) to at most (\d+)$", err.strip())[1]
+    assert run(capsys, "evaluate", tmp_path, "--batch-size", fits)[0] == 0
 
 
 def test_a_base_that_has_moved(root, tmp_path, capsys):

@@ -279,11 +279,19 @@ def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
     from ..tasks.corpus import Corpus
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
-    return score_documents(
-        model,
-        tokenizer,
-        Corpus(source=options.text or "", text_field=options.text_field).documents(),
-        sequence_length=options.sequence_length or min(longest, 1024),
-        separator=tokenizer.eos_token,
-        batch_size=options.batch_size,
-    )
+    if longest < 2:
+        raise UserError(f"the model has {longest} position; a text needs at least 2: evaluate a model with more")
+    length = options.sequence_length or min(longest, 1024)
+    try:
+        return score_documents(
+            model,
+            tokenizer,
+            Corpus(source=options.text or "", text_field=options.text_field).documents(),
+            sequence_length=length,
+            separator=tokenizer.eos_token,
+            batch_size=options.batch_size,
+        )
+    except IndexError as error:  # positions that are an embedding end there; rotary ones do not
+        if length <= longest:
+            raise
+        raise UserError(f"the model has {longest} positions; lower --sequence-length {length} to that") from error

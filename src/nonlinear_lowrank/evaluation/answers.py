@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
+from .batches import check_batch
 from .commonsense import TESTS
 from .harness import Metrics, add_groups
 from .task_file import LocalTask, LocalTasks
@@ -66,7 +67,7 @@ def score_answers(
         positions and lost their beginning.
 
     Raises:
-        UserError: no such prompt, or the model has no room for an answer.
+        UserError: no such prompt, the model has no room for an answer, or a batch takes more memory than is free.
     """
     if prompt not in PROMPTS:
         raise UserError(f"there is no prompt {prompt!r}; there are {', '.join(PROMPTS)}")
@@ -123,9 +124,14 @@ def _generate(
     config = model.config.get_text_config()
     room = (getattr(config, "max_position_embeddings", None) or 2**31) - MAX_NEW_TOKENS
     if room < 1:
-        raise UserError(f"the model has {room + MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}")
+        raise UserError(
+            f"the model has {room + MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}: evaluate a model "
+            "with more"
+        )
     encoded = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
+    if order:
+        check_batch(model, min(batch_size, len(order)), min(room, len(encoded[order[0]])), beams=beams)
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = tokenizer.eos_token_id or 0  # masked: any token will do

@@ -11,7 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
+from .batches import check_batch
 from .task_file import LocalGroup, LocalTask, LocalTasks
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, first wins
 
 Metrics = dict[str, Any]
 """As lm-eval names them: "acc,none", "acc_stderr,none"; "n" is the number of questions that were scored."""
@@ -45,7 +48,8 @@ def score_tasks(
         the model's positions and lost their beginning.
 
     Raises:
-        UserError: lm-eval is not installed, or does not know a task.
+        UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
+            takes; a batch takes more memory than is free.
     """
     harness = _harness(model, tokenizer, batch_size)
     scores: dict[str, Metrics] = {}
@@ -103,9 +107,32 @@ def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_s
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
 
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            for strings, _, tail in requests:
+                if len(tail) > self.max_length:
+                    raise UserError(
+                        f"the model has {self.max_length:,} positions, and the answer {strings[1][:40]!r} alone takes "
+                        f"{len(tail):,}: evaluate a model with more, or leave its task out of --tasks"
+                    )
             longest = self.max_length + 1
             self.truncated |= {strings[0] for strings, head, tail in requests if len(head) + len(tail) > longest}
+            # Requests that differ in their last token alone are one row of a batch.
+            rows = {hash(tuple(head + tail[:-1])): len(head) + len(tail) - 1 for _, head, tail in requests}
+            if rows:
+                check_batch(model, min(batch_size, len(rows)), min(self.max_length, max(rows.values())))
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            for request in requests:
+                asked = [request.args[1][name] for name in _LENGTHS if request.args[1].get(name) is not None]
+                if (length := int(asked[0]) if asked else self.max_gen_toks) >= self.max_length:
+                    raise UserError(
+                        f"the model has {self.max_length:,} positions, and {request.task_name} asks for {length:,} new "
+                        "tokens: evaluate a model with more than that, or lower max_gen_toks in the task's file"
+                    )
+            if requests:
+                longest = len(self.tok_encode(max((request.args[0] for request in requests), key=len)))
+                check_batch(model, min(batch_size, len(requests)), min(self.max_length, longest), beams=1)
+            return super().generate_until(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
 
     with _only_errors():
         return CountingHFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)

@@ -14,6 +14,7 @@ from ..hub import load_model
 from ..hub.adapter import check_weights, is_adapter, put_adapter
 from ..tasks.metrics import scores_of_examples
 from ..tasks.task import collate_of, on_split, predicts_next, score_of, scored_split
+from .batches import check_batch
 
 
 def score_saved(
@@ -64,10 +65,11 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
         batch_size: examples per forward pass; the numbers do not depend on it, but for rounding.
 
     Raises:
-        UserError: the loss is not finite.
+        UserError: the loss is not finite, or a batch takes more memory than is free.
     """
     model.eval()
     examples = scored_split(prepared) or prepared.valid
+    check_batch(model, min(batch_size, len(examples)), _tokens(model, examples))
     outputs = _outputs(model, prepared, examples, batch_size)
     numbers = (
         _of_tokens(outputs, predicts_next(prepared)) if score_of(prepared) is None else _of_examples(outputs, prepared)
@@ -75,6 +77,19 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
     if not math.isfinite(numbers["loss"]):
         raise UserError("the loss on the held-out data is not a finite number: the model is broken")
     return numbers
+
+
+def _tokens(model: Any, examples: Any) -> int:
+    """Tokens of the longest example, or patches of an image where the model's layers see all of them."""
+    if hasattr(examples, "lengths"):
+        return int(max(examples.lengths))
+    if "input_ids" in (first := examples[0]):
+        return len(first["input_ids"])
+    if not isinstance(getattr(model.config, "patch_size", None), int) or not hasattr(
+        model.config, "num_attention_heads"
+    ):
+        return 0
+    return int(first["pixel_values"].shape[-1] // model.config.patch_size) ** 2
 
 
 def _outputs(model: Any, prepared: Any, examples: Any, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
+from .batches import check_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,14 @@ def score_sequences(
             not counted.
         bytes_per_token: of the same text; None: of image tokens.
         batch_size: sequences per forward pass; the result does not depend on it.
+
+    Raises:
+        UserError: a batch takes more memory than is free, or no token is predicted.
     """
-    items = (sequences[index] for index in range(len(sequences)))  # type: ignore[arg-type]
+    count = len(sequences)  # type: ignore[arg-type]
+    if count:
+        check_batch(model, min(batch_size, count), len(sequences[0]["input_ids"]))
+    items = (sequences[index] for index in range(count))
     total, count = _sum_losses(model, ((item["input_ids"], item["labels"]) for item in items), batch_size)
     return TextScore(loss=total / count, tokens=count, bytes_per_token=bytes_per_token)
 
@@ -91,7 +98,8 @@ def score_documents(
         batch_size: windows per forward pass; the result does not depend on it.
 
     Raises:
-        UserError: the texts come to fewer than two tokens, or hold a token that the model has no embedding for.
+        UserError: the texts come to fewer than two tokens, or hold a token that the model has no embedding for, or a
+            batch takes more memory than is free.
     """
     ids: list[int] = []
     size = 0
@@ -107,6 +115,7 @@ def score_documents(
         raise UserError(f"the tokenizer gives token {max(ids)}, the model has {rows} embeddings; they do not fit")
     tokens = torch.tensor(ids)
     step = sequence_length - 1
+    check_batch(model, min(batch_size, math.ceil((len(ids) - 1) / step)), min(sequence_length, len(ids)))
     windows = (tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, step))
     total, count = _sum_losses(model, ((window, window) for window in windows), batch_size)
     return TextScore(loss=total / count, tokens=count, bytes_per_token=size / count)
