@@ -16,7 +16,7 @@ from ..environment import machine, versions
 from ..errors import UserError
 from ..fields.problem import FieldMethod, Init
 from .record import clean
-from .statistics import Estimate, holm, paired_mean
+from .statistics import Estimate, claim_cautions, holm, late_change, paired_mean
 
 FORMAT = 1
 
@@ -45,17 +45,13 @@ class FieldRun:
 
     @property
     def late(self) -> tuple[float, float] | None:
-        """What the last steps added to the score, and their share of all: how far from a plateau the fit was stopped.
+        """What the last steps added to the score, and their share of all: see `late_change`."""
+        return None if self.score is None else late_change(self.points)
 
-        The share is a fifth, or more where the score was not taken so near the end.
-        """
-        if self.score is None:
-            return None
-        last = self.curve[-1]["step"]
-        before = [entry for entry in self.curve if entry["step"] <= 0.8 * last]
-        if not before:
-            return None
-        return self.curve[-1][self.score] - before[-1][self.score], 1 - before[-1]["step"] / last
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """(step, score) of its evaluations."""
+        return [] if self.score is None else [(entry["step"], entry[self.score]) for entry in self.curve]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +107,7 @@ def build_record(
     rate = "bits_per_pixel" if "bits_per_pixel" in metrics else "parameters"
     base = next((arm.name for arm in arms if arm.method.kind == "dense"), arms[0].name)
     ratios = {} if times is None else {each: ratio.to_json() for each, ratio in paired_ratios(times, base).items()}
+    curves = {arm.name: [run.points for run in arm.runs if run.seed in whole] for arm in arms}
     records = [_arm(arm, whole, rate, dense, ratios.get(arm.name)) for arm in arms]
     return {
         "format": FORMAT,
@@ -127,7 +124,7 @@ def build_record(
         "n": len(whole),
         "tuning_seed": tuning_seed,
         "arms": records,
-        "pairs": _pairs(records),
+        "pairs": _pairs(records, curves),
         "rate_distortion": _rate_distortion(records, whole),
         "notes": list(notes),
         "command": command,
@@ -175,7 +172,9 @@ def _fitted(run: FieldRun) -> bool:
     return run.value is not None or run.diverged is not None
 
 
-def _pairs(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _pairs(
+    arms: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+) -> list[dict[str, Any]]:
     """Sine minus plain low rank at equal rank, paired by seed; p by Holm over all of them."""
     pairs = []
     for sine in (arm for arm in arms if arm["method"]["kind"] == "sine"):
@@ -189,9 +188,10 @@ def _pairs(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 continue  # not fitted yet
             else:
                 delta = paired_mean([sine["scores"][seed] - low["scores"][seed] for seed in sine["scores"]])
-            pairs.append(
-                {"sine": sine["name"], "low_rank": low["name"], "rank": sine["method"]["rank"], "delta": delta}
-            )
+            names = {"sine": sine["name"], "low_rank": low["name"], "rank": sine["method"]["rank"]}
+            of_both = {arm["name"]: curves[arm["name"]] for arm in (low, sine)}
+            cautions = () if delta.value is None else claim_cautions(delta.value, of_both, higher_is_better=True)
+            pairs.append({**names, "delta": delta, "cautions": list(cautions)})
     adjusted = holm([pair["delta"].p_value for pair in pairs])
     return [pair | {"delta": pair["delta"].to_json(), "p_holm": p} for pair, p in zip(pairs, adjusted, strict=True)]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .field_pictures import metric_name, omega_sweeps, score_label
-from .report import delta_text, markdown_table, p_text
+from .report import caution_sentence, delta_text, markdown_table, p_text
 
 Record = Mapping[str, Any]
 _NONE = "-"
@@ -73,7 +73,8 @@ def findings(results: Record) -> list[str]:
             said += f" [{delta['low']:+.3g}, {delta['high']:+.3g}], n = {delta['n']}"
         else:
             said = f"no difference shown, {delta['value']:+.3g}{unit} [{delta['low']:+.3g}, {delta['high']:+.3g}]"
-        lines.append(f"{pair['sine']} against {pair['low_rank']}: {said}.")
+        caution = caution_sentence(pair.get("cautions", ())) if delta["shown"] else ""
+        lines.append(f"{pair['sine']} against {pair['low_rank']}: {said}.{caution}")
     curves = results["rate_distortion"]
     score = "BD-PSNR" if results["score"] == "psnr" else f"BD-{results['score']}"
     for key, name, form, of in (("bd_rate", "BD-rate", "+.2f", " %"), ("bd_score", score, "+.3g", unit)):

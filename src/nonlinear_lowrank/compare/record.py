@@ -16,7 +16,17 @@ from typing import Any
 from ..environment import machine, versions
 from ..settings import flatten as flat
 from ..tasks.task import LOSS, Measure
-from .statistics import Estimate, PairSummary, RatioSummary, RunCurve, compare_pair, holm, paired_mean, summarise_ratios
+from .statistics import (
+    Estimate,
+    PairSummary,
+    RatioSummary,
+    RunCurve,
+    claim_cautions,
+    compare_pair,
+    holm,
+    paired_mean,
+    summarise_ratios,
+)
 
 FORMAT = 1
 
@@ -140,7 +150,8 @@ def build_results(
     curves = {arm.name: {seed: arm.runs[seed].as_curve() for seed in whole} for arm in running}
     base = next(arm for arm in arms if arm.name == reference)
     references = [reference] + [arm.name for arm in arms if arm.control and arm.name != reference]
-    against = {other: _against(other, curves, times, measure) for other in references if other in curves}
+    scores = {arm.name: [_score_curve(arm.runs[seed], measure) for seed in whole] for arm in running}
+    against = {other: _against(other, curves, scores, times, measure) for other in references if other in curves}
     notes = list(notes)
     if any(len(curve.steps) > 1 for of_seeds in curves.values() for curve in of_seeds.values()):
         notes += _pair_notes(reference, against.get(reference, {}), len(whole))
@@ -183,6 +194,7 @@ def _ratio(times: Mapping[str, Sequence[float]] | None, arm: str, reference: str
 def _against(
     reference: str,
     curves: Mapping[str, Mapping[int, RunCurve]],
+    scores: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
     times: Mapping[str, Sequence[float]] | None,
     measure: Measure,
 ) -> dict[str, PairSummary]:
@@ -192,7 +204,31 @@ def _against(
         if name != reference
     }
     corrected = holm([pair.delta.p_value for pair in pairs.values()])
-    return {name: replace(pair, p_holm=p) for (name, pair), p in zip(pairs.items(), corrected, strict=True)}
+
+    has_speed = any(len(curve.steps) > 1 for of_seeds in curves.values() for curve in of_seeds.values())
+
+    def cautions(name: str, pair: PairSummary) -> tuple[str, ...]:
+        if pair.delta.value is None:
+            return ()
+        return claim_cautions(
+            pair.delta.value,
+            {each: scores[each] for each in (reference, name)},
+            higher_is_better=measure.higher_is_better,
+            speeds=tuple(pair.seeds.values()) if has_speed else (),
+        )
+
+    return {
+        name: replace(pair, p_holm=p, cautions=cautions(name, pair))
+        for (name, pair), p in zip(pairs.items(), corrected, strict=True)
+    }
+
+
+def _score_curve(run: Run, measure: Measure) -> list[tuple[float, float]]:
+    """What a run is compared by, over its steps."""
+    if measure.is_loss:
+        curve = run.as_curve()
+        return list(zip(curve.steps, curve.losses, strict=True))
+    return [(float(step), value) for step, value in run.metric_curve]
 
 
 def _stability_notes(arm: ArmRecord) -> list[str]:
@@ -216,12 +252,6 @@ def _pair_notes(reference: str, pairs: Mapping[str, PairSummary], n: int) -> lis
         notes.append(
             f"`{reference}` passed its own final loss well before its end in {early} of {n} seeds (its curve "
             "rose again), so step speedups against it are flattered."
-        )
-    bounds = [name for name, pair in pairs.items() if pair.bounds]
-    if bounds:
-        notes.append(
-            f"The crossing lies at the first evaluation for {', '.join(f'`{name}`' for name in bounds)}: "
-            "evaluate more often for a sharper speedup."
         )
     return notes
 

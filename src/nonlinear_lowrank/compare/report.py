@@ -4,7 +4,7 @@ Every sentence is generated from the numbers. A difference is claimed only where
 zero (a ratio: one); anything else reads "no difference shown", with the n.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -301,6 +301,16 @@ def _speed_sentence(name: str, reference: str, pair: Record) -> str:
     return f"{text} In hours {ratio_text(wall)}: no difference shown."
 
 
+def caution_sentence(cautions: Sequence[str]) -> str:
+    """Stands behind a claim; empty where there is nothing to say."""
+    return f" **Caution**: {'; '.join(cautions)}." if cautions else ""
+
+
+def _cautioned(text: str, pair: Record) -> str:
+    claims = (pair[name]["shown"] for name in ("delta", "step_speedup", "wall_clock_speedup"))
+    return text + (caution_sentence(pair.get("cautions", ())) if any(claims) else "")
+
+
 def findings(results: Record) -> list[str]:
     """What was found, one item for each arm that is not a control, then what clouds it."""
     metric = _metric(results)
@@ -319,14 +329,14 @@ def findings(results: Record) -> list[str]:
         speed = _speed_sentence(name, results["reference"], pair) if _has_speed(results) else ""
         if speed:
             text += " " + speed
-        lines.append(text)
+        lines.append(_cautioned(text, pair))
         # The gain over the strongest control is what the branch itself brings.
         if best is not None and not arms[name]["control"] and best["name"] != results["reference"]:
             second = results["against"][best["name"]].get(name)
             if second is not None:
                 strongest = _delta_sentence(name, best["name"], second, metric)
                 speed = _speed_sentence(name, best["name"], second) if _has_speed(results) else ""
-                lines.append(f"Against the strongest control: {strongest} {speed}".rstrip())
+                lines.append(_cautioned(f"Against the strongest control: {strongest} {speed}".rstrip(), second))
     return lines + list(results["notes"]) + _cautions(results)
 
 

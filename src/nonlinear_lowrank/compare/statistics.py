@@ -33,6 +33,10 @@ CONFIDENCE = 0.95
 # Seeds whose differences agree to this relative size did not vary: a t interval on them would have no
 # width and would "show" anything.
 _NO_SPREAD = 1e-9
+# How much of a curve's end tells whether it has flattened, and how many evaluations a speed needs to be read from: with
+# ten, a crossing is known to a tenth of the steps.
+_LATE_SHARE = 0.2
+_FEW_EVALUATIONS = 10
 # A reference that passed its own final loss before this share of its steps has a curve that rose again.
 _EARLY = 0.98
 
@@ -236,6 +240,74 @@ def seed_speed(reference: RunCurve, arm: RunCurve) -> SeedSpeed:
     )
 
 
+def late_change(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Change of a curve over its last steps, and the share of all steps that these are.
+
+    The share is a fifth, or more where no evaluation lies so near the end.
+
+    Args:
+        points: (step, value), steps increasing.
+
+    Returns:
+        None where no evaluation lies in the first four fifths: nothing says then whether the curve has flattened.
+    """
+    before = [point for point in points if point[0] <= (1 - _LATE_SHARE) * points[-1][0]]
+    if not before:
+        return None
+    return points[-1][1] - before[-1][1], 1 - before[-1][0] / points[-1][0]
+
+
+def claim_cautions(
+    difference: float,
+    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
+    *,
+    higher_is_better: bool = False,
+    speeds: Sequence[SeedSpeed] = (),
+) -> tuple[str, ...]:
+    """Sentences that stand beside a claim whose curves do not bear it; none where they do.
+
+    - The curves have not flattened: over the last fifth of its steps one of the two still improved, in the mean over
+      seeds, by more than the difference. Then a fifth more or fewer steps matter more than the arm does, and the
+      difference may be one of speed, or of the schedule, alone.
+    - Whether they have flattened is not known: no evaluation lies in the first four fifths of the steps.
+    - A speed is read off fewer than ten evaluations: straight lines between them are longer than a tenth of the run,
+      which is as much as most speedups are.
+    - A speed's crossing lies at the first evaluation of a curve: it is no interpolation between two measured points.
+
+    Args:
+        difference: between the two, in the curves' unit; its size counts.
+        curves: name -> the curves of its seeds, each (step, value) with steps increasing.
+        higher_is_better: of the values.
+        speeds: of the seeds, where speeds are claimed.
+    """
+    sign = 1 if higher_is_better else -1
+    late = {name: [late_change(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
+    found = []
+    known = {name: [each for each in changes if each is not None] for name, changes in late.items()}
+    if any(len(known[name]) < len(late[name]) for name in late):
+        found.append("the runs are evaluated too seldom to tell whether their curves have flattened")
+    else:
+        gains = {name: sign * float(np.mean([change for change, _ in changes])) for name, changes in known.items()}
+        moving = [f"`{name}` by {gain:.3g}" for name, gain in gains.items() if gain > abs(difference)]
+        if moving:
+            share = max(share for changes in known.values() for _, share in changes)
+            found.append(
+                f"the curves have not flattened (over the last {100 * share:.0f} % of the steps {' and '.join(moving)} "
+                "still improved, more than the difference), so it may be one of speed or schedule alone"
+            )
+    if speeds:
+        fewest = min(len(curve) for of_seeds in curves.values() for curve in of_seeds)
+        if fewest < _FEW_EVALUATIONS:
+            found.append(f"the speed is read off {fewest} evaluations, fewer than {_FEW_EVALUATIONS}")
+        bounds = sum(each.bound for each in speeds)
+        if bounds:
+            found.append(
+                f"in {bounds} of {len(speeds)} seeds the crossing lies at the first evaluation: evaluate more often for a "
+                "sharper speedup"
+            )
+    return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RatioSummary:
     """Paired step-time ratios: median and quartiles, and the bootstrap error of the log of the median."""
@@ -322,7 +394,8 @@ class PairSummary:
     `reached` of `n` seeds came down to the reference's final loss; the step speedup is a number only when
     all did. `early` counts the seeds in which the reference passed its own final loss well before its end
     (its curve rose again), which flatters every arm. `bounds` counts crossings at a first evaluation.
-    `p_holm` is the delta's p-value after Holm's correction over all arms with this reference. Runs that are
+    `p_holm` is the delta's p-value after Holm's correction over all arms with this reference. `cautions` are
+    those of `claim_cautions`. Runs that are
     judged by another score than their loss have no speedups, and `seeds` is empty.
     """
 
@@ -338,6 +411,7 @@ class PairSummary:
     wall_clock_speedup: Estimate
     matched_wall_clock_speedup: Estimate
     seeds: dict[int, SeedSpeed]
+    cautions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
