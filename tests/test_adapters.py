@@ -372,7 +372,11 @@ def test_trains_with_the_trainer(row, tmp_path):
         save_steps=3, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     before = {name: value.clone() for name, value in adapter_parameters(model).items()}
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+
+    class MixedTrainer(nlr.TrainerMixin, Trainer):
+        pass
+
+    trainer = MixedTrainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
     assert all(not torch.equal(value, before[name]) for name, value in adapter_parameters(model).items())
     saved = tmp_path / "checkpoint-3"

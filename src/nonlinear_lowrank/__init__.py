@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import registration
-from .errors import UserError
+from .errors import LearningRateWarning, UserError
 
 if TYPE_CHECKING:
     from . import analysis, hub
@@ -37,11 +37,14 @@ if TYPE_CHECKING:
         SineLowRankLinear,
     )
     from .optim import MuonAdamW, param_groups
+    from .trainer import LearningRateCallback, TrainerMixin
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AugmentReport",
+    "LearningRateCallback",
+    "LearningRateWarning",
     "MuonAdamW",
     "NobleAdapterConfig",
     "NobleConfig",
@@ -58,6 +61,7 @@ __all__ = [
     "SineLoraConfig",
     "SineLowRankConfig",
     "SineLowRankLinear",
+    "TrainerMixin",
     "UserError",
     "analysis",
     "augment",
@@ -76,6 +80,7 @@ _FILES = {
     **dict.fromkeys(("RationalActivation", "RationalConfig"), "layers"),
     **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "layers"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
+    **dict.fromkeys(("LearningRateCallback", "TrainerMixin"), "trainer"),
     "optimize_for_inference": "inference",
     **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
 }

@@ -11,6 +11,13 @@ class UserError(ValueError):
     """
 
 
+class LearningRateWarning(UserWarning):
+    """An optimizer trains branch tensors without their method's learning-rate multipliers, or decays some.
+
+    Given once, at the first step; `warnings.simplefilter("ignore", nlr.LearningRateWarning)` silences it.
+    """
+
+
 BUILD_ERRORS = (
     *(RuntimeError, ValueError, TypeError, LookupError, OSError),
     *(AttributeError, ArithmeticError, AssertionError),

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layers import Role
+from ..layers.learning_rates import MultiplierLayer
 from .config import AdapterConfig
 
 BASE_ROWS = "__base__"
@@ -56,7 +57,7 @@ BASE_ROWS = "__base__"
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class AdapterLayer(nn.Module, BaseTunerLayer):
+class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     """A module with adapters around it; subclasses give the formula.
 
     Args:

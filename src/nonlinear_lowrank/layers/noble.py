@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..ops.cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear
+from .learning_rates import MultiplierLayer
 from .method import Method, Role
 from .noble_group import NobleGroup, group
 from .noble_sharing import SharedDown, checked_groups, share
@@ -162,7 +163,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
-class _NobleBranch(nn.Module):
+class _NobleBranch(MultiplierLayer, nn.Module):
     """The branch's parameters, flat in the layer so that plain checkpoints keep their names."""
 
     noble_down: nn.Parameter | None

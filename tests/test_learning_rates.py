@@ -1,0 +1,215 @@
+"""The warning where an optimizer trains branches without their multipliers: when, once, and when not."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import nonlinear_lowrank as nlr
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+def augmented(config=None):
+    model = nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 8))
+    if config is None:
+        config = nlr.NobleConfig(rank=2)
+    nlr.augment(model, config, verbose=False)
+    return model
+
+
+def warned(model, *optimizers, steps=1):
+    """The warnings of some steps of training."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for optimizer in optimizers:
+                optimizer.step()
+    return [str(each.message) for each in caught if each.category is nlr.LearningRateWarning]
+
+
+def by_role(model, **settings):
+    return {group["role"]: group for group in nlr.param_groups(model, lr=1e-3, verbose=False, **settings)}
+
+
+def test_model_parameters_are_warned_of_once_with_the_fix():
+    model = augmented()
+    optimizer = AdamW(model.parameters(), lr=1e-3)  # decays by 0.01
+    (message,) = warned(model, optimizer, steps=3)
+    ratio = (8 / 2) ** 0.45
+    assert message == (
+        "AdamW trains 12 tensors (noble.frequency, noble.mix, noble.phase, noble.up) without their learning-rate "
+        f"multipliers (x {ratio:.3g} to 5) and decays 8 tensors (noble.frequency, noble.phase), which must not be "
+        "decayed; use nlr.param_groups(model, lr=...), nlr.TrainerMixin or nlr.LearningRateCallback, or silence "
+        "nlr.LearningRateWarning"
+    )
+    assert not warned(model, SGD(model.parameters(), lr=1e-3)), "the same model again"
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}, {"capturable": False, "weight_decay": 0.1}])
+def test_kinds_of_steps_are_seen(settings):
+    model = augmented()
+    assert len(warned(model, AdamW(model.parameters(), **settings))) == 1
+
+
+def test_the_line_of_the_step_is_named():
+    model = augmented()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.warns(nlr.LearningRateWarning) as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+
+
+def test_a_filter_turns_it_off():
+    model = augmented()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", nlr.LearningRateWarning)
+        SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_known_too(copied):
+    model = copied(augmented())
+    assert len(warned(model, SGD(model.parameters(), lr=0.1))) == 1
+
+
+def test_a_warm_up_that_begins_at_zero_hides_nothing():
+    for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
+        model = augmented()
+        optimizer = AdamW(groups(model), lr=1e-3, weight_decay=0.0)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+        assert len(warned(model, optimizer)) == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"fusion": "gated", "up_bias": True}, {"activation": "tanh"}])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_groups_of_ours_are_not_warned_of(settings, decay):
+    model = augmented(nlr.NobleConfig(rank=2, **settings))
+    assert not warned(model, AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=decay, verbose=False)))
+
+
+def test_muon_and_adamw_of_ours_are_not_warned_of():
+    model = augmented()
+    assert not warned(model, nlr.MuonAdamW(nlr.param_groups(model, lr=1e-3, muon=True, verbose=False)))
+    model = augmented()
+    groups = by_role(model, muon=True)
+    muon = torch.optim.Muon(groups.pop("dense")["params"], lr=0.02)
+    assert not warned(model, muon, AdamW(groups.values()))
+
+
+def test_dense_matrices_with_an_optimizer_of_their_own_hide_nothing():
+    model = augmented()
+    dense = [parameter for name, parameter in model.named_parameters() if "noble" not in name]
+    branch = [parameter for name, parameter in model.named_parameters() if "noble" in name]
+    assert len(warned(model, SGD(dense, lr=0.1), SGD(branch, lr=1e-3))) == 1
+
+
+def test_rates_are_compared_within_a_layer():
+    """Layers may learn at rates of their own."""
+    model = augmented()
+    groups = []
+    for place, factor in ((0, 1.0), (2, 0.25)):
+        groups += [group | {"lr": group["lr"] * factor} for group in by_role(model[place]).values()]
+    assert not warned(model, SGD(groups))
+    model = augmented()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.3}]
+    assert len(warned(model, SGD(groups))) == 1
+
+
+def test_a_ratio_of_ones_own_is_meant():
+    model = augmented()
+    groups = by_role(model)
+    for role in ("noble.frequency", "noble.phase", "noble.up", "noble.mix"):
+        groups[role]["lr"] = 2e-3
+    assert not warned(model, SGD(groups.values()))
+
+
+def test_decay_alone_is_warned_of():
+    model = augmented()
+    groups = by_role(model)
+    groups["noble.phase"]["weight_decay"] = 0.1
+    (message,) = warned(model, AdamW(groups.values()))
+    assert message.startswith("AdamW decays 4 tensors (noble.phase), which must not be decayed; use")
+
+
+def test_a_shared_down_projection_is_compared_with_by_all():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+
+    for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
+        model = Attention()
+        nlr.augment(model, nlr.NobleConfig(rank=2, share_down="qkv"), verbose=False)
+        messages = warned(model, SGD(groups(model), lr=0.1))
+        assert len(messages) == expected
+        assert all("18 tensors" in each for each in messages)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        nlr.SineLowRankConfig(rank=2, omega=100),
+        nlr.NobleConfig(rank=2, up_lr_power=0, mix_lr_power=0, frequency_lr=1, phase_lr=1),
+    ],
+    ids=["plain", "sine", "no multipliers"],
+)
+def test_what_has_no_multipliers_is_not_warned_of(config):
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)) if config is None else augmented(config)
+    assert not warned(model, AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"), [(nlr.SineLoraConfig, 0), (nlr.NobleAdapterConfig, 1)], ids=["sine-LoRA", "NOBLE"]
+)
+def test_adapters_by_their_roles(config, expected):
+    def adapted():
+        settings = {"omega": 100} if config is nlr.SineLoraConfig else {}
+        return peft.get_peft_model(nn.Sequential(nn.Linear(16, 12)), config(r=2, target_modules=["0"], **settings))
+
+    model = adapted()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert len(warned(model, AdamW(trained))) == expected
+    model = adapted()
+    assert not warned(model, AdamW(nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)))
+
+
+def test_frozen_branches_are_not_warned_of():
+    model = augmented()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("noble" not in name)
+    assert not warned(model, AdamW(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+def test_compiled_steps_go_on():
+    model = augmented()
+    optimizer = SGD(model.parameters(), lr=torch.tensor(0.5), foreach=True)
+    before = [each.detach().clone() for each in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.compile(optimizer.step, backend="eager")()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old - 0.5)
+
+
+def test_models_and_optimizers_are_not_kept():
+    model = augmented()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert len(warned(model, optimizer)) == 1
+    kept = [weakref.ref(model[0]), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
