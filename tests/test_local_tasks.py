@@ -347,6 +347,19 @@ def test_a_malformed_row_of_mmlu_is_named(tmp_path, row, message):
     assert str(refused.value).startswith(f"{path} {message}")
 
 
+@pytest.mark.parametrize("array", [False, True])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path, array):
+    rows = commonsense_rows("piqa", 3)
+    write_lines(tmp_path / "plain" / "piqa.jsonl", rows)
+    text = json.dumps([{key: row[key] for key in ("instruction", "answer")} for row in rows])
+    lines = (tmp_path / "plain" / "piqa.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "marked").mkdir()
+    name = "piqa.json" if array else "piqa.jsonl"
+    (tmp_path / "marked" / name).write_text("\ufeff" + (text if array else lines), encoding="utf-8")
+    plain, marked = (find_local_tasks(["piqa_local"], tmp_path / each).tasks[0].docs for each in ("plain", "marked"))
+    assert plain == marked
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         find_local_tasks(["mmlu_local"], tmp_path / "nowhere")

@@ -238,6 +238,15 @@ def test_held_out_views_out_of_range_are_refused(tmp_path, held_out, match):
     refused(match, lambda: read_scene(tmp_path / "scene.npz", held_out=held_out))
 
 
+def test_a_byte_order_mark_before_transforms_is_skipped(tmp_path):
+    save_blender(tmp_path, {"train": 2, "test": 2})
+    plain = read_scene(tmp_path)
+    for side in ("train", "test"):
+        file = tmp_path / f"transforms_{side}.json"
+        file.write_text("\ufeff" + file.read_text(), encoding="utf-8")
+    assert np.array_equal(read_scene(tmp_path).images, plain.images)
+
+
 def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
     refused("there is no file or folder", lambda: read_scene(tmp_path / "nowhere"))
     refused("lacks transforms_train.json and transforms_test.json", lambda: read_scene(tmp_path))

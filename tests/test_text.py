@@ -1,5 +1,6 @@
 """Text end to end: every kind of source, three kinds of tokenizer, packing, splits, cache, wrong input."""
 
+import codecs
 import gzip
 import json
 import lzma
@@ -26,8 +27,8 @@ from nonlinear_lowrank import UserError
 from nonlinear_lowrank.tasks import packing
 from nonlinear_lowrank.tasks.corpus import Corpus
 from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
-from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT
-from text_kit import bad_file, make_documents, small, write
+from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT, load_tokenizer
+from text_kit import SQUEEZE, bad_file, make_documents, small, write
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,23 @@ def test_large_files_are_read_in_blocks(tmp_path, monkeypatch):
         monkeypatch.setattr("nonlinear_lowrank.tasks.corpus._BLOCK", size)
         for path in [*paths, frames] if size > 1 else [paths[0]]:
             assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "txt.gz", "jsonl.xz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, kind):
+    documents = make_documents(30)
+    plain = write(tmp_path / "plain", kind, documents)
+    base, *packed = kind.split(".")
+    data = codecs.BOM_UTF8 + write(tmp_path / "base", base, documents).read_bytes()
+    marked = bad_file(tmp_path, f"marked.{kind}", SQUEEZE[packed[0]](data) if packed else data)
+    assert list(Corpus(source=str(marked)).documents()) == list(Corpus(source=str(plain)).documents())
+    assert list(Corpus(source=str(marked), max_bytes=5).documents()) == [
+        documents[0].encode()[:5].decode("utf-8", "ignore")
+    ]
+    assert (
+        prepare_text(small(marked), progress=False).fingerprint
+        == prepare_text(small(plain), progress=False).fingerprint
+    )
 
 
 def test_separators(tmp_path):
@@ -346,6 +364,17 @@ def test_tokenizers_from_files(tmp_path):
         assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
 
 
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##s"]
+    loaded = []
+    for name, mark in (("plain", ""), ("marked", "\ufeff")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vocab.txt").write_text(mark + "\n".join(tokens), encoding="utf-8")
+        loaded.append(load_tokenizer(str(tmp_path / name)))
+    assert loaded[0].get_vocab() == loaded[1].get_vocab() == {token: index for index, token in enumerate(tokens)}
+    assert loaded[1]("thes")["input_ids"] == loaded[0]("thes")["input_ids"]
+
+
 def test_ids_with_gaps_and_more_than_two_bytes(tmp_path):
     path = write(tmp_path, "txt", make_documents())
     folder = tmp_path / "gaps"
@@ -435,7 +464,11 @@ def _saved(tmp_path, **splits):
         (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), {}, r"a\.jsonl:2 has no text .*'text'"),
         (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
         (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
-        (lambda t: write(t, "txt", make_documents()), {"vocab_size": 10**5}, "too small for a vocabulary"),
+        (
+            lambda t: write(t, "txt", make_documents()),
+            {"vocab_size": 10**5},
+            "too small, or repeats .* for a vocabulary",
+        ),
         (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
         (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
         (lambda t: t, {}, "holds no file of a known kind"),
@@ -447,6 +480,22 @@ def _saved(tmp_path, **splits):
         (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), {}, r"UTF-8 text \(offset 24\)"),
         (lambda t: bad_file(t, "a.jsonl", b'{"text": "a \\ud800 b"}\n'), {}, r"a\.jsonl:1 holds half a character"),
         (lambda t: bad_file(t, "a.jsonl", b'{"text": 5}\n'), {}, "is no text but int"),
+        (
+            lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n\n' + b'{"text": null}\n' * 2 + b'{"text": "b"}\n'),
+            {},
+            r"2 of 4 lines of .*a\.jsonl have null in the field 'text', the first is line 3; drop",
+        ),
+        (lambda t: _saved(t, train={"text": ["a", None]}), {}, "'text' of row 1 of .* is null; drop such rows"),
+        (
+            lambda t: bad_file(t, "a.jsonl", b'{"text": "hello world"}\n' * 3000),
+            {},
+            "3,000 copies of one document of 11 characters, too few to hold some out; give other text",
+        ),
+        (
+            lambda t: bad_file(t, "a.txt", (b"a" * 999 + b"\n") * 90),
+            {},
+            "one document .*the same lines again and again",
+        ),
         (lambda t: bad_file(t, "a.jsonl", b"[1]\n"), {}, r"a\.jsonl:1 has no text"),
         (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* is no text but int"),
         (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),

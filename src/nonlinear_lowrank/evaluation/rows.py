@@ -44,7 +44,8 @@ class Row:
         """The string in a field; UserError when there is none."""
         value = self.values.get(field)
         if not isinstance(value, str):
-            found = "is missing" if field not in self.values else f"is {type(value).__name__}, not a string"
+            kind = "null" if value is None else type(value).__name__
+            found = "is missing" if field not in self.values else f"is {kind}, not a string"
             raise UserError(f"{self.place}: field {field!r} {found}")
         return value
 
@@ -69,7 +70,7 @@ def read_rows(path: Path) -> tuple[list[Row], DataFile]:
     try:
         raw = path.read_bytes()
         data = _OPENERS[path.suffix](path).read() if path.suffix in _OPENERS else raw
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

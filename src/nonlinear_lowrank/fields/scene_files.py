@@ -76,7 +76,7 @@ def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(table, dict):

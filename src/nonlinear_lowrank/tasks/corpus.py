@@ -5,6 +5,7 @@ one a row. Compressed files (.xz .gz .zst) are read as what they contain. Nothin
 compressed once more is held in memory whole.
 """
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -154,28 +155,45 @@ class Corpus:
         yield "".join(parts)
 
     def _json_lines(self, path: Path) -> Iterator[str]:
-        offset, most = 0, half_of_free()
-        with _open(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
-                check_held(len(line), most, f"line {number} of {path}")
-                text = _decode(path, line, offset)
-                offset += len(line)
-                if not text.strip():
-                    continue
+        offset = 0
+        for number, line in _lines(path):
+            text = _decode(path, line, offset)
+            offset += len(line)
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
+            if self._has_null(row):
+                raise UserError(self._count_nulls(path))
+            document = self._field(row, f"{path}:{number}")
+            if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
                 try:
-                    row = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
-                document = self._field(row, f"{path}:{number}")
-                if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
-                    try:
-                        document.encode()
-                    except UnicodeEncodeError as error:
-                        half = f"\\u{ord(document[error.start]):04x}"
-                        raise UserError(
-                            f"{path}:{number} holds half a character ({half} without its other half); mend or drop it"
-                        ) from error
-                yield document
+                    document.encode()
+                except UnicodeEncodeError as error:
+                    half = f"\\u{ord(document[error.start]):04x}"
+                    raise UserError(
+                        f"{path}:{number} holds half a character ({half} without its other half); mend or drop it"
+                    ) from error
+            yield document
+
+    def _has_null(self, row: Any) -> bool:
+        return isinstance(row, dict) and row.get(self.text_field, "") is None
+
+    def _count_nulls(self, path: Path) -> str:
+        """Say how many lines have null for a text."""
+        total, nulls = 0, []
+        for number, line in _lines(path):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                total += 1
+                if self._has_null(row):
+                    nulls.append(number)
+        return (
+            f"{len(nulls):,} of {total:,} lines of {path} have null in the field {self.text_field!r}, the first is "
+            f"line {nulls[0]:,}; drop these lines, or name another field (text_field)"
+        )
 
     def _parquet(self, path: Path) -> Iterator[str]:
         import pyarrow
@@ -202,6 +220,8 @@ class Corpus:
             return text
         if text is not None:
             raise UserError(f"the field {self.text_field!r} of {place} is no text but {type(text).__name__}")
+        if self._has_null(row):
+            raise UserError(f"the field {self.text_field!r} of {place} is null; drop such rows, or set text_field")
         has = f"; it has {', '.join(map(str, row))[:100]}" if isinstance(row, dict) and row else ""
         raise UserError(f"{place} has no text in the field {self.text_field!r}{has} (set text_field)")
 
@@ -322,6 +342,15 @@ def _read(path: Path) -> bytes:
         return b"".join(bounded(file, str(path)))
 
 
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line with its number, from one."""
+    most = half_of_free()
+    with _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
+            check_held(len(line), most, f"line {number} of {path}")
+            yield number, line
+
+
 def _line_blocks(path: Path) -> Iterator[str]:
     """The text in blocks of whole lines."""
     offset, most = 0, half_of_free()
@@ -345,9 +374,10 @@ def _decode(path: Path, data: bytes, offset: int) -> str:
     if nul >= 0:
         raise UserError(f"{path} is binary (a zero byte at offset {offset + nul}); give text")
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (offset {offset + error.start}); convert it first") from error
+    return text if offset else text.removeprefix("\ufeff")  # a byte-order mark is no text
 
 
 def _one_line(error: BaseException) -> str:

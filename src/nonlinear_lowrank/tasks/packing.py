@@ -130,7 +130,9 @@ class Packing:
             sizes.append(len(document))
         size = sum(sizes)
         if not hashes:
-            raise UserError(f"{self.source.source} holds no text; give a source with at least one document")
+            raise UserError(
+                f"{self.source.source} holds no text: its documents, if any, are blank or null; give a source with text"
+            )
         if self.valid_source is not None:
             return _Split(size=size, train=np.unique(np.array(hashes)))
         unique, first = np.unique(np.array(hashes), return_index=True)
@@ -144,9 +146,12 @@ class Packing:
         else:
             unique_sizes = np.array(sizes)[first]
         if len(unique) < 2:
+            assert divide is not None
+            copies = f"{len(hashes):,} copies of one document" if len(hashes) > 1 else "one document"
+            why = "too few to hold some out" if sizes[0] <= 2 * divide else "the same lines again and again"
             raise UserError(
-                f"{self.source.source} has {size:,} characters, too few to hold some out; "
-                "give more text or a valid_source"
+                f"{self.source.source} is {copies} of {sizes[0]:,} characters, {why}; give other text too, or a "
+                "valid_source"
             )
         # A document that is most of the text is for training, whatever its hash.
         eligible = unique[unique_sizes <= unique_sizes.sum() / 2]

@@ -22,7 +22,7 @@ from .corpus import Corpus
 from .packing import Packing, check_lengths, tokenizer_hash
 from .tokenizers import LEARNED, byte_lengths, check_vocab_size, load_tokenizer, quiet_about_forks, vocabulary_size
 
-_VERSION = 2  # of the cache's layout and of the split; part of the key
+_VERSION = 3  # of the cache's layout and of the split; part of the key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,8 +73,8 @@ def _train(backend: tokenizers.Tokenizer, documents: Iterable[str], trainer: Any
     backend.train_from_iterator(documents, trainer)
     if backend.get_vocab_size() < vocab_size:
         raise UserError(
-            f"the text is too small for a vocabulary of {vocab_size} (it gives {backend.get_vocab_size()}); "
-            "lower vocab_size"
+            f"the text is too small, or repeats itself too much, for a vocabulary of {vocab_size} (it gives "
+            f"{backend.get_vocab_size()}); lower vocab_size"
         )
 
 
@@ -224,7 +224,10 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
 def _bert(file: Path) -> PreTrainedTokenizerFast:
     """BERT's uncased WordPiece out of its list of tokens, one a line."""
     try:
-        model = models.WordPiece.from_file(str(file), unk_token=_BERT["unk_token"])
+        vocabulary = models.WordPiece.read_file(str(file))
+        # A byte-order mark is part of no token.
+        vocabulary = {token.removeprefix("\ufeff"): index for token, index in vocabulary.items()}
+        model = models.WordPiece(vocabulary, unk_token=_BERT["unk_token"])
     except Exception as error:
         raise UserError(f"{file} is no list of tokens: {_one_line(error)}") from error
     missing = [token for token in _BERT.values() if model.token_to_id(token) is None]
