@@ -47,7 +47,7 @@ def test_plain_checkpoint_loads_and_disabled_branch_is_the_plain_layer(config, k
 
 def test_parameter_count_is_the_papers():
     layer = NobleLinear(96, 80, bias=False, config=NobleConfig(rank=16))
-    added = sum(p.numel() for n, p in layer.named_parameters() if n != "weight")
+    added = sum(p.numel() for n, p in layer.named_parameters() if n != "dense.weight")
     assert added == 16 * (96 + 80) + 16 * 16 + 4 * 16
 
 
@@ -55,7 +55,7 @@ def test_init_follows_the_table():
     d_in, d_out, r = 512, 400, 128
     layer = NobleLinear(d_in, d_out, config=NobleConfig(rank=r))
     expected_std = {
-        "weight": 0.5 / d_in**0.5,
+        "dense.weight": 0.5 / d_in**0.5,
         "noble_down": d_in**-0.5,
         "noble_up": 0.01 / r**0.5,
         "noble_mix1": (2 / (r + r)) ** 0.5,
@@ -65,7 +65,7 @@ def test_init_follows_the_table():
         "noble_phase2": 0.1,
     }
     parameters = dict(layer.named_parameters())
-    assert not parameters.pop("bias").any()
+    assert not parameters.pop("dense.bias").any()
     assert set(parameters) == set(expected_std)
     for name, std in expected_std.items():
         tolerance = 6 / (2 * parameters[name].numel()) ** 0.5
@@ -93,7 +93,9 @@ def test_deepcopy_functional_call_and_state_dict(config):
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     twin = NobleLinear(12, 10, config=config)
     state = layer.state_dict()
-    assert torch.equal(torch.func.functional_call(twin, state, (x,)), layer(x))
+    assert torch.equal(torch.func.functional_call(twin, dict(layer.named_parameters()), (x,)), layer(x))
+    assert {"weight", "bias"} < state.keys()
+    assert not any(name.startswith("dense.") for name in state)
     twin.load_state_dict(state)
     assert torch.equal(twin(x), layer(x))
 

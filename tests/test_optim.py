@@ -37,8 +37,8 @@ def test_multipliers_are_the_papers_table():
     groups = by_name(nlr.param_groups(model, lr=2e-3, weight_decay=0.01, verbose=False))
     ratio = 48 / 8
     multipliers = {
-        "0.weight": 1,
-        "0.bias": 1,
+        "0.dense.weight": 1,
+        "0.dense.bias": 1,
         "0.noble_down": 1,
         "0.noble_up": ratio**0.6,
         "0.noble_mix1": ratio**0.45,
@@ -52,7 +52,7 @@ def test_multipliers_are_the_papers_table():
     assert groups.keys() == multipliers.keys()
     for name, multiplier in multipliers.items():
         assert groups[name]["lr"] == pytest.approx(2e-3 * multiplier), name
-        decays = name in ("0.weight", "0.noble_down", "0.noble_up", "0.noble_mix1")
+        decays = name in ("0.dense.weight", "0.noble_down", "0.noble_up", "0.noble_mix1")
         assert groups[name]["weight_decay"] == (0.01 if decays else 0.0), name
 
 

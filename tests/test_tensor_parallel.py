@@ -105,10 +105,10 @@ def test_the_numbers_of_one_process(tmp_path):
             torch.testing.assert_close(after.state_dict()[own], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} {own}")
     shapes = json.loads((tmp_path / "cosine" / "found.json").read_text())["shapes"]
     layer = "model.layers.0.self_attn"
-    assert shapes[f"{layer}.q_proj.weight"] == [12, 24]
+    assert shapes[f"{layer}.q_proj.dense.weight"] == [12, 24]
     assert shapes[f"{layer}.q_proj.noble_up"] == [12, 4]
     assert shapes[f"{layer}.q_proj.noble_down"] == [4, 24]
-    assert shapes[f"{layer}.o_proj.weight"] == [24, 12]
+    assert shapes[f"{layer}.o_proj.dense.weight"] == [24, 12]
     assert shapes[f"{layer}.o_proj.noble_down"] == [4, 12]
     assert shapes[f"{layer}.o_proj.noble_up"] == [24, 2]
     assert shapes[f"{layer}.o_proj.noble_mix1"] == [2, 4]

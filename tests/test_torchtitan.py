@@ -93,7 +93,7 @@ def test_the_fused_projection_is_parted_only_where_it_gets_branches(include, fus
     model = kit.built(spec)
     names = [include] if isinstance(include, str) else include
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | NobleLinear) and not name.endswith(".dense"):
             wanted = any(re.fullmatch(each, name) for each in names)
             assert isinstance(module, NobleLinear) == wanted, name
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -111,7 +111,7 @@ def test_two_methods_in_one_model():
     titan.AugmentConverter.Config(method=SINE, include=r".*feed_forward.*").build().convert(spec.model)
     model = kit.built(augmented(spec))
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | SineLowRankLinear) and name != "lm_head":
+        if isinstance(module, NobleLinear | SineLowRankLinear):
             assert isinstance(module, SineLowRankLinear if "feed_forward" in name else NobleLinear), name
 
 
@@ -433,7 +433,7 @@ REFUSED = {
     "no linear": ({"include": r"layers\.\d+\.mlp"}, NOBLE, r"'layers.*mlp' matches no linear's whole name"),
     "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
     "no expression": ({"include": "("}, NOBLE, "is not a regular expression"),
-    "rank": ({}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers\.0\.attention\.qkv_linear\.wk"),
+    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers\.0\.attention\.qkv_linear\.wk"),
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
     "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* leave them out"),

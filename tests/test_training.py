@@ -129,7 +129,7 @@ def test_muon_takes_dense_matrices_only(tmp_path):
     state = load_file(tmp_path / "out/checkpoints/step-000002/optimizer.safetensors")
     by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
     by_adam = {name.partition("/")[2] for name in state if name.startswith("exp_avg/")}
-    assert by_muon == {name for name in by_muon if name.endswith("proj.weight")}
+    assert by_muon == {name for name in by_muon if name.endswith("proj.dense.weight")}
     assert len(by_muon) == 12
     assert not by_muon & by_adam
 

@@ -1,7 +1,7 @@
 """Swaps a model's modules for a method's layers, in place; reports what was swapped and what was left."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .augmentation_report import AugmentReport
 from .budget import config_within
-from .choice import Patterns, choose_found, choose_linears, is_linear, linear_method
+from .choice import (
+    Patterns,
+    choose_found,
+    choose_linears,
+    holds_numbers,
+    is_linear,
+    linear_method,
+    output_head_names,
+)
 from .errors import UserError
 from .layers import (
     METHODS,
@@ -22,6 +30,7 @@ from .layers import (
     method_of_config,
     method_of_layer,
 )
+from .layers.experts import expert_flops, expert_tensors
 from .layers.swapping import replace_modules
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
@@ -84,14 +93,15 @@ def augment(
     report = AugmentReport(method=method.name, config=config, takes=method.takes)
     found = method.find(model, config) if method.find is not None else None
     if found is None:
-        names, report.left = choose_linears(model, method, config, include, exclude, select)
+        # With a budget there is a rank for every linear but those of width 1.
+        lowest = config if budget is None or method.added is None else replace(config, rank_ratio=1e-9)
+        names, report.left = choose_linears(model, method, lowest, include, exclude, select)
     else:
         for option, given in (("select", select), ("budget", budget)):
             if given is not None:
                 raise UserError(f"{method.name} takes {method.takes}s, and {option}= is for linears; leave it out")
         names, report.left = choose_found(model, method, found, include, exclude)
-    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-    report.flops_before = sum(_linear_flops(module) for module in model.modules())
+    measure_plain(report, model, names)
     if budget is not None:
         modules = {name: model.get_submodule(name) for name in names}
         within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
@@ -207,8 +217,8 @@ def _check_linear(name: str, module: nn.Module, method: Method) -> None:
             f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
         )
     # A layer of another method, which this one goes around, was looked at when it was put there.
-    weight = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or _is_wrapped(weight):
+    weight: Any = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
+    if not holds_numbers(weight):
         if type(getattr(weight, "data", None)).__name__ == "DTensor":
             raise UserError(f"{name} is split over devices; augment the model first, and split it then")
         raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
@@ -269,17 +279,33 @@ def _was_loaded(model: nn.Module) -> bool:
     )
 
 
-def _is_wrapped(weight: torch.Tensor) -> bool:
-    """Tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
-    return type(weight.data) is not torch.Tensor
+def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
+    """Counts the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
+    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+    report.flops_before = _flops(model)
+    if report.takes == "linear":
+        report.body_parameters, report.reached_parameters = _reach(model, names)
 
 
-def _linear_flops(module: nn.Module) -> int:
-    method = linear_method(module)
-    if not is_linear(module) and method is None:
-        return 0
-    if method is not None and method.plain is not None:
-        return method.plain(module).flops + method.flops(module)
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return 2 * weight.numel() + (method.flops(module) if method else 0)
+def _flops(model: nn.Module) -> int:
+    """Forward FLOPs per token of a model's linears, and of the experts that a token goes through."""
+    total = 0
+    for module in model.modules():
+        method = linear_method(module)
+        if method is not None:
+            total += method.flops(module) + (method.plain(module).flops if method.plain else 0)
+        elif is_linear(module):  # the dense part of a layer too
+            total += 2 * module.weight.numel()  # type: ignore[operator, union-attr]
+        elif expert_tensors(module):
+            total += expert_flops(module, model) or 0
+    return total
+
+
+def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+    """Parameters of the model's body, which is all but embeddings and output heads, and those in these modules."""
+    heads = output_head_names(model)
+    ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
+    outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+    reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
+    body = sum(each.numel() for each in model.parameters() if id(each) not in outside)
+    return body, sum(reached.values())

@@ -23,8 +23,12 @@ class AugmentReport:
     parameters_before: int = 0
     parameters_added: int = 0
     flops_before: int = 0
-    """Forward FLOPs per token of all linears; a multiply-add counts 2."""
+    """Forward FLOPs per token of all linears and of the experts that a token goes through; a multiply-add counts 2."""
     flops_added: int = 0
+    body_parameters: int = 0
+    """Of the plain model, but its embeddings and output heads; 0 where that was not counted."""
+    reached_parameters: int = 0
+    """Of these, those in the plain modules that were swapped."""
 
     def __str__(self) -> str:
         lines = [
@@ -33,6 +37,9 @@ class AugmentReport:
         ]
         if self.takes == "linear":  # others cost none by this count, which is not to say that they are free
             lines.append(f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}")
+        if self.body_parameters:
+            share = 100 * self.reached_parameters / self.body_parameters
+            lines.append(f"  reaches {share:.2f} % of the body's {self.body_parameters:,} parameters")
         lines += [f"  swapped {row}" for row in _grouped({name: self.said.get(name, "") for name in self.swapped})]
         lines += [f"  left    {row}" for row in _grouped(self.left)]
         return "\n".join(lines)

@@ -1,13 +1,16 @@
 """Which modules of a model a method takes: by rules, patterns and names, with reasons for what is left."""
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import UserError
 from .layers import METHODS, Findings, Method, method_of_layer
+from .layers.experts import HELD_AS_TENSORS, expert_tensors
+from .layers.forward_code import bypassed_linears
 
 Patterns = str | Sequence[str] | None
 
@@ -75,20 +78,24 @@ def choose_linears(
     exclude: Patterns,
     select: Collection[str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Names of the linears to swap, and of those that are left, with the reason.
+    """Names of the linears to swap, and of those that are skipped, with the reason.
 
     Raises:
-        UserError: a pattern or a name matches nothing, or nothing is left to swap.
+        UserError: a pattern or a name matches nothing, one names a linear whose forward is never called, or nothing
+            is left to swap.
     """
     unnamed = include is None and select is None
     _check_selected(model, select)
     given, own = _Filter(include, exclude), _Filter(method.include if unnamed else None, None)
-    heads, shared = output_head_names(model), _used_without_forward(model)
+    heads, bypassed = output_head_names(model), bypassed_linears(model)
     chosen: list[str] = []
     left: dict[str, str] = {}
     wrapped = {name: found.name for name, module in model.named_modules() if (found := _wrapping(module)) is not None}
+    inside = dense_parts(model)
     for name, module in model.named_modules():
-        if not name or not (is_linear(module) or linear_method(module)):
+        if expert_tensors(module) and method_of_layer(module) is None:
+            left[name] = HELD_AS_TENSORS
+        if not name or module in inside or not (is_linear(module) or linear_method(module)):
             continue
         if name.rpartition(".")[0] in wrapped:
             left[name] = f"is inside a layer of {wrapped[name.rpartition('.')[0]]}, which comes last"
@@ -100,11 +107,15 @@ def choose_linears(
             left[name] = "not in select"
         elif name in heads:
             left[name] = heads[name]
-        elif name in shared:
-            left[name] = shared[name]
+        elif name in bypassed and unnamed:
+            left[name] = bypassed[name].why
+        elif name in bypassed and bypassed[name].refused:
+            raise UserError(f"{name} would have no effect: {bypassed[name].why}; leave it out with exclude=")
         elif unnamed and (better := _better_left(module, method, config)) is not None:
             left[name] = better
         else:
+            if name in bypassed:
+                warnings.warn(f"{name}: {bypassed[name].why}, and {method.name} does not act there", stacklevel=3)
             chosen.append(name)
     if (unused := given.unused()) is not None:
         raise UserError(
@@ -168,7 +179,11 @@ def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:
     before = method_of_layer(module)
     if before is not None:
         return f"is {before.name} already" if before is not method and not method.wraps else None
-    return method.leave(module, config) if method.leave and method.is_target(module) else None
+    if method.is_target(module):
+        return method.leave(module, config) if method.leave else None
+    if holds_numbers(getattr(module, "weight", None)):
+        return f"is a {type(module).__name__}, a linear with a forward of its own"
+    return None
 
 
 def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]] | None:
@@ -199,13 +214,15 @@ def _wrapping(module: nn.Module) -> Method | None:
     return method if method is not None and method.wraps else None
 
 
-def _used_without_forward(model: nn.Module) -> dict[str, str]:
-    """torch's attention reads its out_proj's tensors and never calls it."""
-    return {
-        f"{name}.out_proj" if name else "out_proj": "nn.MultiheadAttention bypasses its forward"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    }
+def dense_parts(model: nn.Module) -> set[nn.Module]:
+    """The plain linears that stand in layers of methods: parts of these, and no linears of the model."""
+    methods = [(module, method_of_layer(module)) for module in model.modules()]
+    return {module.get_submodule(method.dense) for module, method in methods if method and method.dense}
+
+
+def holds_numbers(weight: Any) -> bool:
+    """Whether a weight is plain floating point: tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
+    return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .augmentation import measure_plain
 from .augmentation_report import AugmentReport
-from .choice import Patterns, choose_linears, is_linear
+from .choice import Patterns, choose_linears
 from .errors import UserError
 from .hub import foreign
 from .hub.card import Origin
@@ -52,6 +53,7 @@ try:
     from torchtitan.models.llama3.model import Llama3Model
     from torchtitan.protocols.model import ModelConfigConverter
     from torchtitan.protocols.module import Module
+    from torchtitan.protocols.sharding import ShardingConfig
     from torchtitan.tools.logging import logger
 except ImportError as error:
     raise UserError(f"torchtitan needs pip install 'nonlinear-lowrank[torchtitan]' ({one_line(error)})") from error
@@ -73,8 +75,7 @@ __all__ = [
 class _Layer(Module):
     """What makes one of our layers a module of torchtitan."""
 
-    by_rows: tuple[str, ...] = ()
-    """Own tensors whose rows are the layer's outputs, as those of a weight are."""
+    by_rows: tuple[str, ...] = ()  # own tensors whose rows are the layer's outputs, as those of a weight are
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,8 +113,12 @@ class _Layer(Module):
                 "--parallelism.tensor_parallel_degree 1 and shard by FSDP"
             )
         if (sharding := self._sharding_config) is not None:
+            states = sharding.state_shardings
             whole = {name: dense_param_placement(tp=spmd.R) for name, _ in self.named_parameters(recurse=False)}
-            self._sharding_config = replace(sharding, state_shardings=whole | sharding.state_shardings)
+            own = {name: states.get(name, whole[name]) for name in whole}
+            self._sharding_config = replace(sharding, state_shardings=own)
+            for child in self.children():  # NOBLE's dense part
+                child._sharding_config = ShardingConfig(state_shardings=states)  # type: ignore[assignment]
         super().parallelize(parallel_dims)
 
 
@@ -127,8 +132,10 @@ class TitanNobleLinear(_Layer, NobleLinear):
         """Builds this class."""
 
     def __init__(self, config: Any) -> None:
-        NobleLinear.__init__(self, config.in_features, config.out_features, config.bias, config=config.method)
-        self.config = config
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in ("in_features", "out_features", "bias")}
+        NobleLinear.__init__(self, **sizes, config=config.method)
+        dense = Linear(Linear.Config(**sizes))  # a module of torchtitan too
+        dense.reset_parameters, self.dense, self.config = self.dense.reset_parameters, dense, config
 
 
 class TitanSineLowRankLinear(_Layer, SineLowRankLinear):
@@ -567,18 +574,11 @@ def _built(model_config: Any) -> Any:
 
 
 def _report(method: Method, config: Any, names: list[str], left: dict[str, str], plain: Any, model: Any) -> Any:
-    before, after = (sum(each.numel() for each in which.parameters()) for which in (plain, model))
-    linears = [module for module in plain.modules() if is_linear(module)]
-    return AugmentReport(
-        method=method.name,
-        config=config,
-        swapped=names,
-        left=left,
-        parameters_before=before,
-        parameters_added=after - before,
-        flops_before=sum(2 * module.weight.numel() for module in linears),
-        flops_added=sum(method.flops(model.get_submodule(name)) for name in names),
-    )
+    report = AugmentReport(method=method.name, config=config, swapped=names, left=left)
+    measure_plain(report, plain, names)
+    report.parameters_added = sum(each.numel() for each in model.parameters()) - report.parameters_before
+    report.flops_added = sum(method.flops(model.get_submodule(name)) for name in names)
+    return report
 
 
 def _first(groups: list[Any], name: str) -> int:

@@ -10,6 +10,7 @@ Nothing is run and nothing is read but shapes, so a model on the meta device wil
 | plain low-rank weight       | 2 x r x (d_in + d_out)                                                   |
 | attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
 |                             | kernel that skips its upper half computes half of it)                    |
+| experts held as 3-D tensors | 2 x the weights of those that a token goes through                       |
 | patch embedding             | 2 x its weights                                                          |
 | everything else             | 0: embeddings look up, norms and activations (rational ones too) are     |
 |                             | elementwise                                                              |
@@ -27,9 +28,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..choice import output_head_names
+from ..choice import dense_parts, output_head_names
 from ..errors import UserError
 from ..layers import method_of_layer
+from ..layers.experts import expert_flops, expert_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +146,23 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
     attention = {id(module) for module in _innermost_attention(model)}
     counted: set[int] = set()
     rows, notes = [], []
+    inside = dense_parts(model)
     for name, module in model.named_modules():
+        if module in inside:
+            continue  # counted with the layer that it stands in
         method = method_of_layer(module)
+        dense = module.get_submodule(method.dense) if method and method.dense else module
         added = set(method.roles(module)) if method else set()
         parameters = branch_parameters = 0
-        for local, parameter in module.named_parameters(recurse=False):
+        for local, parameter in module.named_parameters(recurse=dense is not module):
             if id(parameter) in counted:
                 continue
             counted.add(id(parameter))
             parameters += parameter.numel()
             branch_parameters += parameter.numel() if local in added else 0
         branch_flops = method.flops(module) if method else 0
-        flops = branch_flops + _dense_flops(module)
+        experts = expert_flops(module, model) if expert_tensors(module) and method is None else None
+        flops = branch_flops + (_dense_flops(dense) if experts is None else experts)
         if method is not None and method.plain is not None:
             plain = method.plain(module)
             flops = branch_flops + plain.flops

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
-from ..choice import output_head_names
+from ..choice import dense_parts, output_head_names
 from ..errors import UserError
 from ..layers.qk_norm import KEYS
 from ..layers.query import BY_HEAD, FUSED, SEPARATE
@@ -79,11 +79,14 @@ def layer_importance(
         raise UserError(f"unknown score {score!r}; choose gradient or activation")
     if isinstance(batches, Mapping):
         raise UserError("batches is a single batch; put it into a list: layer_importance(model, [batch])")
-    heads = output_head_names(model)
+    heads, inside = output_head_names(model), dense_parts(model)
     linears: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name not in heads and module.weight.is_floating_point()
+        if isinstance(module, nn.Linear | Conv1D)
+        and name not in heads
+        and module not in inside
+        and module.weight.is_floating_point()
     }
     if not linears:
         raise UserError(f"{type(model).__name__} has no linears to score")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..choice import dense_parts
 from ..errors import UserError
 from .cost import LayerCost, ModelCost, model_cost
 from .saved import saved_storages
@@ -222,7 +223,10 @@ def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
     def leave(*_: Any) -> None:  # a hook that returned something would replace the module's output
         running.pop()
 
+    inside = dense_parts(model)  # not called unless hooked
     for name, module in model.named_modules():
+        if module in inside:
+            continue
         handles += [
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name)),
             module.register_forward_hook(leave, always_call=True),

@@ -33,6 +33,7 @@ from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .conversion import ConvertReport, convert
 from .image_tokens_config import ImageTokensConfig
 from .loading import load_model, load_tokenizer
+from .names import rename_by_transformers
 from .pooled_config import MeanPooledConfig
 
 __all__ = [
@@ -77,6 +78,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig) and id(value) in memo:
                 setattr(module, name, memo[id(value)])
+    rename_by_transformers(model)
     mark_initialized(model)
 
 

@@ -22,6 +22,7 @@ from ..augmentation import apply_saved
 from ..errors import UserError
 from ..layers import method_of_layer
 from ..registration import TYPE_PREFIX
+from .names import PlainNames, rename_by_transformers
 
 CLASS_PREFIX = "NonlinearLowrank"
 """The same for class names."""
@@ -29,12 +30,13 @@ FIELD = "nonlinear_lowrank"
 """The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
 
 
-class AugmentedModel:
+class AugmentedModel(PlainNames):
     """What a twin adds to its plain class (a mixin in front of a `transformers.PreTrainedModel`)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         apply_saved(self, entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
+        rename_by_transformers(self)
         if not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters()):
             mark_initialized(self)
 
@@ -119,6 +121,9 @@ def mark_initialized(model: Any) -> None:
     """Tells transformers that our layers are drawn, as it does itself for the modules it draws."""
     for layer in augmented_layers(model):
         layer._is_hf_initialized = True  # type: ignore[assignment]
+        method = method_of_layer(layer)
+        if method is not None and method.dense is not None:
+            layer.get_submodule(method.dense)._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,8 +167,8 @@ def check_loading_info(model: Any, info: dict[str, Any]) -> None:
             prefix = model.base_model_prefix + "."
             missing = [key for key in missing if key.removeprefix(prefix) in written]
             extra = [key for key in extra if key.removeprefix(prefix) not in written]
-    branches = {f"{name}." for name, module in model.named_modules() if method_of_layer(module) is not None}
-    resized = sorted(key for key, *_ in info["mismatched_keys"] if key[: key.rfind(".") + 1] in branches)
+    branches = tuple(f"{name}." for name, module in model.named_modules() if method_of_layer(module) is not None)
+    resized = sorted(key for key, *_ in info["mismatched_keys"] if key.startswith(branches))
     problems = [
         f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
         for what, keys in (("missing", missing), ("extra", extra), ("of another size", resized))

@@ -20,6 +20,7 @@ from .card import Origin, write_card
 from .classes import FIELD, register
 from .conversion import copy_companions
 from .files import check_folder, check_model_folder, one_line, weight_files
+from .names import in_memory
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}
@@ -83,6 +84,7 @@ def write_folder(
         model = AutoModelForCausalLM.from_config(config)
     tied: dict[str, str] = model.all_tied_weights_keys
     whole = {**{name: tensors[of] for name, of in tied.items() if of in tensors}, **tensors}
+    whole = in_memory(model, whole)
     check_state(whole, model.state_dict(), "the exported state")
     if dtype is not None:
         wide = {own for entry in getattr(config, FIELD, None) or [] for own in METHODS[entry["method"]].float32}

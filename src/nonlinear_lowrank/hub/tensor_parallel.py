@@ -54,7 +54,7 @@ def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[
                 raise UserError(f"{name} cannot be split by tensor parallelism: {why}")
             style = _STYLES[plan[name]]
             changed[name] = style
-            changed |= {f"{name}.{own}": style for own, _ in layer.named_parameters(recurse=False)}
+            changed |= {f"{name}.{own}": style for own, _ in layer.named_parameters()}
     return changed
 
 
@@ -152,25 +152,27 @@ class NobleRowwise(_NobleStyle):
 
 
 @contextlib.contextmanager
-def _local(module: nn.Module, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]]:
+def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]]:
     """The layer's own tensors are this device's; in a rowwise layer biases are taken out, and given."""
-    kept = dict(module._parameters)
+    kept = [(each, dict(each._parameters)) for each in (module, module.dense)]
     biases: list[Tensor] = []
     try:
-        for name, parameter in kept.items():
-            if parameter is None:
-                continue
-            local: Any = _plain(parameter)
-            if isinstance(style, NobleRowwise) and name in ("bias", "noble_up_bias"):
-                if name == "bias" or module.branch_enabled:
-                    biases.append(local)
-                local = None
-            elif type(style).split(module, name) is None:
-                local = _SumGradient.apply(local, group)
-            module._parameters[name] = local
+        for holder, parameters in kept:
+            for name, parameter in parameters.items():
+                if parameter is None:
+                    continue
+                local: Any = _plain(parameter)
+                if isinstance(style, NobleRowwise) and name in ("bias", "noble_up_bias"):
+                    if name == "bias" or module.branch_enabled:
+                        biases.append(local)
+                    local = None
+                elif type(style).split(module, name) is None:
+                    local = _SumGradient.apply(local, group)
+                holder._parameters[name] = local
         yield biases
     finally:
-        module._parameters.update(kept)
+        for holder, parameters in kept:
+            holder._parameters.update(parameters)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
-"""What the forwards of a model's modules read, by the names in their compiled code: which activations they call."""
+"""What the forwards of a model's modules read, by the names in their compiled code: which activations they call, and
+which linears' tensors they take without calling them."""
 
+import dis
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -14,6 +17,13 @@ _PLAIN_FUNCTIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "quick_gelu", "le
 _CLASSES = {"ReLU", "GELU", "SiLU", "Tanh", "Sigmoid"}
 _TABLES = {"ACT2FN", "get_activation"}
 _FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.relu: "relu", F.tanh: "tanh"}
+_LOOKS = {
+    *("dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_meta", "is_cuda", "requires_grad"),
+    *("is_floating_point", "element_size", "layout", "get_device"),
+}
+_SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "COPY_FREE_VARS"}
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BASES = ("transformers.modeling_utils", "transformers.generation")
 
 
@@ -33,6 +43,90 @@ def why_bypassed(name: str, attribute: str, parent: nn.Module, grandparent: nn.M
         f"{name} is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?); use the unfused "
         "model"
     )
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """Why a layer in a module's place would not act."""
+
+    why: str
+    refused: bool
+    """Whether it is not to be put there on request either: it would never act, or not in inference. Else there are
+    paths on which it would."""
+
+
+def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
+    """Children whose weight or bias the code around them takes as tensors, by whole name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    taken = {name: _tensors_taken(module) for name, module in modules.items()}
+    found = {}
+    for name, module in modules.items():
+        outer, _, own = name.rpartition(".")
+        if not name or next(module.children(), None) is not None:
+            continue
+        for reader_name in dict.fromkeys((outer, outer.rpartition(".")[0])):
+            reader, tensors = modules[reader_name], taken[reader_name].get(own)
+            if tensors is None or _is_switched_off(reader, own):
+                continue
+            refused = own not in taken[reader_name].called
+            why = f"the forward of {type(reader).__name__} takes its {' and '.join(sorted(tensors))} without calling it"
+            if isinstance(reader, nn.TransformerEncoderLayer):
+                why += " in inference (set activation_relu_or_gelu = 0 on that layer to have it called)"
+                refused = True
+            elif not refused:
+                why += " on one of its paths"
+            found[name] = Bypass(why=why, refused=refused)
+            break
+    return found
+
+
+def _is_switched_off(reader: nn.Module, own: str) -> bool:
+    """Whether the path that takes a child's tensors is one that this module's settings never enter."""
+    if isinstance(reader, nn.TransformerEncoderLayer):
+        return not reader.activation_relu_or_gelu and own != "out_proj"
+    return getattr(reader, "pretraining_tp", None) == 1  # Bloom's, of checkpoints made by several devices
+
+
+class _Taken(dict[str, set[str]]):
+    """ "weight" and "bias" that a module's code takes of its children as tensors, by the child's name."""
+
+    called: set[str]
+    """Names that the code also uses in any other way."""
+
+
+def _tensors_taken(module: nn.Module) -> _Taken:
+    """What a module's code takes of its children.
+
+    A look at type, device, shape or presence is none: `self.wo.weight.dtype`, `isinstance(self.wo.weight, Tensor)`.
+    """
+    taken = _Taken()
+    taken.called = set()
+    if isinstance(module, _CALLERS):
+        return taken
+    for code in _reached(module):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
+        for place in range(1, len(steps) - 1):
+            child, tensor, after = steps[place - 1 : place + 2]
+            if child.opname not in _ATTRIBUTES:
+                continue
+            if tensor.opname not in _ATTRIBUTES or tensor.argval not in ("weight", "bias"):
+                taken.called.add(child.argval)
+            elif not (_is_look(after) or _of_isinstance(steps, place)):
+                taken.setdefault(child.argval, set()).add(tensor.argval)
+    return taken
+
+
+def _is_look(after: dis.Instruction) -> bool:
+    """Whether what is done with a tensor next only looks at what it is."""
+    if after.opname in _ATTRIBUTES:
+        return after.argval in _LOOKS
+    return after.opname.startswith("POP_JUMP") or (after.opname == "LOAD_CONST" and after.argval is None)
+
+
+def _of_isinstance(steps: list[dis.Instruction], place: int) -> bool:
+    while place > 0 and steps[place].opname in _ATTRIBUTES:
+        place -= 1
+    return place > 0 and steps[place - 1].argval == "isinstance"
 
 
 def functions_called(module: nn.Module) -> str:
@@ -57,9 +151,13 @@ def _is_plain_function(value: Any) -> bool:
 
 def _names_read(module: nn.Module) -> set[str]:
     """Every global and attribute name in the code of a module's forward and of the methods it calls on itself."""
+    return {name for code in _reached(module) for name in code.co_names}
+
+
+def _reached(module: nn.Module) -> Iterator[CodeType]:
+    """The code of a module's forward and of the methods it calls on itself."""
     own = module.__dict__.get("forward")
     start = getattr(own, "__func__", own) if own is not None else type(module).forward
-    names: set[str] = set()
     pending: list[Any] = [start]
     seen: set[int] = set()
     while pending:
@@ -68,11 +166,10 @@ def _names_read(module: nn.Module) -> set[str]:
             if id(code) in seen:
                 continue
             seen.add(id(code))
-            names.update(code.co_names)
+            yield code
             for name in code.co_names:
                 methods = _own_methods(type(module), name)
                 pending += methods if "super" in code.co_names else methods[:1]
-    return names
 
 
 def _own_methods(cls: type, name: str) -> list[Any]:

@@ -1,8 +1,9 @@
 """The one matrix that a module multiplies by, whatever kind of module it is and however it stores it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -28,6 +29,38 @@ class Matrix:
         if self.kind == "conv1d":
             return matrix.t()
         return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes x W^T + b and nothing else: an `nn.Linear`, a transformers `Conv1D`, or a subclass.
+
+    A subclass with a forward of its own (Falcon's) is tried on small tensors in place of its own.
+    """
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    base: Any = nn.Linear if isinstance(module, nn.Linear) else Conv1D
+    if not isinstance(module, base) or any(True for _ in module.children()):
+        return False
+    return type(module).forward is base.forward or _computes(module, base)
+
+
+def _computes(module: nn.Module, base: Any) -> bool:
+    plain = base(3, 2) if base is Conv1D else base(2, 3, bias=module.bias is not None)
+    tensors = {name: torch.sin(torch.arange(1.0, each.numel() + 1)).view(each.shape) for name, each in _own(plain)}
+    x = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
+    if {name for name, _ in _own(module)} != tensors.keys():
+        return False
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = torch.func.functional_call(module, tensors, x)
+            wanted = torch.func.functional_call(plain, tensors, x)
+    except Exception:  # a forward of any kind
+        return False
+    return isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def matrix_of(module: nn.Module) -> Matrix | str:

@@ -104,6 +104,9 @@ class Method:
     """Whether its layers go around others, also of other methods, which are then in them as `projection`."""
     tensor_parallel: bool = True
     """Whether a model with its layers may be split over devices by transformers' plans."""
+    dense: str | None = None
+    """The child of its layers that is the plain linear they go beside, whose tensors files have under the layer's own
+    name; None: there is none."""
     float32: tuple[str, ...] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
 

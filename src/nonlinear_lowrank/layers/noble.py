@@ -23,6 +23,10 @@ With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture ins
     output_scale * (w * (x weight^T + bias) + (1 - w) * (branch + noble_up_bias)),    w = sigmoid(noble_fusion)
 
 It keeps both terms, d_out wide, for backward, where the sum keeps neither.
+
+The dense part is an ordinary linear, the child `dense`, so that what converts linears (torchao's float8 and QAT,
+bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its tensors have the plain layer's names:
+`q_proj.weight`, not `q_proj.dense.weight`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,12 +36,14 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import initialization as init  # skips tensors that were loaded from a checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..ops.cosnet import ACTIVATIONS, bottleneck, noble_branch, noble_linear
 from .learning_rates import MultiplierLayer
+from .matrix import is_plain_linear
 from .method import Method, Role
 from .noble_group import NobleGroup, group
 from .noble_sharing import SharedDown, checked_groups, share
@@ -170,13 +176,34 @@ class _NobleBranch(MultiplierLayer, nn.Module):
     noble_up: nn.Parameter
     noble_up_bias: nn.Parameter | None
     noble_fusion: nn.Parameter | None
-    # What both plain layers have, under the types they declare.
-    weight: Any
-    bias: Any
+    dense: nn.Module
+    plain_names: bool
+    """Whether `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
+    model, it renames them itself (`hub.names`)."""
+
+    @property
+    def weight(self) -> Any:
+        """The dense part's, in its own shape."""
+        return self.dense.weight
+
+    @property
+    def bias(self) -> Any:
+        """The dense part's (d_out), or None."""
+        return self.dense.bias
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the dense part's tensors under either name."""
+        for name in ("weight", "bias"):
+            if (plain := prefix + name) in state_dict:
+                state_dict[f"{prefix}dense.{name}"] = state_dict.pop(plain)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
         self.noble_config = config
         self.noble_shape = (d_in, d_out)
+        self.plain_names = True
+        self.dense.reset_parameters = _drawn_by_the_layer  # type: ignore[assignment]
+        self.register_state_dict_post_hook(_with_plain_names)
         self.branch_enabled = True
         self.noble_shared: SharedDown | None = None
         self.noble_place = 0
@@ -211,8 +238,6 @@ class _NobleBranch(MultiplierLayer, nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws every tensor of the table in this file's docstring; the dense ones only from scratch."""
-        if not hasattr(self, "noble_config"):
-            return  # nn.Linear calls this before the branch exists
         if self.noble_config.init != "pretrained":
             init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
             if self.bias is not None:
@@ -246,22 +271,35 @@ class _NobleBranch(MultiplierLayer, nn.Module):
             )
         return super()._replicate_for_data_parallel()  # type: ignore[misc]
 
+    def plain_dense(self) -> bool:
+        """Whether the dense part is a product with tensors that can be read: nothing was converted or hooked to it."""
+        dense = self.dense
+        return (
+            type(dense).forward in (nn.Linear.forward, Conv1D.forward)
+            and not is_traceable_wrapper_subclass(dense.weight)
+            and not (dense._forward_hooks or dense._forward_pre_hooks or dense._backward_hooks)
+            and not (dense._backward_pre_hooks or "forward" in vars(dense))
+        )
+
     def dense_weight(self) -> Tensor:
         """(d_out, d_in)."""
-        return self.weight
+        return self.weight.t() if isinstance(self.dense, Conv1D) else self.weight
 
     def whole_bias(self) -> Tensor | None:
         """The bias, with the branch's own in it."""
         biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
         return sum(biases[1:], biases[0]) if biases else None
 
-    def _noble(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_in) -> (..., d_out)."""
+        if not self.branch_enabled:
+            return self.dense(x)
         if self.noble_group is not None and (y := self.noble_group.output(x, self.noble_group_place)) is not None:
             return y
-        weight = self.dense_weight()
         config, lists = self.noble_config, self._branch_lists()
         down: Tensor | None = self.noble_down
         h: Tensor | None = None
+        given = x
         if self.noble_shared is not None:
             down = None
             x, h = self.noble_shared.product(x, self.noble_place)
@@ -269,8 +307,11 @@ class _NobleBranch(MultiplierLayer, nn.Module):
             assert down is not None
             h, down = self.noble_reduce(F.linear(x, down)), None
         dropped = config.dropout > 0 and self.training
-        if config.fusion == "add" and not dropped:
-            y = noble_linear(x, weight, self.whole_bias(), down, self.noble_up, *lists, config.activation, h)
+        plain = self.plain_dense()
+        if config.fusion == "add" and not dropped and plain:
+            y = noble_linear(
+                x, self.dense_weight(), self.whole_bias(), down, self.noble_up, *lists, config.activation, h
+            )
             return y if config.scale == 1 else y * config.scale
         if dropped:
             assert down is not None or h is not None
@@ -280,7 +321,8 @@ class _NobleBranch(MultiplierLayer, nn.Module):
             branch = noble_branch(x, down, self.noble_up, *lists, config.activation, h)
         if self.noble_up_bias is not None:
             branch = branch + self.noble_up_bias.to(branch.dtype)
-        y = F.linear(x, weight, self.bias)
+        y = F.linear(x, self.dense_weight(), self.bias) if plain else self.dense(given)
+        branch = branch.to(y.dtype)
         if self.noble_fusion is None:
             y = y + branch
         else:
@@ -301,11 +343,12 @@ class _NobleBranch(MultiplierLayer, nn.Module):
         )
 
 
-class NobleLinear(_NobleBranch, nn.Linear):
-    """`nn.Linear` with a NOBLE branch: (..., in_features) -> (..., out_features).
+class NobleLinear(_NobleBranch):
+    """A linear with a NOBLE branch: (..., in_features) -> (..., out_features).
 
-    `weight` (out_features, in_features) and `bias` keep their names, so plain checkpoints load into it.
-    Constructing it draws the init of this file's table; on the meta device nothing is drawn.
+    The dense part is the child `dense`, an `nn.Linear`; `weight` (out_features, in_features) and `bias` read its
+    tensors, and files have them under these names, so plain checkpoints load into it. Constructing it draws the init
+    of this file's table; on the meta device nothing is drawn.
 
     Args:
         in_features: d_in.
@@ -332,18 +375,15 @@ class NobleLinear(_NobleBranch, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_rank("this layer", in_features, out_features, config)
-        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        where = torch.get_default_device() if device is None else device
+        self.dense = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=where, dtype=dtype)
         self._add_branch(in_features, out_features, config, device, dtype)
         self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        if not self.branch_enabled:
-            return nn.Linear.forward(self, x)
-        return self._noble(x)
 
-
-class NobleConv1D(_NobleBranch, Conv1D):
+class NobleConv1D(_NobleBranch):
     """The same for transformers' `Conv1D` (GPT-2), whose `weight` is (d_in, d_out)."""
 
     def __init__(
@@ -356,31 +396,38 @@ class NobleConv1D(_NobleBranch, Conv1D):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_rank("this layer", nx, nf, config)
-        nn.Module.__init__(self)  # Conv1D's own takes no device
+        super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.empty(nx, nf, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(nf, device=device, dtype=dtype))
+        with torch.device("meta"):  # its constructor takes no device, and draws
+            dense = Conv1D(nf, nx)
+        self.dense = dense.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
         self._add_branch(nx, nf, config, device, dtype)
         self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., nx) -> (..., nf)."""
-        if not self.branch_enabled:
-            return Conv1D.forward(self, x)
-        return self._noble(x)
 
-    def dense_weight(self) -> Tensor:
-        """(d_out, d_in)."""
-        return self.weight.t()
+def _drawn_by_the_layer() -> None:
+    """Stands for `dense.reset_parameters`: a loop over all modules would undo the table's init of the dense part."""
 
-    __repr__ = nn.Module.__repr__
+
+def _with_plain_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Renames the dense part's tensors in what `state_dict()` returns."""
+    assert isinstance(layer, _NobleBranch)
+    if layer.plain_names:
+        for name in ("weight", "bias"):
+            if (inside := f"{prefix}dense.{name}") in state_dict:
+                state_dict[prefix + name] = state_dict.pop(inside)
+
+
+def _too_high(d_in: int, d_out: int, config: NobleConfig) -> str | None:
+    """Why a linear of these sizes has no branch of this rank, or None."""
+    rank = config.rank_of(d_in, d_out)
+    return None if rank < min(d_in, d_out) else f"rank {rank} is not low for {d_in} -> {d_out}"
 
 
 def _check_rank(name: str, d_in: int, d_out: int, config: NobleConfig) -> None:
-    rank = config.rank_of(d_in, d_out)
-    if rank >= min(d_in, d_out):
+    if _too_high(d_in, d_out, config) is not None:
         raise UserError(
-            f"rank {rank} is not low for {name} ({d_in} -> {d_out}); "
+            f"rank {config.rank_of(d_in, d_out)} is not low for {name} ({d_in} -> {d_out}); "
             f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
         )
 
@@ -405,7 +452,7 @@ def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
         layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
     layer.to_empty(device=weight.device)
     # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
-    layer.weight, layer.bias = module.weight, module.bias
+    layer.dense.weight, layer.dense.bias = module.weight, module.bias
     if config.init != "pretrained":
         for tensor in (layer.weight, layer.bias):
             if tensor is not None:
@@ -483,11 +530,13 @@ METHOD = Method(
     name=NobleConfig.method,
     config_class=NobleConfig,
     layer_types=(NobleLinear, NobleConv1D),
-    is_target=lambda module: type(module) in (nn.Linear, Conv1D),
+    is_target=is_plain_linear,
     check=lambda name, module, config: _check_rank(name, *_shape(module), config),
+    leave=lambda module, config: _too_high(*_shape(module), config),
     build=lambda name, module, config: _build(module, config),
     build_all=_build_all,
     roles=_roles,
     flops=_flops,
     added=_added,
+    dense="dense",
 )

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..ops.cosnet import bottleneck_activation
 from .noble import NobleConv1D, NobleLinear
@@ -67,7 +66,7 @@ class FusedNoble(nn.Module):
         """Registers this group's tensors as buffers."""
         lists = [layer._branch_lists() for layer in layers]
         shared = layers[0].noble_shared
-        dense = [layer.weight.t() if isinstance(layer, Conv1D) else layer.weight for layer in layers]
+        dense = [layer.dense_weight() for layer in layers]
         downs = [shared.owner.noble_down if shared is not None else layer.noble_down for layer in layers]
         zeros = dense[0].new_zeros
         firsts = [zeros(self.rank) for _ in layers]

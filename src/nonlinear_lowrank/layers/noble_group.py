@@ -38,7 +38,7 @@ class NobleGroup:
 
     def output(self, x: Tensor, place: int) -> Tensor | None:
         """y (..., d_out) of the layer at this place; None where it shall compute its own."""
-        if not self.together or not all(each.branch_enabled for each in self.layers):
+        if not self.together or not all(each.branch_enabled and each.plain_dense() for each in self.layers):
             return None
         held, how = self._held, circumstances(x, self.layers[0].weight)
         if held is None or held[0] is not x or held[1] != how or held[3] >> place & 1:

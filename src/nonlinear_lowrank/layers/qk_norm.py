@@ -26,6 +26,7 @@ from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
+from .matrix import is_plain_linear
 from .method import Method, PlainCost, Role
 from .noble import NobleConv1D, NobleLinear
 from .query import (
@@ -137,7 +138,9 @@ def _shape(module: nn.Module) -> tuple[int, int]:
         return module.width, module.width + (module.others if isinstance(module, NonlinearQKV) else 0)
     if isinstance(module, Conv1D):
         return module.nx, module.nf
-    assert isinstance(module, nn.Linear | SineLowRankLinear)
+    if isinstance(module, NobleConv1D):
+        return module.nx, module.nf
+    assert isinstance(module, nn.Linear | NobleLinear | SineLowRankLinear)
     return module.in_features, module.out_features
 
 
@@ -188,7 +191,7 @@ METHOD = Method(
     name=QKNormConfig.method,
     config_class=QKNormConfig,
     layer_types=(QKNormProjection,),
-    is_target=lambda module: type(module) in (nn.Linear, Conv1D) or isinstance(module, _TARGETS),
+    is_target=lambda module: is_plain_linear(module) or isinstance(module, _TARGETS),
     check=_check,
     check_parent=_check_parent,
     build=_build,

@@ -32,6 +32,7 @@ from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
+from .matrix import is_plain_linear
 from .method import Method, PlainCost, Role
 
 Kind = Literal["nonlinear", "linear", "identity"]
@@ -318,9 +319,9 @@ def _query_width(parent: nn.Module) -> int | None:
     return None if heads is None or head is None else heads * head
 
 
-def holds_keys_and_values(module: nn.Module) -> bool:
+def holds_keys_and_values(module: Any) -> bool:
     """GPT-2's cross-attention, whose queries are in a module beside it."""
-    return isinstance(module, Conv1D) and module.nf == 2 * module.nx
+    return hasattr(module, "nf") and module.nf == 2 * module.nx  # a Conv1D, or NOBLE's of one
 
 
 def _build(module: nn.Module, config: NonlinearQueryConfig) -> nn.Module:
@@ -374,7 +375,7 @@ METHOD = Method(
     name=NonlinearQueryConfig.method,
     config_class=NonlinearQueryConfig,
     layer_types=(NonlinearQuery, NonlinearQKV),
-    is_target=lambda module: type(module) in (nn.Linear, Conv1D),
+    is_target=is_plain_linear,
     check=_check,
     check_parent=_check_parent,
     build=lambda name, module, config: _build(module, config),

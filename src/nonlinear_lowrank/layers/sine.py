@@ -36,6 +36,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..ops.lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
+from .matrix import is_plain_linear
 from .method import Method, PlainCost, Role
 
 WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
@@ -252,7 +253,7 @@ METHOD = Method(
     name=SineLowRankConfig.method,
     config_class=SineLowRankConfig,
     layer_types=(SineLowRankLinear,),
-    is_target=lambda module: type(module) in (nn.Linear, Conv1D),
+    is_target=is_plain_linear,
     check=_check,
     build=lambda name, module, config: _build(module, config),
     roles=_roles,

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging as transformers_logging
 
 from ..errors import DivergedError, UserError
+from ..hub.names import in_files, in_memory
 from ..processes import gather_objects, on_first_process
 from ..storage import (
     MANIFEST,
@@ -334,7 +335,8 @@ class CheckpointedTrainer(Trainer):
                 save_file(buffers, folder / _BUFFERS)
             return
         if _partly_frozen(model) and not whole:
-            save_file({name: value.contiguous() for name, value in weights.items()}, folder / _TRAINABLE)
+            trained = {name: value.contiguous() for name, value in in_files(model, weights).items()}
+            save_file(trained, folder / _TRAINABLE)
             return
         if not isinstance(model, PreTrainedModel):
             kept: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
@@ -346,9 +348,9 @@ class CheckpointedTrainer(Trainer):
         cached, model.config.use_cache = model.config.use_cache, True
         try:
             with _no_progress_bars():
-                # A dict of its own: save_pretrained empties it. Names as in memory, so that resuming is exact.
+                # Nothing is converted, so that resuming is exact.
                 model.save_pretrained(
-                    folder, state_dict=dict(weights), is_main_process=True, save_original_format=False
+                    folder, state_dict=in_files(model, weights), is_main_process=True, save_original_format=False
                 )
         finally:
             model.config.use_cache = cached
@@ -369,7 +371,7 @@ class CheckpointedTrainer(Trainer):
         weights: dict[str, Any] = {}
         frozen = _partly_frozen(plain)
         for file in sorted(folder.glob(_TRAINABLE if frozen else "model*.safetensors")) if read else ():
-            weights |= load_file(file)
+            weights |= in_memory(plain, load_file(file))
         if self.is_fsdp_enabled:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not frozen)
             set_model_state_dict(target, weights, options=options)

@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from ..analysis.importance import PARTS, part_of
 from ..augmentation import augment
 from ..budget import parse_budget
+from ..choice import dense_parts
 from ..errors import UserError
-from ..layers import METHODS, Method, method_of_layer
+from ..layers import METHODS, Method
 from ..layers import qk_norm as qk_norm_layers
 from ..layers import query as query_layers
 from ..layers import sine as sine_layers
@@ -158,10 +159,11 @@ def _read_parts(text: Any) -> list[str]:
 
 def _select(model: nn.Module, method: str, text: str) -> list[str]:
     """Names of the plain linears that are such parts of a block."""
+    inside = dense_parts(model)
     plain = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and method_of_layer(module) is None
+        if isinstance(module, nn.Linear | Conv1D) and module not in inside
     ]
     chosen = [name for name in plain if part_of(name) in _read_parts(text)]
     if not chosen:
