@@ -52,14 +52,6 @@ def test_only_what_is_asked_for(wanted):
     torch.testing.assert_close(found, expected)
 
 
-def test_custom_ops_pass_opcheck():
-    gate, up, numerator, denominator = (each.detach() for each in make("sum_of_abs", dtype=torch.float32))
-    rest = (gate, up, numerator, denominator, "sum_of_abs", [-1.0, 2.0, 0.0, 1.0])
-    ops = torch.ops.nonlinear_lowrank
-    torch.library.opcheck(ops.rational_gated_forward.default, rest)
-    torch.library.opcheck(ops.rational_gated_backward.default, (torch.randn_like(gate), *rest, [True] * 4))
-
-
 def test_wrong_inputs_and_second_derivatives():
     leaves = make("abs_of_sum")
     with pytest.raises(UserError, match="one shape and type"):

@@ -300,33 +300,6 @@ def test_other_layers_compile_fullgraph(kind):
         assert torch.equal(compiled(x), eager[0])
 
 
-@pytest.mark.parametrize("how", [(1, 0), (0, 0), (1, 1), (1, 0, 2, 2)], ids=str)
-def test_ops_pass_opcheck(how):
-    (plain, dora) = make_factors([False, True], dtype=torch.float32)
-    shape = (D_OUT, D_IN, 1, 1) if len(how) > 2 else (D_IN, D_OUT) if how[1] else (D_OUT, D_IN)
-    weight, bias = torch.randn(shape), torch.randn(D_OUT)
-    x = torch.randn(2, D_IN, 5, 6) if len(how) > 2 else torch.randn(3, 5, D_IN)
-    lists = [[each.detach() for each in pair] for pair in ((plain.up, dora.up), (plain.down, dora.down))]
-    settings = [2.0, 0.3, 0.0, 1.5, 0.2, 1.0]
-    shared = (*lists, [dora.magnitude.detach()], settings, list(how))
-    forward, backward = torch.ops.nonlinear_lowrank.sine_forward, torch.ops.nonlinear_lowrank.sine_backward
-    torch.library.opcheck(forward.default, (x, weight, bias, *shared))
-    dy = torch.randn_like(forward(x, weight, bias, *shared))
-    torch.library.opcheck(backward.default, (dy, x, weight, *shared, [True] * 8))
-    torch.library.opcheck(backward.default, (dy, x, weight, *shared, [True, False, False, False, *[True] * 4]))
-
-
-def test_embedding_ops_pass_opcheck():
-    (plain, dora) = make_factors([False, True], dtype=torch.float32)
-    indices, weight = torch.randint(0, D_OUT, (2, 5)), torch.randn(D_OUT, D_IN)
-    lists = [[each.detach() for each in pair] for pair in ((plain.up, dora.up), (plain.down, dora.down))]
-    shared = (indices, weight, *lists, [dora.magnitude.detach()], [2.0, 0.3, 0.0, 1.5, 0.2, 1.0])
-    torch.library.opcheck(torch.ops.nonlinear_lowrank.sine_rows_forward.default, (*shared, True))
-    for padding in (None, 3):
-        arguments = (torch.randn(2, 5, D_IN), *shared, padding, True, [False, *[True] * 5])
-        torch.library.opcheck(torch.ops.nonlinear_lowrank.sine_rows_backward.default, arguments)
-
-
 @deltas
 def test_embedding_matches_the_plain_formula(dora):
     factors, weight = make_factors(dora, d_out=30), leaf(30, D_IN)

@@ -334,8 +334,7 @@ def _backward(
     dup = dy_TO.t() @ u
     del u
 
-    nothing = dy.new_empty(0)
-    dx = nothing
+    dx = dy.new_empty(0)
     if wanted[0]:
         if weight is None:
             assert down is not None
@@ -345,9 +344,10 @@ def _backward(
             if down is not None:
                 dx_TI.addmm_(dh, down)
         dx = dx_TI.view(x.shape)
-    dweight = dy_TO.t() @ x_TI if wanted[1] else nothing
-    dbias = dy_TO.sum(0) if wanted[2] else nothing
-    dbranch = dh.reshape(h.shape) if down is None else dh.t() @ x_TI
+    dweight = dy_TO.t() @ x_TI if wanted[1] else dy.new_empty(0)
+    dbias = dy_TO.sum(0) if wanted[2] else dy.new_empty(0)
+    # Elementwise steps keep the layout of an h that is given; the op's results are contiguous.
+    dbranch = dh.reshape(h.shape).contiguous() if down is None else dh.t() @ x_TI
     return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
 
 
@@ -422,15 +422,14 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
 def _(x, weight, bias, down, up, mixes, frequencies, phases, activation, h=None, training=False):
-    kept = x.new_empty(x.numel() // x.shape[-1], up.shape[1]) if h is None else x.new_empty(0)
+    kept = x.new_empty(x.numel() // x.shape[-1], down.shape[0]) if h is None else x.new_empty(0)
     return x.new_empty(*x.shape[:-1], up.shape[0]), kept
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
 def _(dy, x, h, weight, down, up, mixes, frequencies, phases, activation, wanted):
-    nothing = dy.new_empty(0)
     return [
-        x.new_empty(x.shape) if wanted[0] else nothing,
+        x.new_empty(x.shape) if wanted[0] else dy.new_empty(0),
         dy.new_empty(weight.shape) if wanted[1] else dy.new_empty(0),
         dy.new_empty(weight.shape[0]) if wanted[2] else dy.new_empty(0),
         *(each.new_empty(each.shape) for each in (h if down is None else down, up, *mixes, *frequencies, *phases)),

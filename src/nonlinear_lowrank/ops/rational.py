@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .activations import FORMULAS, activation, activation_slope
-from .rational_gpu import gradients_on_gpu, kernel, on_gpu, opaque
+from .rational_gpu import gradients_on_gpu, kernel, on_gpu, op_gradients, opaque
 from .reshaped import reshaped
 
 FORMS = ("abs_of_sum", "sum_of_abs")
@@ -394,7 +394,8 @@ def _in_pieces(
         shaped, sums = _eager(run, x, x_TC, dy_TC, skip=bool(wanted) and not wanted[0])
     if len(sums) == 2 and sums[1] is not None and form == "sum_of_abs":
         sums[1] = torch.where(denominator < 0, -sums[1], sums[1])
-    return [shaped, *(None if each is None else each.to(numerator.dtype) for each in sums)]
+    own = zip(sums, (numerator, denominator), strict=False)  # forward has no sums
+    return [shaped, *(None if each is None else each.to(like.dtype) for each, like in own)]
 
 
 def _eager(
@@ -489,7 +490,7 @@ def _check_anchor(
 
 
 def _forward_body(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None) -> Tensor:
-    return value(x, numerator, denominator, form, None if limits is None else tuple(limits))
+    return value(x, numerator, denominator, form, None if limits is None else tuple(limits)).contiguous()
 
 
 def _backward_body(
@@ -501,10 +502,10 @@ def _backward_body(
     limits: list[float] | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """As `gradients`, with empty tensors where not wanted."""
+    """`gradients` as an op returns them."""
     tails = None if limits is None else tuple(limits)
     found = gradients(dy, x, numerator, denominator, form, tails, wanted=wanted)
-    return [x.new_empty(0) if each is None or not want else each for each, want in zip(found, wanted, strict=True)]
+    return op_gradients(found, (x, numerator, denominator), wanted)
 
 
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")

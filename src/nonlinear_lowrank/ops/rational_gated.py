@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .rational import LinearTails, check, gradients, needs_gradient, rational_reference, value
-from .rational_gpu import gradients_on_gpu, kernel, on_gpu, opaque
+from .rational_gpu import gradients_on_gpu, kernel, on_gpu, op_gradients, opaque
 
 
 def rational_gated_reference(
@@ -127,6 +127,12 @@ def _backward(
 # The opaque ops under torch.compile on NVIDIA; plain registrations, as in cosnet.py.
 
 
+def _forward_body(
+    gate: Tensor, up: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None
+) -> Tensor:
+    return _forward(gate, up, numerator, denominator, form, limits).contiguous()
+
+
 def _backward_body(
     dy: Tensor,
     gate: Tensor,
@@ -137,16 +143,16 @@ def _backward_body(
     limits: list[float] | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """As `_backward`, with empty tensors where not wanted."""
+    """`_backward` as an op returns it."""
     found = _backward(dy, gate, up, numerator, denominator, form, limits, wanted)
-    return [gate.new_empty(0) if each is None or not want else each for each, want in zip(found, wanted, strict=True)]
+    return op_gradients(found, (gate, up, numerator, denominator), wanted)
 
 
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _INPUTS = "Tensor gate, Tensor up, Tensor numerator, Tensor denominator, str form, float[]? limits"
 _LIBRARY.define(f"rational_gated_forward({_INPUTS}) -> Tensor")
 _LIBRARY.define(f"rational_gated_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]")
-_LIBRARY.impl("rational_gated_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("rational_gated_forward", _forward_body, "CompositeExplicitAutograd")
 _LIBRARY.impl("rational_gated_backward", _backward_body, "CompositeExplicitAutograd")
 
 

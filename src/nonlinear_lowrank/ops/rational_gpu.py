@@ -67,6 +67,21 @@ def gradients_on_gpu(
     ]
 
 
+def op_gradients(found: Sequence[Tensor | None], inputs: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Gradients as the fakes promise them: contiguous, as the kernels' are; new empty tensors where not wanted.
+
+    Args:
+        found: of each input; None allowed where not wanted.
+        inputs: whose types the empty tensors have.
+        wanted: for each input.
+    """
+    listed = []
+    for gradient, like, want in zip(found, inputs, wanted, strict=True):
+        assert gradient is not None or not want
+        listed.append(gradient.contiguous() if want and gradient is not None else like.new_empty(0))
+    return listed
+
+
 def _coefficients(numerator: Tensor, denominator: Tensor, form: str) -> tuple[Tensor, Tensor]:
     a, b = numerator.float().contiguous(), denominator.float().contiguous()
     return a, b.abs() if form == "sum_of_abs" else b

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """A new tensor in another shape, without a copy, that is no view to autograd.
@@ -16,4 +18,4 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
         result: made by the caller, who keeps no other reference to it.
         shape: of as many numbers.
     """
-    return torch.ops.aten._unsafe_view.default(result, shape)
+    return _unsafe_view(result, shape)

@@ -1,0 +1,301 @@
+"""Every op of ours under torch.library.opcheck: shapes, types, layouts and subsets of wanted gradients at random.
+
+The drawn cases are those that the public functions produce: their mixtures of types, empty batches, single vectors,
+transposed, sliced and expanded tensors.
+"""
+
+import importlib
+import pkgutil
+import random
+
+import pytest
+import torch
+
+import nonlinear_lowrank.ops as ops
+from nonlinear_lowrank.ops.rational import FORMS, denominator_size
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+SAMPLE, ALL = 3, 36
+"""Cases of each op in a run of the tests, and in a whole one: 14 x 36 = 504."""
+
+for module in pkgutil.iter_modules(ops.__path__):
+    if not module.ispkg:  # the kernels need triton, and register nothing
+        importlib.import_module(f"{ops.__name__}.{module.name}")
+REGISTERED = sorted(
+    name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nonlinear_lowrank::")
+)
+
+
+class Draw:
+    """The random choices of one case.
+
+    Args:
+        index: of the case; its bits are the first gradients that are wanted, so that 2^n cases have every subset of n.
+    """
+
+    def __init__(self, index):
+        self.index = index
+        self.random = random.Random(torch.initial_seed() + index)
+
+    def any(self, *choices):
+        return self.random.choice(choices)
+
+    def size(self, most=6):
+        return self.random.randint(1, most)
+
+    def maybe(self, value):
+        return self.any(value, None)
+
+    def batch(self):
+        return self.any((), (0,), (1,), (5,), (2, 3), (2, 0), (0, 3), (1, 4), (2, 1, 3))
+
+    def tensor(self, *shape, dtype):
+        """Normal numbers in some layout."""
+        layout, gap = self.any("plain", "plain", "transposed", "sliced", "strided", "expanded"), 3
+        if layout == "transposed" and len(shape) > 1:
+            return torch.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+        if layout == "sliced":  # of a wider one, as halves of a fused projection are
+            return torch.randn(*shape[:-1], shape[-1] + gap).to(dtype)[..., gap:]
+        if layout == "strided":
+            return torch.randn(*shape[:-1], shape[-1] * 2).to(dtype)[..., ::2]
+        if layout == "expanded":  # a bias, or the gradient of a sum
+            which = self.random.randrange(len(shape))
+            return torch.randn(*(1 if at == which else size for at, size in enumerate(shape))).to(dtype).expand(shape)
+        return torch.randn(shape).to(dtype)
+
+    def wanted(self, *possible):
+        """A subset of what may be wanted."""
+        bits = self.index | self.random.getrandbits(len(possible)) << self.index.bit_length()
+        return [bool(may and bits >> place & 1) for place, may in enumerate(possible)]
+
+
+def bottleneck(draw, rank, activation, depth, dtype):
+    """mixes, frequencies and phases, and how wide u is: the last step may have some of the rows alone."""
+    wide = draw.any(dtype, torch.float32, torch.float64)
+    last = draw.any(rank, draw.size(rank)) if depth > 1 else rank
+    widths = [*[rank] * (depth - 1), last]
+    mixes = [draw.tensor(width, rank, dtype=dtype) for width in widths[1:]]
+    cosines = [[draw.tensor(width, dtype=wide) for width in widths if activation == "cosine"] for _ in range(2)]
+    return [mixes, *cosines], last
+
+
+def noble(draw):
+    """x, weight, bias, the branch's arguments and h."""
+    batch, d_in, d_out, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.size(), draw.any(*FLOATS)
+    activation = draw.any("cosine", "cosine", *ops.ACTIVATIONS)
+    depth = draw.any(1, 2, 3) if activation == "cosine" else draw.any(1, 2)
+    lists, width = bottleneck(draw, rank, activation, depth, dtype)
+    weight = draw.maybe(draw.tensor(d_out, d_in, dtype=dtype))
+    bias = None if weight is None else draw.maybe(draw.tensor(d_out, dtype=dtype))
+    down = draw.maybe(draw.tensor(rank, d_in, dtype=dtype))
+    given = None if down is not None else draw.tensor(*batch, rank, dtype=dtype)
+    branch = (down, draw.tensor(d_out, width, dtype=dtype), *lists, activation)
+    return draw.tensor(*batch, d_in, dtype=dtype), weight, bias, branch, given
+
+
+def noble_forward(draw):
+    x, weight, bias, branch, given = noble(draw)
+    return x, weight, bias, *branch, given, draw.any(True, False)
+
+
+def noble_backward(draw):
+    x, weight, _, branch, given = noble(draw)
+    down, up = branch[:2]
+    h = draw.tensor(x.shape[:-1].numel(), down.shape[0], dtype=x.dtype) if given is None else given
+    wanted = draw.wanted(weight is not None or down is not None, weight is not None, weight is not None)
+    return draw.tensor(*x.shape[:-1], up.shape[0], dtype=x.dtype), x, h, weight, *branch, wanted
+
+
+def noble_group(draw):
+    """x, weights, biases, and the branches' arguments."""
+    batch, d_in, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.any(*FLOATS)
+    n, activation = draw.any(2, 3), draw.any("cosine", "cosine", *ops.ACTIVATIONS)
+    m, depth, wide = draw.any(n, 1), draw.any(1, 2), draw.any(dtype, torch.float32)
+    d_outs = [draw.size() for _ in range(n)]
+    cosines = 2 * n * depth if activation == "cosine" else 0
+    flat = [draw.tensor(rank, rank, dtype=dtype) for _ in range(n * (depth - 1))]
+    flat += [draw.tensor(rank, dtype=wide) for _ in range(cosines)]
+    downs = [draw.tensor(rank, d_in, dtype=dtype) for _ in range(m)]
+    ups = [draw.tensor(d_out, rank, dtype=dtype) for d_out in d_outs]
+    weights = [draw.tensor(d_out, d_in, dtype=dtype) for d_out in d_outs]
+    biases = [draw.maybe(draw.tensor(d_out, dtype=dtype)) for d_out in d_outs]
+    branches = (downs, ups, flat, [n, m, depth - 1, cosines // (2 * n)], activation)
+    return draw.tensor(*batch, d_in, dtype=dtype), weights, biases, branches
+
+
+def noble_group_forward(draw):
+    x, weights, biases, branches = noble_group(draw)
+    return x, weights, biases, *branches, draw.any(True, False)
+
+
+def noble_group_backward(draw):
+    x, weights, _, branches = noble_group(draw)
+    h = draw.tensor(x.shape[:-1].numel(), sum(down.shape[0] for down in branches[0]), dtype=x.dtype)
+    dys = [draw.tensor(*x.shape[:-1], weight.shape[0], dtype=x.dtype) for weight in weights]
+    return dys, x, h, weights, *branches, draw.wanted(*[True] * (1 + 2 * len(weights)))
+
+
+def factors(draw, d_out, d_in):
+    """ups, downs, magnitudes, settings of one to three deltas."""
+    ups, downs, magnitudes, settings = [], [], [], []
+    for _ in range(draw.any(1, 1, 2, 3)):
+        rank, dtype, dora = draw.size(3), draw.any(*FLOATS), draw.any(True, False)
+        ups.append(draw.tensor(d_out, rank, dtype=dtype))
+        downs.append(draw.tensor(rank, d_in, dtype=dtype))
+        if dora:
+            magnitudes.append(draw.tensor(d_out, dtype=draw.any(*FLOATS)).abs())
+        settings += [draw.any(1.0, 30.0), draw.any(0.25, 1.0), float(dora)]
+    return ups, downs, magnitudes, settings
+
+
+def sine(draw):
+    """x, weight, bias, the deltas, how, and the output's shape."""
+    batch, d_in, d_out, dtype = draw.batch(), draw.size(), draw.size(), draw.any(*FLOATS)
+    deltas = factors(draw, d_out, d_in)
+    kind = draw.any("linear", "linear", "transposed", "convolution")
+    shape = {"linear": (d_out, d_in), "transposed": (d_in, d_out), "convolution": (d_out, d_in, 1, 1)}[kind]
+    weight, base = draw.tensor(*shape, dtype=draw.any(dtype, *FLOATS)), draw.any(True, False)
+    if not base and not deltas[2]:
+        weight = None
+    how = [int(base), int(kind == "transposed")]
+    if kind == "convolution":
+        images, stride = draw.any(0, 1, 3), (draw.any(1, 2), draw.any(1, 2))
+        how += stride
+        high, wide = draw.size(), draw.size()
+        x = draw.tensor(images, d_in, high, wide, dtype=dtype)
+        if draw.any(True, False):
+            x = x.to(memory_format=torch.channels_last)
+        out = (images, d_out, -(-high // stride[0]), -(-wide // stride[1]))
+    else:
+        x, out = draw.tensor(*batch, d_in, dtype=dtype), (*batch, d_out)
+    return x, weight, draw.maybe(draw.tensor(d_out, dtype=dtype)), deltas, how, out
+
+
+def sine_forward(draw):
+    x, weight, bias, deltas, how, _ = sine(draw)
+    return x, weight, bias, *deltas, how
+
+
+def sine_backward(draw):
+    x, weight, bias, deltas, how, out = sine(draw)
+    parameters = sum(map(len, deltas[:3]))
+    wanted = draw.wanted(True, weight is not None, bias is not None, *[True] * parameters)
+    return draw.tensor(*out, dtype=x.dtype), x, weight, *deltas, how, wanted
+
+
+def sine_rows(draw):
+    """Indices, table and deltas."""
+    tokens, width = draw.size(), draw.size()
+    indices = torch.randint(tokens, draw.batch(), dtype=draw.any(torch.int64, torch.int32))
+    if indices.ndim > 1 and draw.any(True, False):
+        indices = indices.transpose(0, 1)
+    return indices, draw.tensor(tokens, width, dtype=draw.any(*FLOATS)), factors(draw, tokens, width)
+
+
+def sine_rows_forward(draw):
+    indices, weight, deltas = sine_rows(draw)
+    return indices, weight, *deltas, draw.any(True, False)
+
+
+def sine_rows_backward(draw):
+    indices, weight, deltas = sine_rows(draw)
+    dy = draw.tensor(*indices.shape, weight.shape[1], dtype=weight.dtype)
+    wanted = draw.wanted(True, *[True] * sum(map(len, deltas[:3])))
+    return dy, indices, weight, *deltas, draw.maybe(0), draw.any(True, False), wanted
+
+
+def rational(draw, inputs):
+    """Tensors (..., C) of one type, then coefficients, form and limits."""
+    groups, dtype, form = draw.size(3), draw.any(*FLOATS), draw.any(*FORMS)
+    shape, degrees = (*draw.batch(), groups * draw.size(4)), (draw.any(0, 1, 5), draw.any(1, 4))
+    numerator = draw.tensor(groups, degrees[0] + 1, dtype=draw.any(*FLOATS))
+    denominator = draw.tensor(groups, denominator_size(degrees[1], form), dtype=draw.any(numerator.dtype, *FLOATS))
+    limits = draw.any(None, [-2.0, 2.0, 0.0, 1.0], [-1.0, 3.0, 0.5, 0.0])
+    return [draw.tensor(*shape, dtype=dtype) for _ in range(inputs)], (numerator, denominator, form, limits)
+
+
+def rational_forward(draw):
+    (x,), settings = rational(draw, 1)
+    return x, *settings
+
+
+def rational_backward(draw):
+    (dy, x), settings = rational(draw, 2)
+    return dy, x, *settings, draw.wanted(*[True] * 3)
+
+
+def rational_gated_forward(draw):
+    (gate, up), settings = rational(draw, 2)
+    return gate, up, *settings
+
+
+def rational_gated_backward(draw):
+    (dy, gate, up), settings = rational(draw, 3)
+    return dy, gate, up, *settings, draw.wanted(*[True] * 4)
+
+
+def lowrank_forward(draw):
+    d_in, d_out, rank, dtype = draw.size(), draw.size(), draw.size(3), draw.any(*FLOATS)
+    x, bias = draw.tensor(*draw.batch(), d_in, dtype=dtype), draw.maybe(draw.tensor(d_out, dtype=dtype))
+    held = draw.any(*FLOATS)
+    up, down = draw.tensor(d_out, rank, dtype=held), draw.tensor(rank, d_in, dtype=held)
+    return x, up, down, bias, draw.any("sine", "sigmoid", "relu"), draw.any(1.0, 30.0), draw.any(1.0, 4.0)
+
+
+def wide_product(draw):
+    m, k, n = draw.size(), draw.size(), draw.size()
+    left, right = draw.tensor(m, k, dtype=draw.any(*FLOATS)), draw.tensor(k, n, dtype=draw.any(*FLOATS))
+    return left, right, draw.any(1.0, 30.0), draw.maybe(draw.tensor(m, n, dtype=draw.any(*FLOATS)))
+
+
+GENERATORS = {
+    each.__name__: each
+    for each in (
+        lowrank_forward,
+        noble_backward,
+        noble_forward,
+        noble_group_backward,
+        noble_group_forward,
+        rational_backward,
+        rational_forward,
+        rational_gated_backward,
+        rational_gated_forward,
+        sine_backward,
+        sine_forward,
+        sine_rows_backward,
+        sine_rows_forward,
+        wide_product,
+    )
+}
+
+
+def described(argument):
+    """An argument in a few words, for the case that fails."""
+    if isinstance(argument, torch.Tensor):
+        return f"{str(argument.dtype)[6:]}{list(argument.shape)}{argument.stride()}"
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(described, argument))}]"
+    return repr(argument)
+
+
+def check(name, indices):
+    op = getattr(torch.ops.nonlinear_lowrank, name).default
+    for index in indices:
+        arguments = GENERATORS[name](Draw(index))
+        print(f"{name}, case {index}: {described(arguments)}")
+        torch.library.opcheck(op, arguments)
+
+
+def test_every_registered_op_has_a_generator():
+    assert sorted(GENERATORS) == REGISTERED
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_sampled_cases_pass_opcheck(name):
+    check(name, random.Random(torch.initial_seed()).sample(range(ALL), SAMPLE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GENERATORS)
+def test_all_cases_pass_opcheck(name):
+    check(name, range(ALL))
