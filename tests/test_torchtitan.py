@@ -433,7 +433,7 @@ REFUSED = {
     "no linear": ({"include": r"layers\.\d+\.mlp"}, NOBLE, r"'layers.*mlp' matches no linear's whole name"),
     "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
     "no expression": ({"include": "("}, NOBLE, "is not a regular expression"),
-    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers\.0\.attention\.qkv_linear\.wk"),
+    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers.*qkv_linear\.wk"),
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
     "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* leave them out"),

@@ -1,5 +1,6 @@
 """The tuner base: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -7,13 +8,15 @@ from typing import Any, ClassVar
 
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.constants import DUMMY_TARGET_MODULES, INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.error import NoMatchingPeftModuleError
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..layers.experts import unreached_experts
+from ..layers.forward_code import bypassed_linears
 from ..layers.matrix import Matrix, matrix_of
 from .base import BASE_ROWS, AdapterLayer, check_adapter_name
 from .config import AdapterConfig
@@ -110,8 +113,11 @@ class AdapterModel(BaseTuner):
         """Every check that needs the model, before the first module is changed."""
         if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
             return
+        every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
+        if every and (experts := unreached_experts(model)):  # peft's LoRA takes them by target_parameters
+            warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
-        targets = self.targets(peft_config, model)
+        targets = self._acting(peft_config, model, every)
         for name, module in targets.items():
             base = module
             if isinstance(module, BaseTunerLayer):
@@ -128,6 +134,26 @@ class AdapterModel(BaseTuner):
                 raise UserError(
                     f"{pattern} has {', '.join(map(repr, unused))}, which match none of the adapted modules"
                 )
+
+    def _acting(self, peft_config: Any, model: nn.Module, every: bool) -> dict[str, nn.Module]:
+        """The targets, without those that the model's code does not call, where the user asked for every linear.
+
+        Raises:
+            UserError: the user named one of them.
+        """
+        targets, bypassed = self.targets(peft_config, model), bypassed_linears(model)
+        dead = {name: bypassed[name].why for name in targets if name in bypassed and bypassed[name].refused}
+        if not dead:
+            return targets
+        name, why = next(iter(dead.items()))
+        excluded = peft_config.exclude_modules
+        if not every or isinstance(excluded, str):
+            raise UserError(f"an adapter on {name} would have no effect: {why}; name it in exclude_modules")
+        peft_config.exclude_modules = [*(excluded or ()), *dead]
+        warnings.warn(
+            f"{len(dead)} linears get no adapter, which would have no effect: {why} ({name}, ...)", stacklevel=3
+        )
+        return self.targets(peft_config, model)
 
     def _create_and_replace(
         self,

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..choice import dense_parts
 from ..errors import UserError
+from ..layers.experts import unreached_experts
 from .cost import LayerCost, ModelCost, model_cost
 from .saved import saved_storages
 
@@ -72,6 +73,9 @@ def inspect_model(
     cost.notes.extend(notes)
     if not inputs:
         note = f"kept bytes unknown: give inputs= for the forward pass of a {type(model).__name__}"
+        return replace(cost, notes=[*cost.notes, note])
+    if unreached_experts(model):
+        note = "kept bytes unknown: a pass on fake tensors routes no token to an expert; measure a real step"
         return replace(cost, notes=[*cost.notes, note])
     try:
         kept = _kept_by_module(model, inputs, bf16)

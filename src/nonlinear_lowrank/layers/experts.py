@@ -1,5 +1,7 @@
 """Experts that a module holds as 3-D parameters (E, a, b): most of a mixture-of-experts model, and no linear of it."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,20 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
         return {}
     own = module.named_parameters(recurse=False)
     return {name: tensor for name, tensor in own if tensor.ndim == 3 and tensor.shape[0] > 1}
+
+
+def unreached_experts(model: nn.Module) -> str:
+    """The modules that hold experts as tensors, and their share of the parameters, as a clause; empty: there are none."""
+    held = {name: sum(each.numel() for each in own.values()) for name, own in _all(model) if own}
+    if not held:
+        return ""
+    share = sum(held.values()) / sum(each.numel() for each in model.parameters())
+    names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in held))
+    return f"the experts in {names}, {100 * share:.0f} % of the model's parameters, are 3-D parameters and not linears"
+
+
+def _all(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    return ((name, expert_tensors(module)) for name, module in model.named_modules())
 
 
 def expert_flops(module: nn.Module, model: Any) -> int | None:

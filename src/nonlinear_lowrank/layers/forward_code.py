@@ -56,26 +56,29 @@ class Bypass:
 
 
 def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
-    """Children whose weight or bias the code around them takes as tensors, by whole name."""
+    """Modules whose weight or bias the code around them takes as a tensor, by whole name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     taken = {name: _tensors_taken(module) for name, module in modules.items()}
     found = {}
     for name, module in modules.items():
-        outer, _, own = name.rpartition(".")
         if not name or next(module.children(), None) is not None:
             continue
-        for reader_name in dict.fromkeys((outer, outer.rpartition(".")[0])):
+        parts = name.split(".")
+        readers = [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+        called = any(parts[-1] in taken[reader].called for reader in readers[:2])
+        for place, reader_name in enumerate(readers):
+            # From further away a name alone may mean another module.
+            own = ".".join(parts[-1:] if place < 2 else parts[-2:])
             reader, tensors = modules[reader_name], taken[reader_name].get(own)
             if tensors is None or _is_switched_off(reader, own):
                 continue
-            refused = own not in taken[reader_name].called
             why = f"the forward of {type(reader).__name__} takes its {' and '.join(sorted(tensors))} without calling it"
-            if isinstance(reader, nn.TransformerEncoderLayer):
+            fused = isinstance(reader, nn.TransformerEncoderLayer)
+            if fused:
                 why += " in inference (set activation_relu_or_gelu = 0 on that layer to have it called)"
-                refused = True
-            elif not refused:
+            elif called:
                 why += " on one of its paths"
-            found[name] = Bypass(why=why, refused=refused)
+            found[name] = Bypass(why=why, refused=fused or not called)
             break
     return found
 
@@ -88,14 +91,15 @@ def _is_switched_off(reader: nn.Module, own: str) -> bool:
 
 
 class _Taken(dict[str, set[str]]):
-    """ "weight" and "bias" that a module's code takes of its children as tensors, by the child's name."""
+    """ "weight" and "bias" that a module's code takes as tensors, by the name of the child, or of a child's child, that
+    has them, alone and after the name before it ("attention.output")."""
 
     called: set[str]
     """Names that the code also uses in any other way."""
 
 
 def _tensors_taken(module: nn.Module) -> _Taken:
-    """What a module's code takes of its children.
+    """What a module's code takes of the modules in it.
 
     A look at type, device, shape or presence is none: `self.wo.weight.dtype`, `isinstance(self.wo.weight, Tensor)`.
     """
@@ -112,7 +116,12 @@ def _tensors_taken(module: nn.Module) -> _Taken:
             if tensor.opname not in _ATTRIBUTES or tensor.argval not in ("weight", "bias"):
                 taken.called.add(child.argval)
             elif not (_is_look(after) or _of_isinstance(steps, place)):
-                taken.setdefault(child.argval, set()).add(tensor.argval)
+                around = steps[place - 2] if place > 1 else None
+                names = [child.argval]
+                if around is not None and around.opname in _ATTRIBUTES:
+                    names.append(f"{around.argval}.{child.argval}")
+                for name in names:
+                    taken.setdefault(name, set()).add(tensor.argval)
     return taken
 
 

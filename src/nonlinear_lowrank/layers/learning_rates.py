@@ -1,4 +1,4 @@
-"""Optimizers that train a method's tensors without the method's learning-rate multipliers, and the warning.
+"""Optimizers that train a method's tensors without their learning-rate multipliers, or not at all, and the warnings.
 
 torch calls a hook before each step of every optimizer. At an optimizer's first step the hook looks for the tensors of
 all living layers in its groups, by identity: this works under DDP and FSDP2, needs no model, and keeps none alive.
@@ -126,6 +126,7 @@ def _check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _checked.add(optimizer)
     if sum(len(group["params"]) for group in optimizer.param_groups) < 2:
         return
+    _warn_of_bypassed(optimizer)
     found = mismatches(optimizer.param_groups)
     lost = [each.role for each in found if each.lost]
     decayed = [each.role for each in found if each.decayed]
@@ -140,6 +141,30 @@ def _check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             {each.layer: None for each in found},
             f"{type(optimizer).__name__} {' and '.join(parts)}; use nlr.param_groups(model, lr=...), nlr.TrainerMixin "
             "or nlr.LearningRateCallback, or silence nlr.LearningRateWarning",
+        )
+
+
+def _warn_of_bypassed(optimizer: Optimizer) -> None:
+    """Warn of branches that got no gradient while the dense weights beside them did: nobody calls these layers.
+
+    What `augment` reads in the code of a model's forward is known before; this also finds what that does not show.
+    """
+    from . import method_of_layer
+
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    bypassed = []
+    for layer in list(_layers):
+        method = method_of_layer(layer)
+        if method is None or method.dense is None:
+            continue
+        own = [each for each in layer.parameters(recurse=False) if each.requires_grad and id(each) in held]
+        if own and layer.weight.grad is not None and all(each.grad is None for each in own):
+            bypassed.append(f"{type(layer).__name__} {layer.weight.shape[1]} -> {layer.weight.shape[0]}")
+    if bypassed:
+        warnings.warn(
+            f"{len(bypassed)} branches have no effect: the model takes the weights of these layers without calling "
+            f"them ({', '.join(dict.fromkeys(bypassed))}); leave them out with exclude=",
+            stacklevel=4,
         )
 
 
