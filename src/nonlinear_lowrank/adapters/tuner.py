@@ -150,9 +150,7 @@ class AdapterModel(BaseTuner):
         if not every or isinstance(excluded, str):
             raise UserError(f"an adapter on {name} would have no effect: {why}; name it in exclude_modules")
         peft_config.exclude_modules = [*(excluded or ()), *dead]
-        warnings.warn(
-            f"{len(dead)} linears get no adapter, which would have no effect: {why} ({name}, ...)", stacklevel=3
-        )
+        warnings.warn(f"{len(dead)} linears get no adapter: it would have no effect ({name}: {why})", stacklevel=3)
         return self.targets(peft_config, model)
 
     def _create_and_replace(

@@ -25,7 +25,7 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unreached_experts(model: nn.Module) -> str:
-    """The modules that hold experts as tensors, and their share of the parameters, as a clause; empty: there are none."""
+    """Return a clause with the modules that hold experts as tensors and their share of the parameters; empty: none."""
     held = {name: sum(each.numel() for each in own.values()) for name, own in _all(model) if own}
     if not held:
         return ""
