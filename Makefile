@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 DEMO_OUT ?= demo
-# No seed begins that would not end within so many minutes; the rest of ten is for preparing and drawing.
+# The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
 DEMO_MINUTES ?= 9
 
 .PHONY: help setup demo test test-deepspeed test-all lint format docs lock clean

@@ -31,7 +31,8 @@ class StubTask:
     fingerprint: str = "f" * 64
 
     def prepare(self, progress=True):
-        return SimpleNamespace(fingerprint=self.fingerprint, describe=lambda: {"tokens": 12345})
+        about = {"fingerprint": self.fingerprint, "describe": lambda: {"tokens": 12345}}
+        return SimpleNamespace(train=range(800), valid=range(8), **about)
 
 
 class FakeTraining:
@@ -44,7 +45,7 @@ class FakeTraining:
         self.loss, self.calls, self.resumed, self.stop_after = loss, [], [], math.inf
         self.evaluated = range(0, STEPS + 1, every) if every else (STEPS,)
 
-    def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet, report):
+    def __call__(self, recipe, out, *, resume, overwrite, prepared, quiet, report, stop=None):
         key = (recipe.arm.name, recipe.lr, recipe.train.seed)
         assert recipe.train.lr == recipe.arm.lr, "the rate must be told one way"
         assert not overwrite
@@ -75,9 +76,9 @@ class FakeTraining:
             raise DivergedError("the loss is NaN at step 7", 7)
 
 
-def fake_measure(recipe, arms, prepared, *, rounds):
+def fake_measure(recipe, arms, prepared, *, rounds, max_seconds=None):
     rng = np.random.default_rng(0)
-    shared = rng.uniform(1.0, 1.5, max(rounds, 1))
+    shared = rng.uniform(0.010, 0.015, max(rounds, 1))
     cost = {arm.name: 1.0 + 0.1 * (arm.method != "baseline") for arm in arms}
     times = {name: list(shared * c * rng.normal(1, 0.01, len(shared))) for name, c in cost.items()}
     return Measurement(
@@ -374,9 +375,8 @@ def test_results_are_reused_and_arms_and_seeds_may_be_added(go):
 
 
 def test_no_new_seed_after_the_time_is_up(go):
-    now = iter(np.arange(0.0, 1000.0, 10.0))
     training = FakeTraining(gain)
-    comparison = go(training=training, seeds=5, max_seconds=25, clock=lambda: next(now))
+    comparison = go(training=training, seeds=5, max_seconds=80, clock=lambda: 10.0 * len(training.calls))
     seeds = [call[2] for call in training.calls]
     assert 1 <= comparison.results["n"] < 5
     assert sorted(set(seeds)) == comparison.results["seeds"]
@@ -385,16 +385,12 @@ def test_no_new_seed_after_the_time_is_up(go):
     assert [call[0] for call in training.calls[:3]] == ["baseline", "baseline-init-noble", "noble-r4"]
 
 
-@pytest.mark.parametrize(("limit", "n"), [(4.9, 1), (5.1, 5)])
+@pytest.mark.parametrize(("limit", "n"), [(5.2, 2), (5.3, 5)])
 def test_a_seed_that_would_not_end_in_time_is_not_begun(go, limit, n):
-    # Three arms of 1.5 s each and a tenth: 4.95 s, by a clock that stands still.
-    comparison = go(seeds=5, max_seconds=limit, clock=lambda: 0.0)
+    # Three arms of 1.5 s each and a tenth: 4.95 s, by a clock that stands still; a twentieth is kept for the report.
+    go(seeds=2)
+    comparison = go(seeds=5, max_seconds=limit, resume=True, clock=lambda: 0.0)
     assert comparison.results["n"] == n
-
-
-def test_the_first_seed_always_runs(go):
-    comparison = go(seeds=3, max_seconds=1e-9)
-    assert comparison.results["n"] == 1
 
 
 def test_a_seed_that_not_every_arm_finished_is_left_out_and_said_so(go):

@@ -373,9 +373,10 @@ def test_where_every_choice_diverges_the_grid_grows_downwards(recipe, tmp_path, 
     assert not (tmp_path / "none").exists()
 
 
-def test_time_stops_it_with_every_arm_at_the_same_seeds(recipe, tmp_path):
-    hours = iter(range(0, 10**6, 3600))
-    found = _compare(recipe, tmp_path / "out", max_seconds=1, clock=lambda: next(hours)).results
+def test_time_stops_it_with_every_arm_at_the_same_seeds(recipe, tmp_path, monkeypatch):
+    fit, fitted = runs_module.fit, []
+    monkeypatch.setattr(runs_module, "fit", lambda *args, **options: fitted.append(args) or fit(*args, **options))
+    found = _compare(recipe, tmp_path / "out", max_seconds=200, clock=lambda: 10.0 * len(fitted)).results
     assert found["seeds"] == [8]
     assert {arm["n"] for arm in found["arms"]} == {1}
     assert {len(arm["tuning"]) for arm in found["arms"]} == {1}
@@ -534,7 +535,7 @@ def test_step_times_are_taken_on_the_fits_device(recipe, tmp_path, monkeypatch):
         seen.append(next(model.parameters()).device.type)
         return SimpleNamespace(take=lambda step: None)
 
-    def times(arms, rounds, clock):
+    def times(arms, rounds, clock, max_seconds):
         seen.append(clock)
         return {name: [1.0] * rounds for name in arms}
 

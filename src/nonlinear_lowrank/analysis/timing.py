@@ -5,6 +5,7 @@ measured. Arms that alternate step by step see the same drift, so the ratio with
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,6 +50,7 @@ def interleaved_step_times(
     clock: Clock = "process",
     *,
     after_round: Callable[[int], object] | None = None,
+    max_seconds: float | None = None,
 ) -> dict[str, list[float]]:
     """Times single steps of several arms in turn.
 
@@ -62,6 +64,7 @@ def interleaved_step_times(
         clock: see `Clock`.
         after_round: called untimed with the number of rounds done, e.g. to show progress or to stop by an
             exception.
+        max_seconds: no further round is begun after so many, but for the first of the warm-up and the first timed.
 
     Returns:
         arm -> seconds of its steps; the k-th entries of all arms belong to one round.
@@ -86,8 +89,11 @@ def interleaved_step_times(
     gc.collect()
     if freezing:
         gc.freeze()
+    end = math.inf if max_seconds is None else time.monotonic() + max_seconds
     try:
         for round_index in range(-warmup, rounds):
+            if time.monotonic() > end and round_index not in (-warmup, 0):
+                continue
             gc.collect()
             gc.disable()
             first = round_index % len(names)

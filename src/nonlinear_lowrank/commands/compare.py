@@ -1,5 +1,7 @@
 """`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,7 +40,8 @@ class CompareOptions(Generic[Task, Train]):
     """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
     the extra "ray"); default: one after another."""
     max_minutes: float | None = None
-    """Begin no new seed that would not end within so many minutes; the report states how many there are."""
+    """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
+    all runs are shortened to fewer steps, which the report says."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on with the runs that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
@@ -51,6 +54,9 @@ class CompareOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Compares and prints the table."""
+    if "torch" not in sys.modules:
+        # OpenMP reads it when torch is imported. A thread that spins while it waits takes the core of one that works.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if RECIPES[take_recipe(arguments, "compare")[0]].command == "fit":
         from .compare_fields import run_fields
 

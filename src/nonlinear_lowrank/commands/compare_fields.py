@@ -28,7 +28,8 @@ class CompareFieldOptions(Generic[Problem, Train]):
     timing_rounds: int = 20
     """Interleaved steps of each arm for the step times; 0 leaves them out."""
     max_minutes: float | None = None
-    """Begin no new fit of the tuning and no new seed that would not end within so many minutes."""
+    """End within so many minutes, the report included: no fit of the tuning and no seed is begun that would not, and
+    where not even one seed would, all fits are shortened to fewer steps, which the report says."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on with the fits that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False

@@ -116,20 +116,25 @@ class FieldPlan:
             [arm.name for arm in chosen], count, grid, max_extensions, example="low-rank:rank=5 sine:rank=5,omega=50"
         )
         first = recipe.train.seed + 1
-        flat = flatten({"problem": recipe.problem, "train": recipe.train})
         return cls(
             arms=chosen,
             seeds=tuple(range(first, first + count)),
             tuning_seed=recipe.train.seed,
             grid=grid,
             max_extensions=max_extensions,
-            settings={name: value for name, value in flat.items() if name not in _FREE},
+            settings=shared_settings(recipe),
         )
 
     def choices(self, arm: FieldArm, default: float) -> list[tuple[Init, float]]:
         """What an arm is tuned over: its inits, and the rates unless it has its own."""
         rates = (tidy(arm.lr),) if arm.lr is not None else self.grid or (tidy(default),)
         return [(init, rate) for init in arm.inits for rate in rates]
+
+
+def shared_settings(recipe: FieldRecipe) -> dict[str, Any]:
+    """The settings that all fits of a comparison share, flat."""
+    flat = flatten({"problem": recipe.problem, "train": recipe.train})
+    return {name: value for name, value in flat.items() if name not in _FREE}
 
 
 def check_folder(out: Path, plan: FieldPlan, fingerprint: str, *, resume: bool, overwrite: bool) -> None:

@@ -13,9 +13,12 @@ from ..fields.fit import FitResult, build, fit, load_weights
 from ..fields.folder import SETTINGS, read_result
 from ..fields.problem import Init, Problem
 from ..fields.recipe import FieldRecipe
+from ..resources import FreeThreads
 from ..storage import read_json, read_manifest, write_json
+from ..time_limit import Forecast, OutOfTimeError, Pace, TimeLimit
 from .field_plan import FieldArm, FieldPlan
 from .field_record import FieldRun
+from .folder import SHORTENED
 from .kept_runs import KeptRuns
 from .rates import rate_beyond
 
@@ -23,21 +26,78 @@ _DIVERGED = "diverged.json"
 
 
 class FieldRuns:
-    """The fits of one folder: found when they are finished, fitted when they are not."""
+    """The fits of one folder: found when they are finished, fitted when they are not.
+
+    Args:
+        problem: what is fitted.
+        recipe: of all fits, but for arm, init, rate and seed.
+        out: the comparison's folder.
+        console: for a line a fit.
+        kept: keeps finished fits outside `out`.
+        limit: of the comparison.
+        forecast: of the fits' time, if steps were timed for it.
+        threads: of the fits.
+        steps: to which the recipe was shortened; None: it was not. Such fits have folders of their own.
+    """
 
     def __init__(
-        self, problem: Problem, recipe: FieldRecipe, out: Path, console: Console, kept: KeptRuns | None
+        self,
+        problem: Problem,
+        recipe: FieldRecipe,
+        out: Path,
+        console: Console,
+        kept: KeptRuns | None,
+        *,
+        limit: TimeLimit,
+        forecast: Forecast | None,
+        threads: FreeThreads,
+        steps: int | None,
     ) -> None:
         self.problem, self.recipe, self.out, self.console, self.kept = problem, recipe, out, console, kept
+        self.limit, self.forecast, self.threads, self.steps = limit, forecast, threads, steps
         self._slowest: dict[str, float] = {}
 
     def folder(self, arm: FieldArm, init: Init, rate: float, seed: int) -> Path:
-        return self.out / "runs" / arm.name / init / f"lr-{rate:.6g}" / f"seed-{seed}"
+        return self._of_arm(arm) / init / f"lr-{rate:.6g}" / f"seed-{seed}"
+
+    def _of_arm(self, arm: FieldArm) -> Path:
+        folder = self.out / "runs" / arm.name
+        return folder if self.steps is None else folder / f"{SHORTENED}{self.steps}"
 
     def expected(self, arms: Sequence[FieldArm]) -> float:
-        """Seconds of one fit of each, by the slowest so far."""
+        """Seconds of one fit of each, by the slowest so far; before there is any, by the forecast."""
         slowest = max(self._slowest.values(), default=0.0)
-        return 1.1 * sum(self._slowest.get(arm.name, slowest) for arm in arms)
+
+        def seconds(arm: FieldArm) -> float:
+            if arm.name in self._slowest or self.forecast is None:
+                return 1.1 * self._slowest.get(arm.name, slowest)
+            return self.forecast.seconds(arm.name, self.recipe.train.steps)
+
+        return sum(seconds(arm) for arm in arms)
+
+    def missing(
+        self, plan: FieldPlan, seeds: Sequence[int], choices: int | None = None, *, anew: bool = False
+    ) -> list[FieldArm]:
+        """The arms of fits that are not finished, as often as they have any: at these seeds, and of the tuning.
+
+        Args:
+            plan: of the comparison.
+            seeds: at each of which an arm has a fit at its init and rate, whichever they are.
+            choices: so many of the first choices of init and rate of each arm that is tuned; None: all.
+            anew: as if none were finished.
+        """
+
+        def done(arm: FieldArm, init: str, rate: str, seed: int) -> bool:
+            found = self._of_arm(arm).glob(f"{init}/lr-{rate}/seed-{seed}/*.json")
+            return not anew and any(path.name in ("result.json", _DIVERGED) for path in found)
+
+        found = []
+        for arm in plan.arms:
+            tuned = plan.choices(arm, self.recipe.train.lr)
+            first = tuned[:choices] if len(tuned) > 1 else []
+            found += [arm for init, rate in first if not done(arm, init, f"{rate:.6g}", plan.tuning_seed)]
+            found += [arm for seed in seeds if not done(arm, "*", "*", seed)]
+        return found
 
     def find(self, arm: FieldArm, init: Init, rate: float, seed: int) -> FieldRun | None:
         folder = self.folder(arm, init, rate, seed)
@@ -57,9 +117,9 @@ class FieldRuns:
             seconds=found["seconds"],
         )
 
-    def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
-        """The finished fit."""
-        return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place)
+    def get(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str, **planned: Any) -> FieldRun:
+        """The finished fit; `planned` as for `fit`."""
+        return self.find(arm, init, rate, seed) or self.fit(arm, init, rate, seed, place, **planned)
 
     def is_whole(self, arm: FieldArm, init: Init, rate: float, seed: int) -> bool:
         """Whether a fit is finished and has its weights; a kept run has not. One that diverged has none to have."""
@@ -72,34 +132,79 @@ class FieldRuns:
             return False
         return _result(folder) is not None
 
-    def fit(self, arm: FieldArm, init: Init, rate: float, seed: int, place: str) -> FieldRun:
-        """Fits, or goes on with a fit. One that diverges is a result too."""
+    def fit(
+        self,
+        arm: FieldArm,
+        init: Init,
+        rate: float,
+        seed: int,
+        place: str,
+        *,
+        after: Sequence[FieldArm] = (),
+        needed: bool = False,
+        to_go: Callable[[], Sequence[FieldArm]] = tuple,
+    ) -> FieldRun:
+        """Fits, or goes on with a fit. One that diverges is a result too.
+
+        Args:
+            arm: what is fitted.
+            init: its init.
+            rate: its learning rate.
+            seed: its seed.
+            place: of it in the comparison, for the screen.
+            after: arms of fits that the comparison cannot do without and that come later: time is kept for them.
+            needed: whether this is such a fit: then it stops as soon as its pace says that it will not end in time.
+            to_go: the arms of all fits that are still to be done, for the screen.
+
+        Raises:
+            OutOfTimeError: it would not end in time.
+        """
         folder = self.folder(arm, init, rate, seed)
         if not self.is_whole(arm, init, rate, seed):
             (folder / "result.json").unlink(missing_ok=True)
         title = f"{arm.name}, {init}, rate {rate:g}, {place}"
         damaged = _is_damaged(folder)
-        try:
-            result: FitResult | None = fit(
-                self.problem,
-                replace(arm.method, init=init),
-                replace(self.recipe.train, lr=rate, seed=seed),
-                folder,
-                resume=folder.exists() and not damaged,
-                overwrite=damaged,
-                quiet=True,
-                pictures=False,
-                about=asdict(self.recipe.problem),
+        resumed, started = folder.exists() and not damaged, self.limit.passed
+        stop: Pace | None = None
+        if self.limit.seconds is not None:
+            stop = Pace(
+                self.limit,
+                reserve=self.expected(after),
+                looks_ahead=needed and self.forecast is not None,
+                forecast=self.forecast,
+                arm=arm.name,
+                steps=self.recipe.train.steps,
             )
+        try:
+            with self.threads.chosen():
+                result: FitResult | None = fit(
+                    self.problem,
+                    replace(arm.method, init=init),
+                    replace(self.recipe.train, lr=rate, seed=seed),
+                    folder,
+                    resume=resumed,
+                    overwrite=damaged,
+                    quiet=True,
+                    pictures=False,
+                    about=asdict(self.recipe.problem),
+                    stop=stop,
+                )
         except DivergedError as error:
             result = None
             write_json(folder / _DIVERGED, {"step": error.step})
         line = "diverged" if result is None else f"{result.score} {result.value:.4g}, {result.seconds:.1f} s"
-        self.console.print(f"{title}: {line}", soft_wrap=True, markup=False)
         if self.kept is not None:
             self.kept.collect()
         run = self.find(arm, init, rate, seed)
         assert run is not None
+        if stop is not None and result is not None and not resumed:
+            seconds = self.limit.passed - started
+            self._slowest[arm.name] = max(seconds, self._slowest[arm.name])
+            if self.forecast is not None:
+                self.forecast.observe(arm.name, result.steps, seconds)
+        left = 0.0 if self.console.quiet else self.expected(to_go())
+        words = f"; {self.limit.words(left)}" if left else ""
+        self.console.print(f"{title}: {line}{words}", soft_wrap=True, markup=False)
         return run
 
     def model(self, arm: FieldArm, run: FieldRun) -> nn.Module:
@@ -134,11 +239,17 @@ def tune_fields(
     runs: FieldRuns,
     time_for: Callable[[Sequence[FieldArm]], bool],
     notes: list[str],
+    to_go: Callable[[], Sequence[FieldArm]] = tuple,
 ) -> dict[str, list[FieldRun]]:
     """Every choice of every arm on the tuning seed, choice by choice; an arm with one choice has no tuning.
 
-    Where an arm's best rate is at the edge, the grid of its best init grows.
+    Where an arm's best rate is at the edge, the grid of its best init grows. Time is kept for the first seed of every
+    arm (`to_go` is for the screen).
+
+    Raises:
+        OutOfTimeError: not even the first choice of every arm ends in time.
     """
+    seed = runs.missing(plan, plan.seeds[:1], 0)
     choices = {arm.name: plan.choices(arm, default_rate) for arm in plan.arms}
     tried: dict[str, list[FieldRun]] = {arm.name: [] for arm in plan.arms}
     for arm in plan.arms:
@@ -148,23 +259,37 @@ def tune_fields(
     for index in range(max(map(len, choices.values()))):
         now = [(arm, choices[arm.name][index]) for arm in plan.arms if index < len(choices[arm.name]) > 1]
         missing = [arm for arm, choice in now if runs.find(arm, *choice, plan.tuning_seed) is None]
-        if index > 0 and missing and not time_for(missing):
-            notes.append(f"Tuning stopped for time after {index} choices of init and rate of every arm.")
+        stopped = f"Tuning stopped for time after {index} choices of init and rate of every arm."
+        if index > 0 and missing and not time_for([*missing, *seed]):
+            notes.append(stopped)
             return tried
-        for arm, choice in now:
-            place = f"tuning {index + 1} of {len(choices[arm.name])}"
-            tried[arm.name].append(runs.get(arm, *choice, plan.tuning_seed, place))
+        try:
+            for place, (arm, choice) in enumerate(now, 1):
+                after = [*(later for later, _ in now[place:] if later in missing), *seed]
+                where = f"tuning {index + 1} of {len(choices[arm.name])}"
+                planned: dict[str, Any] = {"after": after, "needed": index == 0, "to_go": to_go}
+                tried[arm.name].append(runs.get(arm, *choice, plan.tuning_seed, where, **planned))
+        except OutOfTimeError:
+            if index == 0:
+                raise
+            notes.append(stopped)
+            return {name: found[: max(1, index)] for name, found in tried.items()}
     growing = list(plan.arms)
     for _ in range(plan.max_extensions):
         beyond = {arm.name: _next_choices(tried[arm.name]) for arm in growing}
         growing = [arm for arm in growing if beyond[arm.name]]
         for arm in list(growing):
             begun = [runs.find(arm, *each, plan.tuning_seed) for each in beyond[arm.name]]
-            if None in begun and not time_for([arm] * begun.count(None)):
+            if None in begun and not time_for([*[arm] * begun.count(None), *seed]):
                 growing.remove(arm)
                 continue
-            for init, rate in beyond[arm.name]:
-                tried[arm.name].append(runs.get(arm, init, rate, plan.tuning_seed, f"grid extended to {rate:g}"))
+            try:
+                for init, rate in beyond[arm.name]:
+                    where = f"grid extended to {rate:g}"
+                    run = runs.get(arm, init, rate, plan.tuning_seed, where, after=seed, to_go=to_go)
+                    tried[arm.name].append(run)
+            except OutOfTimeError:
+                growing.remove(arm)
     return tried
 
 

@@ -13,7 +13,7 @@ strip shows the first seed's fits, and is drawn again only when those have chang
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,33 @@ from ..analysis.timing import Clock, interleaved_step_times
 from ..environment import cpu_threads, many_compiled
 from ..errors import UserError
 from ..fields.fit import build
-from ..fields.problem import FieldMethod, Problem
+from ..fields.problem import FieldMethod, Init, Problem
 from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
 from ..layers.sine import SineLowRankLinear
-from ..resources import choose_device, told_of_memory
+from ..resources import FreeThreads, choose_device, told_of_memory
 from ..storage import write_json
+from ..time_limit import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Forecast,
+    Lengths,
+    OutOfTimeError,
+    TimeLimit,
+    median_steps,
+    seconds_around,
+    shortened,
+)
 from .field_pictures import plot_omegas, plot_rates, plot_strip
-from .field_plan import MARKER, PICTURES, FieldArm, FieldPlan, arm_settings, check_folder, open_folder
-from .field_record import FieldArmRecord, build_record
+from .field_plan import MARKER, PICTURES, FieldArm, FieldPlan, arm_settings, check_folder, open_folder, shared_settings
+from .field_record import FieldArmRecord, FieldRun, build_record
 from .field_report import render_report, render_table
 from .field_runs import FieldRuns, chosen, tune_fields
-from .folder import copy_report, version_notes, write_text
+from .folder import copy_report, lengths, version_notes, write_text
 from .kept_runs import KeptRuns
 from .record import command_line
+
+_START = 0.2  # seconds of a fit beside its steps, at the least
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,10 @@ def compare_fields(
         resume: go on in `out`: finished fits are used as they are, a half-done one goes on from its checkpoint. Arms
             and seeds may be added.
         overwrite: delete what a former comparison wrote to `out`.
-        max_seconds: no new seed and no new tuning fit is begun that would not end within this time, by the slowest fit
-            so far. The first choice of every arm and the first seed always run.
+        max_seconds: it ends within this time. No new seed and no new tuning fit is begun that would not, by the slowest
+            fit so far. Where timed steps say that not even the first choice of every arm and the first seed would, all
+            fits are shortened, schedule and all, as much as it takes; the report says so, and such fits have folders of
+            their own (`runs/<arm>/steps-<n>/`). A fit that is over time all the same stops.
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
         max_extensions: how often an arm's grid of rates may grow, at its best init, while its best rate is at the edge;
             after that the report says so.
@@ -106,9 +121,10 @@ def compare_fields(
 
     Raises:
         UserError: arms, rates, seeds or rounds that make no comparison, data that are not what they should be, a
-            device or a folder that may not be used. Nothing has been written then.
+            device or a folder that may not be used, a time limit that does not hold even ten steps of every arm.
+            Nothing has been written then.
     """
-    started, out = clock(), Path(out)
+    limit, threads, out = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads), Path(out)
     if not isinstance(timing_rounds, int) or isinstance(timing_rounds, bool) or timing_rounds < 0:
         raise UserError(f"timing_rounds must be a whole number of at least 0, not {timing_rounds!r}")
     device = choose_device(recipe.train.device, dtype=torch.float64)
@@ -124,75 +140,126 @@ def compare_fields(
     console = Console(stderr=True, quiet=quiet, highlight=False)
     if kept is not None:
         kept.restore(problem.fingerprint)
+    times = forecast = None
+    with threads.chosen():
+        if timing_rounds:
+            times = _step_times(problem, plan, recipe, device, timing_rounds, limit=limit)
+        if max_seconds is not None:
+            forecast = _forecast(problem, plan, recipe, device, limit)
+
+    def open_runs(steps: int | None) -> FieldRuns:
+        own = recipe if steps is None else replace(recipe, train=shortened(recipe.train, steps))
+        plain = (problem, own, out, console, kept)
+        return FieldRuns(*plain, limit=limit, forecast=forecast, threads=threads, steps=steps)
+
+    def missing(steps: int | None, anew: bool) -> list[str]:
+        return [arm.name for arm in open_runs(steps).missing(plan, plan.seeds[:1], 1, anew=anew)]
+
+    plans = Lengths(recipe.train.steps, forecast, limit, lambda: lengths(out), missing)
+    steps = plans.choose(anew=overwrite)
     lock = open_folder(out, plan, problem.fingerprint, overwrite=overwrite)
     try:
         if kept is not None:
             kept.collect()  # what the folder had alone
-        runs = FieldRuns(problem, recipe, out, console, kept)
-        strip = _Strip(out / "strip.png", problem, runs, plan)
-        notes = version_notes(out / MARKER)
-        times = _step_times(problem, plan, recipe, device, timing_rounds) if timing_rounds else None
+        always = version_notes(out / MARKER)
+        if times and (rounds := len(times[plan.arms[0].name])) < timing_rounds:
+            always.append(f"Step times are of {rounds} rounds, not of {timing_rounds}, to keep within the time limit.")
 
-        def time_for(arms: Sequence[FieldArm]) -> bool:
-            return max_seconds is None or clock() - started + runs.expected(arms) < max_seconds
+        def session(steps: int | None) -> FieldComparison:
+            """Raises TooLongError where not even the first seed ends in time, and a shorter one would."""
+            runs = open_runs(steps)
+            strip = _Strip(out / "strip.png", problem, runs, plan)
+            notes = list(always)
+            if steps is not None:
+                notes.insert(0, plans.note(steps))
+                console.print(notes[0], soft_wrap=True)
 
-        tuned = tune_fields(plan, recipe.train.lr, runs, time_for, notes)
-        best = {arm.name: chosen(arm, tuned[arm.name], notes) for arm in plan.arms}
+            def time_for(arms: Sequence[FieldArm]) -> bool:
+                return runs.expected(arms) < limit.left
 
-        def publish() -> FieldComparison:
-            records = []
-            for arm in plan.arms:
-                choice = best[arm.name]
-                found = [] if choice is None else [runs.find(arm, *choice, seed) for seed in plan.seeds]
-                records.append(
-                    FieldArmRecord(
-                        name=arm.name,
-                        method=arm.method,
-                        choice=choice,
-                        parameters=built[arm.name][0],
-                        omega=built[arm.name][1],
-                        runs=tuple(run for run in found if run is not None),
-                        tuning=tuple(tuned[arm.name]),
+            def to_go() -> list[FieldArm]:
+                return runs.missing(plan, plan.seeds)
+
+            tuned: dict[str, list[FieldRun]] = {arm.name: [] for arm in plan.arms}
+            best: dict[str, tuple[Init, float] | None] = dict.fromkeys(tuned)
+            try:
+                tuned = tune_fields(plan, recipe.train.lr, runs, time_for, notes, to_go)
+                best = {arm.name: chosen(arm, tuned[arm.name], notes) for arm in plan.arms}
+            except OutOfTimeError as error:
+                plans.shorten(steps, error)
+                notes.append(f"Stopped for time before the first seed: {error}.")
+
+            def publish() -> FieldComparison:
+                records = []
+                for arm in plan.arms:
+                    choice = best[arm.name]
+                    found = [] if choice is None else [runs.find(arm, *choice, seed) for seed in plan.seeds]
+                    records.append(
+                        FieldArmRecord(
+                            name=arm.name,
+                            method=arm.method,
+                            choice=choice,
+                            parameters=built[arm.name][0],
+                            omega=built[arm.name][1],
+                            runs=tuple(run for run in found if run is not None),
+                            tuning=tuple(tuned[arm.name]),
+                        )
                     )
+                results = build_record(
+                    name=recipe.name,
+                    problem=problem.name,
+                    settings={**shared_settings(runs.recipe), "tune_lr": list(plan.grid), "train.lr": recipe.train.lr},
+                    fingerprint=problem.fingerprint,
+                    arms=records,
+                    dense=dense,
+                    seeds=plan.seeds,
+                    tuning_seed=plan.tuning_seed,
+                    times=times,
+                    notes=notes + threads.notes,
+                    command=command or command_line(),
+                    seconds=limit.passed,
                 )
-            results = build_record(
-                name=recipe.name,
-                problem=problem.name,
-                settings={**plan.settings, "tune_lr": list(plan.grid), "train.lr": recipe.train.lr},
-                fingerprint=problem.fingerprint,
-                arms=records,
-                dense=dense,
-                seeds=plan.seeds,
-                tuning_seed=plan.tuning_seed,
-                times=times,
-                notes=notes,
-                command=command or command_line(),
-                seconds=clock() - started,
-            )
-            _write(out, results, strip)
-            return FieldComparison(out, results)
+                _write(out, results, strip)
+                return FieldComparison(out, results)
 
-        going = [(arm, choice) for arm in plan.arms if (choice := best[arm.name]) is not None]
-        for index, seed in enumerate(plan.seeds):
-            missing = [
-                (arm, choice)
-                for arm, choice in going
-                if runs.find(arm, *choice, seed) is None or (index == 0 and not runs.is_whole(arm, *choice, seed))
-            ]
-            if index > 0 and missing and not time_for([arm for arm, _ in missing]):
-                notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
-                break
-            for arm, choice in missing:
-                runs.fit(arm, *choice, seed, f"seed {index + 1} of {len(plan.seeds)}")
-            if missing and index + 1 < len(plan.seeds):
-                publish()
-        return publish()
+            going = [(arm, choice) for arm in plan.arms if (choice := best[arm.name]) is not None]
+            for index, seed in enumerate(plan.seeds):
+                missing = [
+                    (arm, choice)
+                    for arm, choice in going
+                    if runs.find(arm, *choice, seed) is None or (index == 0 and not runs.is_whole(arm, *choice, seed))
+                ]
+                if index > 0 and missing and not time_for([arm for arm, _ in missing]):
+                    notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
+                    break
+                try:
+                    for place, (arm, choice) in enumerate(missing, 1):
+                        after = [later for later, _ in missing[place:]]
+                        where = f"seed {index + 1} of {len(plan.seeds)}"
+                        runs.fit(arm, *choice, seed, where, after=after, needed=index == 0, to_go=to_go)
+                except OutOfTimeError as error:
+                    if index == 0:
+                        plans.shorten(steps, error)
+                    notes.append(f"Stopped for time in seed {seed}: {error}.")
+                    break
+                if missing and index + 1 < len(plan.seeds):
+                    publish()
+            return publish()
+
+        return plans.run(session, steps)
     finally:
         lock.release()
 
 
 def _step_times(
-    problem: Problem, plan: FieldPlan, recipe: FieldRecipe, device: torch.device, rounds: int
+    problem: Problem,
+    plan: FieldPlan,
+    recipe: FieldRecipe,
+    device: torch.device,
+    rounds: int,
+    *,
+    limit: TimeLimit,
+    clock: Clock | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of interleaved training steps of every arm."""
 
@@ -200,10 +267,38 @@ def _step_times(
         stepper = Stepper(problem, build(problem, arm.method, plan.tuning_seed).to(device), recipe.train)
         return lambda: stepper.take(0)
 
-    clock: Clock = "process" if device.type == "cpu" else "wall"  # a GPU takes none of the process' time
+    if clock is None:
+        clock = "process" if device.type == "cpu" else "wall"  # a GPU takes none of the process' time
     train = recipe.train
+    most = None if limit.seconds is None else TIMING_SHARE * limit.left
     with cpu_threads(train.threads), many_compiled(train.compile), told_of_memory("the timing of steps"):
-        return interleaved_step_times({arm.name: steps(arm) for arm in plan.arms}, rounds, clock=clock)
+        steppers = {arm.name: steps(arm) for arm in plan.arms}
+        return interleaved_step_times(steppers, rounds, clock=clock, max_seconds=most)
+
+
+@torch.no_grad()
+def _forecast(
+    problem: Problem, plan: FieldPlan, recipe: FieldRecipe, device: torch.device, limit: TimeLimit
+) -> Forecast:
+    """Of the fits' time, by some steps, an evaluation and a picture; keeps time for the pictures."""
+    begun = limit.passed
+    with torch.enable_grad():
+        times = _step_times(problem, plan, recipe, device, PACE_ROUNDS, limit=limit, clock="wall")
+    start = seconds_around(limit.passed - begun, times, _START)
+    train = recipe.train
+    with cpu_threads(train.threads), told_of_memory("an evaluation"):
+        model = build(problem, plan.arms[0].method, plan.tuning_seed).to(device).eval()
+        evaluating = time.monotonic()
+        problem.evaluate(model)
+        drawing = time.monotonic()
+        problem.picture(model)
+        limit.keep((len(plan.arms) + 1) * (time.monotonic() - drawing))
+    return Forecast(
+        step=median_steps(times),
+        evaluation=dict.fromkeys(times, drawing - evaluating),
+        evaluations=sum(train.evaluates(step) for step in range(1, train.steps + 1)),
+        start=start,
+    )
 
 
 def _size_and_omega(model: nn.Module) -> tuple[int, float | None]:

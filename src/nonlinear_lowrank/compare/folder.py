@@ -19,6 +19,8 @@ from .rates import tidy_grid
 from .record import clean, flatten
 
 MARKER = "compare.json"
+SHORTENED = "steps-"
+"""How the folder begins, under an arm's, of runs that were shortened for time; the number of steps follows."""
 ANOTHER = "use the former value, another folder, or --overwrite"
 """The mend for a folder with other settings."""
 # The marker goes last: while it is there, the folder can still be continued or overwritten.
@@ -78,7 +80,7 @@ class Plan:
             max_extensions=max_extensions,
             default_rate=recipe.train.lr,
             threads=recipe.train.threads,
-            settings=_shared_settings(recipe),
+            settings=shared_settings(recipe),
             defaults=_defaults(recipe.task, "task") | _defaults(recipe.train, "train"),
             choices={
                 "train.lr": recipe.train.lr,
@@ -120,7 +122,8 @@ def check_choices(
         raise UserError("tune_lr needs at least two different rates; to set one rate, set lr instead")
 
 
-def _shared_settings(recipe: Recipe) -> dict[str, Any]:
+def shared_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings that all runs of a comparison share, flat."""
     flat = flatten(recipe.task, "task") | flatten(recipe.train, "train")
     return {name: value for name, value in flat.items() if name not in _FREE}
 
@@ -257,6 +260,12 @@ def open_folder(out: Path, plan: Plan, fingerprint: str, *, overwrite: bool) -> 
     except OSError as error:
         raise UserError(f"cannot write to {out}: {describe_disk_error(error)}") from error
     return lock
+
+
+def lengths(out: Path) -> list[int]:
+    """To how many steps runs in this folder were shortened, longest first; those that were not are no part of it."""
+    found = {path.name.removeprefix(SHORTENED) for path in out.glob(f"runs/*/{SHORTENED}*")}
+    return sorted((int(each) for each in found if each.isdecimal()), reverse=True)
 
 
 def sessions(marker: Path) -> list[dict[str, str]]:

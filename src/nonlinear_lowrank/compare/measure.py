@@ -37,7 +37,9 @@ class Measurement:
     """Sentences for the report."""
 
 
-def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: int) -> Measurement:
+def measure_arms(
+    recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: int, max_seconds: float | None = None
+) -> Measurement:
     """Builds every arm, counts it, and times whole training steps (wall clock) of all arms in turn.
 
     The models live side by side while they are timed. A step is forward, backward, clipping and optimizer
@@ -48,6 +50,7 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
         arms: what is measured.
         prepared: the task's prepared text.
         rounds: timed steps of each arm; 0 leaves times out.
+        max_seconds: no further round is begun after so many; there are fewer then.
 
     Raises:
         UserError: an arm that cannot be built.
@@ -70,7 +73,7 @@ def measure_arms(recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: 
             train = recipe.train
             with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=lengths_vary(prepared)):
                 steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
-                times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall")
+                times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall", max_seconds=max_seconds)
         except torch.OutOfMemoryError:
             notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
         finally:

@@ -1,8 +1,9 @@
 """The heart of the tool: train a baseline and other arms on the same batches and say what the difference is.
 
 Order of work: prepare the text once; build every arm (a bad arm fails here, before anything is written);
-time interleaved steps; tune each arm's learning rate on a seed of its own; then train seed by seed, every
-arm within a seed, so that stopping after any seed leaves all arms with the same n. After each seed the
+time interleaved steps, and shorten all runs where the time limit asks for it; tune each arm's learning rate on a
+seed of its own; then train seed by seed, every arm within a seed, so that stopping after any seed leaves all arms
+with the same n. After each seed the
 record, the pictures and the report are written anew.
 
     out/compare.json     the settings that every run in this folder shares
@@ -14,6 +15,7 @@ record, the pictures and the report are written anew.
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -25,9 +27,23 @@ from typing import Any
 
 from rich.console import Console
 
-from ..tasks.task import measure_of, scored_split
+from ..environment import cpu_threads
+from ..resources import FreeThreads
+from ..tasks.task import measure_of, plain_split, scored_split
+from ..time_limit import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Forecast,
+    Lengths,
+    OutOfTimeError,
+    TimeLimit,
+    evaluation_seconds,
+    median_steps,
+    seconds_around,
+    shortened,
+)
 from ..training.checkpoints import on_first_process
-from ..training.recipe import Arm, Recipe
+from ..training.recipe import Arm, Recipe, TrainConfig
 from ..training.run import join_processes, run_training
 from .folder import (
     MARKER,
@@ -36,9 +52,11 @@ from .folder import (
     check_folder,
     check_text,
     copy_report,
+    lengths,
     load_timing,
     open_folder,
     save_timing,
+    shared_settings,
     version_notes,
     write_text,
 )
@@ -48,9 +66,11 @@ from .plots import ArmCurves, plot_curves, plot_rate_sweep
 from .record import ArmRecord, Run, build_results, command_line
 from .report import chosen_by, findings, render_report, render_tables
 from .runs import Runner, Runs, chosen_rate, tune
-from .workers import check_workers, open_workers
+from .workers import Workers, check_workers, open_workers
 
 Measurer = Callable[..., Measurement]
+
+_START = 2.0  # seconds of a run beside its steps, at the least
 
 
 @dataclass(frozen=True)
@@ -118,9 +138,10 @@ def compare(
         resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
             checkpoint, missing ones are run. Arms and seeds may be added.
         overwrite: delete what a former comparison wrote to `out`; other files there are left alone.
-        max_seconds: no new seed and no new rate of the tuning is begun that would not end within this time,
-            by the slowest run of each arm so far. The first rate and the first seed always run, for without
-            them there is nothing to report.
+        max_seconds: it ends within this time. No new seed and no new rate of the tuning is begun that would not, by
+            the slowest run of each arm so far. Where timed steps say that not even the first rate and the first seed
+            would, all runs are shortened, schedule and all, as much as it takes; the report says so, and such runs
+            have folders of their own (`runs/<arm>/steps-<n>/`). A run that is over time all the same stops.
         max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
         timing_rounds: interleaved steps of each arm; 0 leaves step times out.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
@@ -137,10 +158,10 @@ def compare(
 
     Raises:
         UserError: arms, rates or seeds that make no comparison; a folder that is not empty, or that holds a
-            comparison with other settings (the message names the field); an arm that cannot be matched. Nothing has
-            been written then.
+            comparison with other settings (the message names the field); an arm that cannot be matched; a time limit
+            that does not hold even ten steps of every arm. Nothing has been written then.
     """
-    started = clock()
+    limit, threads = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads)
     out = Path(out)
     check_workers(workers)
     plan = Plan.make(recipe, arms, seeds, tune_lr, reference, max_extensions)
@@ -158,74 +179,146 @@ def compare(
     if resume:
         on_first_process(lambda: check_text(out, prepared.fingerprint))
 
-    def measured_now() -> Measurement:
-        former = load_timing(out, plan, timing_rounds) if resume else None
-        found = measure(recipe, plan.arms, prepared, rounds=0 if former is not None else timing_rounds)
-        return found if former is None else replace(found, times=former)
+    def measured_now() -> tuple[Measurement, Forecast | None]:
+        """With the forecast of runs by the times of steps as they are now."""
+        with threads.chosen():
+            former = load_timing(out, plan, timing_rounds) if resume else None
+            rounds, limited = 0 if former is not None else timing_rounds, {}
+            if max_seconds is not None:
+                rounds, limited = max(rounds, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
+            if rounds:
+                console.print(f"timing steps of {len(plan.arms)} arms")
+            begun = limit.passed
+            found = measure(recipe, plan.arms, prepared, rounds=rounds, **limited)
+            forecast = None
+            if found.times:
+                start = seconds_around(limit.passed - begun, found.times, _START)
+                forecast = _forecast(recipe, prepared, found.times, start, workers)
+            return replace(found, times=former or (found.times if timing_rounds else None)), forecast
 
-    measured = on_first_process(measured_now)
+    measured, forecast = on_first_process(measured_now)
     if kept is not None:
         on_first_process(lambda: kept.restore(prepared.fingerprint))
+
+    def open_runs(steps: int | None, helpers: Workers | None = None) -> Runs:
+        own = recipe if steps is None else replace(recipe, train=shortened(_in_steps(recipe, prepared), steps))
+        plain = (own, out, prepared, run, keep_checkpoints, quiet, console, helpers, kept)
+        return Runs(*plain, limit=limit, forecast=forecast, threads=threads, steps=steps)
+
+    def missing(steps: int | None, anew: bool) -> list[str]:
+        return [arm.name for arm in open_runs(steps).missing(plan, plan.seeds[:1], 1, anew=anew)]
+
+    full = _in_steps(recipe, prepared).steps if forecast is not None else 0
+    may_shorten = forecast if max_seconds is not None else None
+    plans = Lengths(full, may_shorten, limit, lambda: lengths(out), missing)
+    steps = plans.choose(anew=overwrite)
     lock = open_folder(out, plan, prepared.fingerprint, overwrite=overwrite) if main else None
     with contextlib.ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
         if main and measured.times is not None:
-            save_timing(out, plan, measured.times)
-        notes = [match.describe(_counts(measured, match.by)) for match in plan.matches]
-        notes += [*measured.notes, *(on_first_process(lambda: version_notes(out / MARKER)) if resume else [])]
+            with cpu_threads(threads.now):
+                save_timing(out, plan, measured.times)
+        always = [match.describe(_counts(measured, match.by)) for match in plan.matches]
+        always += [*measured.notes, *(on_first_process(lambda: version_notes(out / MARKER)) if resume else [])]
+        if timing_rounds and measured.times and (rounds := len(measured.times[plan.reference])) < timing_rounds:
+            always.append(f"Step times are of {rounds} rounds, not of {timing_rounds}, to keep within the time limit.")
         helpers = stack.enter_context(open_workers(workers, recipe.train.threads, run, console))
         if kept is not None:
             on_first_process(kept.collect)  # what the folder had alone
-        runs = Runs(recipe, out, prepared, run, keep_checkpoints, quiet, console, helpers, kept)
 
-        def time_for(arms: Sequence[Arm]) -> bool:
-            def fits() -> bool:
-                return max_seconds is None or clock() - started + runs.expected_seconds(arms) < max_seconds
+        def session(steps: int | None) -> Comparison:
+            """Raises TooLongError where not even the first seed ends in time, and a shorter one would."""
+            runs = open_runs(steps, helpers)
+            notes = list(always)
+            if steps is not None:
+                notes.insert(0, plans.note(steps))
+                console.print(notes[0], soft_wrap=True)
 
-            # Clocks differ between processes, and a split decision would hang them.
-            return on_first_process(fits)
+            def time_for(arms: Sequence[Arm]) -> bool:
+                # Clocks differ between processes, and a split decision would hang them.
+                return on_first_process(lambda: runs.expected_seconds(arms) < limit.left)
 
-        tuned = tune(plan, runs, time_for, notes, at_once=max_seconds is None)
-        if not runs.measure.is_loss and scored_split(prepared) is None:
-            notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-        rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name), runs.measure) for arm in plan.arms}
-        running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
+            def to_go() -> list[Arm]:
+                return runs.missing(plan, plan.seeds)
 
-        def publish() -> Comparison:
-            results = build_results(
-                name=recipe.name,
-                summary=_summary(recipe),
-                settings=plan.settings | plan.choices,
-                data=prepared.describe(),
-                arms=[_record(arm, *rates[arm.name], plan, runs, measured, tuned) for arm in plan.arms],
-                reference=plan.reference,
-                seeds=plan.seeds,
-                tuning_seed=plan.tuning_seed,
-                times=measured.times,
-                notes=notes,
-                command=command or command_line(),
-                seconds=clock() - started,
-                threads=plan.threads,
-                measure=runs.measure,
-            )
-            if main:
-                _write(out, results)
-            return Comparison(out, results)
+            tuned: dict[str, list[Run]] = {}
+            seeds = plan.seeds
+            try:
+                tuned = tune(plan, runs, time_for, notes, at_once=max_seconds is None, to_go=to_go)
+            except OutOfTimeError as error:
+                plans.shorten(steps, error)
+                notes.append(f"Stopped for time before the first seed: {error}.")
+                seeds = ()
+            if not runs.measure.is_loss and scored_split(prepared) is None:
+                notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
+            rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name), runs.measure) for arm in plan.arms}
+            running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
 
-        if max_seconds is None:
-            runs.train_ahead([(arm, rate, seed) for seed in plan.seeds for arm, rate in running])
-        for index, seed in enumerate(plan.seeds):
-            missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
-            if index > 0 and missing and not time_for([arm for arm, _ in missing]):
-                notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
-                break
-            runs.train_ahead([(arm, rate, seed) for arm, rate in missing])
-            for arm, rate in missing:
-                runs.get(arm, rate, seed, f"seed {index + 1} of {len(plan.seeds)}")
-            if missing and index + 1 < len(plan.seeds):
-                publish()
-        return publish()
+            def publish() -> Comparison:
+                results = build_results(
+                    name=recipe.name,
+                    summary=_summary(runs.recipe),
+                    settings=plan.settings | plan.choices | ({} if steps is None else shared_settings(runs.recipe)),
+                    data=prepared.describe(),
+                    arms=[_record(arm, *rates[arm.name], plan, runs, measured, tuned) for arm in plan.arms],
+                    reference=plan.reference,
+                    seeds=plan.seeds,
+                    tuning_seed=plan.tuning_seed,
+                    times=measured.times,
+                    notes=notes + threads.notes,
+                    command=command or command_line(),
+                    seconds=limit.passed,
+                    threads=plan.threads,
+                    measure=runs.measure,
+                )
+                if main:
+                    _write(out, results)
+                return Comparison(out, results)
+
+            if max_seconds is None:
+                runs.train_ahead([(arm, rate, seed) for seed in seeds for arm, rate in running])
+            for index, seed in enumerate(seeds):
+                missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
+                if index > 0 and missing and not time_for([arm for arm, _ in missing]):
+                    notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
+                    break
+                try:
+                    runs.train_ahead([(arm, rate, seed) for arm, rate in missing])
+                    for place, (arm, rate) in enumerate(missing, 1):
+                        where = f"seed {index + 1} of {len(plan.seeds)}"
+                        after = [later for later, _ in missing[place:]]
+                        runs.get(arm, rate, seed, where, after=after, needed=index == 0, to_go=to_go)
+                except OutOfTimeError as error:
+                    if index == 0:
+                        plans.shorten(steps, error)
+                    notes.append(f"Stopped for time in seed {seed}: {error}.")
+                    break
+                if missing and index + 1 < len(plan.seeds):
+                    publish()
+            return publish()
+
+        return plans.run(session, steps)
+
+
+def _in_steps(recipe: Recipe, prepared: Any) -> TrainConfig:
+    """The recipe's training with its length in steps."""
+    return recipe.train if recipe.train.steps else recipe.train.resolved(len(prepared.train))
+
+
+def _forecast(
+    recipe: Recipe, prepared: Any, times: Mapping[str, Sequence[float]], start: float, workers: int | None
+) -> Forecast:
+    train, step = _in_steps(recipe, prepared), median_steps(times)
+    splits = (prepared.valid, scored_split(prepared), plain_split(prepared))
+    examples = sum(len(split) for split in splits if split is not None)
+    return Forecast(
+        step=step,
+        evaluation={name: evaluation_seconds(each, examples, train.batch_size) for name, each in step.items()},
+        evaluations=math.ceil(train.steps / train.eval_every),
+        start=start,
+        at_once=workers or 1,
+    )
 
 
 def _counts(measured: Measurement, by: str) -> Mapping[str, float | None]:

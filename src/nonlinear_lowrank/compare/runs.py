@@ -10,11 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
+from ..resources import FreeThreads
 from ..tasks.task import LOSS, Measure, measure_of
+from ..time_limit import Forecast, OutOfTimeError, Pace, TimeLimit
 from ..training.checkpoints import DivergedError, on_first_process
 from ..training.recipe import Arm, Recipe
 from ..training.result import stability
-from .folder import Plan, begun
+from .folder import SHORTENED, Plan, begun
 from .kept_runs import KeptRuns
 from .rates import rate_beyond, tidy
 from .record import Run
@@ -22,9 +24,27 @@ from .workers import Workers
 
 Runner = Callable[..., Any]
 
+_RESULT = "result.json"
+
 
 class Runs:
-    """The runs of one folder: found when they are finished, trained when they are not."""
+    """The runs of one folder: found when they are finished, trained when they are not.
+
+    Args:
+        recipe: of all runs, but for arm, rate and seed.
+        out: the comparison's folder.
+        prepared: the task's data.
+        run: trains one arm.
+        keep_checkpoints: of finished runs.
+        quiet: passed on to `run`.
+        console: for a line a run.
+        workers: train runs side by side.
+        kept: keeps finished runs outside `out`.
+        limit: of the comparison.
+        forecast: of the runs' time, if steps were timed.
+        threads: of runs in this process.
+        steps: to which the recipe was shortened; None: it was not. Such runs have folders of their own.
+    """
 
     def __init__(
         self,
@@ -37,19 +57,29 @@ class Runs:
         console: Console,
         workers: Workers | None = None,
         kept: KeptRuns | None = None,
+        *,
+        limit: TimeLimit,
+        forecast: Forecast | None = None,
+        threads: FreeThreads,
+        steps: int | None = None,
     ) -> None:
         self.workers, self.kept = workers, kept
+        self.limit, self.forecast, self.threads, self.steps = limit, forecast, threads, steps
         self.recipe, self.out, self.prepared, self.run = recipe, out, prepared, run
         self.keep_checkpoints, self.quiet, self.console = keep_checkpoints, quiet, console
         self._slowest: dict[str, float] = {}
         self.measure = measure_of(recipe.task)
 
     def folder(self, arm: Arm, rate: float, seed: int) -> Path:
-        return self.out / "runs" / arm.name / f"lr-{rate:.6g}" / f"seed-{seed}"
+        return self._of_arm(arm) / f"lr-{rate:.6g}" / f"seed-{seed}"
+
+    def _of_arm(self, arm: Arm) -> Path:
+        folder = self.out / "runs" / arm.name
+        return folder if self.steps is None else folder / f"{SHORTENED}{self.steps}"
 
     def find(self, arm: Arm, rate: float, seed: int) -> Run | None:
         """The finished run, or None. A torn result counts as unfinished."""
-        path = self.folder(arm, rate, seed) / "result.json"
+        path = self.folder(arm, rate, seed) / _RESULT
 
         def read() -> Run | None:
             try:
@@ -63,25 +93,104 @@ class Runs:
         return found
 
     def expected_seconds(self, arms: Iterable[Arm]) -> float:
-        """How long one more run of each arm will take: as long as its slowest so far, and a tenth for the rest."""
-        return 1.1 * sum(self._slowest.get(arm.name, 0.0) for arm in arms)
+        """How long one more run of each arm will take: as long as its slowest so far, and a tenth for the rest.
 
-    def get(self, arm: Arm, rate: float, seed: int, place: str) -> Run:
-        """The finished run, trained or resumed first if need be. A run that diverges is a result too."""
+        Before there is any, by the forecast.
+        """
+
+        def expected(arm: Arm) -> float:
+            if arm.name in self._slowest or self.forecast is None:
+                return 1.1 * self._slowest.get(arm.name, 0.0)
+            return self.forecast.seconds(arm.name, self._length)
+
+        return sum(expected(arm) for arm in arms)
+
+    @property
+    def _length(self) -> int:
+        return self.recipe.train.steps or self.recipe.train.resolved(len(self.prepared.train)).steps
+
+    def missing(self, plan: Plan, seeds: Sequence[int], rates: int | None = None, *, anew: bool = False) -> list[Arm]:
+        """The arms of runs that are not finished, as often as they have any: at these seeds, and of the tuning.
+
+        As this process sees the folder.
+
+        Args:
+            plan: of the comparison.
+            seeds: at each of which an arm has a run at its rate, whichever that is.
+            rates: so many of the first rates of each grid; None: all.
+            anew: as if none were finished.
+        """
+
+        def done(arm: Arm, rate: str, seed: int) -> bool:
+            return not anew and any(self._of_arm(arm).glob(f"lr-{rate}/seed-{seed}/{_RESULT}"))
+
+        found = []
+        for arm in plan.arms:
+            grid = plan.grid_of(arm)[:rates]
+            found += [arm for rate in grid if not done(arm, f"{rate:.6g}", plan.tuning_seed)]
+            found += [arm for seed in seeds if not done(arm, "*", seed)]
+        return found
+
+    def get(
+        self,
+        arm: Arm,
+        rate: float,
+        seed: int,
+        place: str,
+        *,
+        after: Sequence[Arm] = (),
+        needed: bool = False,
+        to_go: Callable[[], Sequence[Arm]] = tuple,
+    ) -> Run:
+        """The finished run, trained or resumed first if need be. A run that diverges is a result too.
+
+        Args:
+            arm: what is trained.
+            rate: its learning rate.
+            seed: its seed.
+            place: of it in the comparison, for the screen.
+            after: arms of runs that the comparison cannot do without and that come later: time is kept for them.
+            needed: whether this is such a run: then it stops as soon as its pace says that it will not end in time.
+            to_go: the arms of all runs that are still to be done, for the screen.
+
+        Raises:
+            OutOfTimeError: it would not end in time.
+        """
         found = self.find(arm, rate, seed)
         if found is not None:
             return found
         folder = self.folder(arm, rate, seed)
         resumed = on_first_process(lambda: begun(folder))
-        self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if resumed else ''}")
+        left = 0.0 if self.console.quiet else self.expected_seconds(to_go())
+        words = f"; {self.limit.words(left)}" if left else ""
+        self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if resumed else ''}{words}")
         own = self._recipe(arm, rate, seed)
+        stop: dict[str, Any] = {}
+        if self.limit.seconds is not None:
+            reserve, started = self.expected_seconds(after), self.limit.passed
+            ahead, steps = needed and self.forecast is not None, self._length
+            stop["stop"] = Pace(
+                self.limit, reserve=reserve, looks_ahead=ahead, forecast=self.forecast, arm=arm.name, steps=steps
+            )
         # A run that diverges has written its result before it raises; any other error is the user's to see.
-        with contextlib.suppress(DivergedError):
+        with contextlib.suppress(DivergedError), self.threads.chosen():
             self.run(
-                own, folder, resume=resumed, overwrite=False, prepared=self.prepared, quiet=self.quiet, report=False
+                own,
+                folder,
+                resume=resumed,
+                overwrite=False,
+                prepared=self.prepared,
+                quiet=self.quiet,
+                report=False,
+                **stop,
             )
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
+        if stop and not resumed and found.final_loss is not None:
+            seconds = self.limit.passed - started
+            self._slowest[arm.name] = max(seconds, self._slowest[arm.name])
+            if self.forecast is not None:
+                self.forecast.observe(arm.name, steps, seconds)
         name = self.measure.name
         loss = f"diverged at step {found.steps}" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
@@ -94,7 +203,7 @@ class Runs:
         if self.workers is None:
             return
         missing = [each for each in dict.fromkeys(wanted) if self.find(*each) is None]
-        self.workers.train([(self._recipe(*each), self.folder(*each)) for each in missing])
+        self.workers.train([(self._recipe(*each), self.folder(*each)) for each in missing], self.limit)
         for each in missing:
             found = self.find(*each)
             assert found is not None, f"{self.folder(*each)} has no result.json after training"
@@ -164,44 +273,66 @@ def tune(
     notes: list[str],
     *,
     at_once: bool = False,
+    to_go: Callable[[], Sequence[Arm]] = tuple,
 ) -> dict[str, list[Run]]:
     """Runs each arm's grid on the tuning seed, and extends it where its best is at the edge.
 
     Rate by rate, so that all arms have as many when time is up; where it is no matter, workers may begin all `at_once`.
+    Time is kept for the first seed of every arm (`to_go` is for the screen).
+
+    Raises:
+        OutOfTimeError: not even the first rate of every arm ends in time.
     """
     grids = {arm.name: plan.grid_of(arm) for arm in plan.arms}
     arms = [arm for arm in plan.arms if grids[arm.name]]
     longest = max(map(len, grids.values()))
     tried: dict[str, list[Run]] = {arm.name: [] for arm in arms}
 
-    def attempt(arm: Arm, rate: float, place: str) -> None:
-        tried[arm.name].append(runs.get(arm, rate, plan.tuning_seed, place))
+    seed = on_first_process(lambda: runs.missing(plan, plan.seeds[:1], 0))
+
+    def attempt(arm: Arm, rate: float, place: str, after: Sequence[Arm] = (), needed: bool = False) -> None:
+        kept = [*after, *seed]
+        run = runs.get(arm, rate, plan.tuning_seed, place, after=kept, needed=needed, to_go=to_go)
+        tried[arm.name].append(run)
 
     if at_once:
         runs.train_ahead([(arm, rate, plan.tuning_seed) for arm in arms for rate in grids[arm.name]])
     for index in range(longest):
         now = [(arm, grids[arm.name][index]) for arm in arms if index < len(grids[arm.name])]
         missing = [arm for arm, rate in now if runs.find(arm, rate, plan.tuning_seed) is None]
-        if index > 0 and missing and not time_for(missing):
-            notes.append(f"Tuning stopped for time after {index} of {longest} rates of the grid.")
+        stopped = f"Tuning stopped for time after {index} of {longest} rates of the grid."
+        if index > 0 and missing and not time_for([*missing, *seed]):
+            notes.append(stopped)
             return tried
-        runs.train_ahead([(arm, rate, plan.tuning_seed) for arm, rate in now])
-        for arm, rate in now:
-            attempt(arm, rate, f"tuning {index + 1} of {len(grids[arm.name])}")
+        try:
+            runs.train_ahead([(arm, rate, plan.tuning_seed) for arm, rate in now])
+            for place, (arm, rate) in enumerate(now, 1):
+                after = [later for later, _ in now[place:] if later in missing]
+                attempt(arm, rate, f"tuning {index + 1} of {len(grids[arm.name])}", after, index == 0)
+        except OutOfTimeError:
+            if index == 0:
+                raise
+            notes.append(stopped)
+            return {name: found[:index] for name, found in tried.items()}
     growing = list(arms)
     for extension in range(plan.max_extensions + 1):
         beyond = {arm.name: next_rate(tried[arm.name], runs.measure) for arm in growing}
         growing = [arm for arm in growing if beyond[arm.name] is not None]
         wider = [(arm, found, plan.tuning_seed) for arm in growing if (found := beyond[arm.name]) is not None]
-        if extension < plan.max_extensions and (runs.workers is None or time_for(growing)):
-            runs.train_ahead(wider)
+        if extension < plan.max_extensions and (runs.workers is None or time_for([*growing, *seed])):
+            with contextlib.suppress(OutOfTimeError):
+                runs.train_ahead(wider)
         for arm, rate, _ in wider:
             known = runs.find(arm, rate, plan.tuning_seed) is not None
-            if extension == plan.max_extensions or not (known or time_for([arm])):
+            fits = extension < plan.max_extensions and (known or time_for([arm, *seed]))
+            try:
+                if fits:
+                    attempt(arm, rate, f"tuning, grid extended to {rate:g}")
+            except OutOfTimeError:
+                fits = False
+            if not fits:
                 notes.append(_edge_note(arm.name, tried[arm.name], extension, runs.measure))
                 growing.remove(arm)
-            else:
-                attempt(arm, rate, f"tuning, grid extended to {rate:g}")
     return tried
 
 

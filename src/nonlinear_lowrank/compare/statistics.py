@@ -302,8 +302,8 @@ def claim_cautions(
         bounds = sum(each.bound for each in speeds)
         if bounds:
             found.append(
-                f"in {bounds} of {len(speeds)} seeds the crossing lies at the first evaluation: evaluate more often for a "
-                "sharper speedup"
+                f"in {bounds} of {len(speeds)} seeds the crossing lies at the first evaluation: evaluate more often "
+                "for a sharper speedup"
             )
     return tuple(found)
 

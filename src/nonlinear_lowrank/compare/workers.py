@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import UserError
+from ..time_limit import OutOfTimeError, TimeLimit
 from ..training.checkpoints import DivergedError
 from ..training.recipe import Recipe
 from .folder import begun
@@ -48,10 +49,11 @@ class Workers:
     def __init__(self, number: int, run: Any, console: Console) -> None:
         self._number, self._run, self._console = number, run, console
 
-    def train(self, runs: Sequence[tuple[Recipe, Path]]) -> None:
+    def train(self, runs: Sequence[tuple[Recipe, Path]], limit: TimeLimit) -> None:
         """Trains each recipe into its folder, several at once; divergence is a result.
 
         Raises:
+            OutOfTimeError: the limit was reached; what was running was stopped, and goes on when it is resumed.
             UserError: what a run raised, a run whose worker died again and again, or one that no machine of the
                 cluster has the cores for.
         """
@@ -68,7 +70,13 @@ class Workers:
                 going[task.remote(self._run, recipe, str(folder.absolute()), str(Path.cwd()))] = folder
                 name = f"{recipe.arm.name} rate {recipe.train.lr:g}, seed {recipe.train.seed}"
                 self._console.print(f"[bold]{name}[/] on a worker")
-            (done, *_), _ = ray.wait(list(going), num_returns=1)
+            ended, _ = ray.wait(
+                list(going), num_returns=1, timeout=None if limit.seconds is None else max(0, limit.left)
+            )
+            if not ended:
+                self._cancel(going)
+                raise OutOfTimeError(f"stopped {len(going)} runs for time; go on with --resume")
+            done = ended[0]
             folder = going.pop(done)
             try:
                 if problem := ray.get(done):

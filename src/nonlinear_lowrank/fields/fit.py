@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ..storage import (
     staged_folder,
     write_json,
 )
+from ..time_limit import OutOfTimeError
 from .folder import PICTURES, FitFolder
 from .problem import FieldMethod, Problem
 from .progress import FitProgress
@@ -90,6 +91,7 @@ def fit(
     pictures: bool = True,
     title: str = "",
     about: Mapping[str, Any] | None = None,
+    stop: Callable[[int], bool] | None = None,
 ) -> FitResult:
     """Fits a field to a problem.
 
@@ -105,11 +107,14 @@ def fit(
         pictures: whether the problem writes its pictures and meshes at the end.
         title: stands before the numbers shown; the problem's name unless given.
         about: the problem's settings, kept in fit.json; a resume with other ones is refused by their names.
+        stop: asked after each step but the last, with its number; the fit then goes on from its last checkpoint when it
+            is resumed.
 
     Raises:
         UserError: a rank that saves nothing anywhere, a device that cannot be used, too little memory, a folder that
             may not be used, a fit of other settings or data, a damaged result, a full disk.
         DivergedError: the loss or a weight is no longer finite; the message says at which step.
+        OutOfTimeError: `stop` said so.
     """
     folder = FitFolder(Path(out), _settings(problem, method, config, about))
     former = folder.check(resume=resume, overwrite=overwrite)
@@ -132,7 +137,7 @@ def fit(
                 folder.write_result(found.to_json())
                 return found
             run = _Run(problem, model.to(device), config, folder, device)
-            run.train(FitProgress(title or problem.name, config.steps, quiet=quiet))
+            run.train(FitProgress(title or problem.name, config.steps, quiet=quiet), stop)
             return run.finish(pictures)
     except Exception as error:
         if is_disk_error(error):
@@ -213,7 +218,7 @@ class _Run:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def train(self, progress: FitProgress) -> None:
+    def train(self, progress: FitProgress, stop: Callable[[int], bool] | None) -> None:
         config = self.config
         with progress.shown(self.step):
             while self.step < config.steps:
@@ -229,6 +234,8 @@ class _Run:
                     self._check_finite()
                     self._check_weights()
                     self._save()
+                if stop is not None and self.step < config.steps and stop(self.step):
+                    raise OutOfTimeError(f"stopped for time at step {self.step} of {config.steps}; go on with --resume")
 
     def _check_finite(self) -> None:
         if not torch.isfinite(self.losses):

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..time_limit import duration
+
 
 class FitProgress:
     """Shows step, loss, scores and speed on stderr.
@@ -56,6 +58,7 @@ class FitProgress:
         if self.bar is not None:
             self.bar.update(self.task, completed=step, numbers=numbers)
         speed = (step - self.first) / max(time.monotonic() - self.started, 1e-9)
-        line = f"{self.title}  step {step}/{self.steps}  {numbers}  {speed:.1f} steps/s"
+        to_go = f"  {duration((self.steps - step) / speed)} to go" if step < self.steps and speed else ""
+        line = f"{self.title}  step {step}/{self.steps}  {numbers}  {speed:.1f} steps/s{to_go}"
         # without wrapping, so that a log file has one line an evaluation
         self.console.print(line, soft_wrap=True, markup=False)

@@ -28,7 +28,8 @@ def llm_demo() -> Recipe:
 
     Command: `nlr compare llm-demo --max-minutes 9` (what `make demo` runs), or `nlr train llm-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
-    Time: about half a minute for an arm, under three minutes for one seed of all four arms.
+    Time: about half a minute for an arm, under three minutes for one seed of all four arms; on cores that others use
+    longer, and where one seed would not end within --max-minutes all runs are shortened.
     Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few
     to flatten the curves: this shows the tool at work, it is no evidence for or against the method.
     """

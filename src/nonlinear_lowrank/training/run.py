@@ -15,7 +15,7 @@ import contextlib
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from .recipe import Arm, Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
 from .shards import check_checkpoint_format
-from .trainer import RunTrainer, Schedule, SeedDropout
+from .trainer import RunTrainer, Schedule, SeedDropout, Stop
 from .tuning import raise_up_rates, set_head_rate
 
 __all__ = [
@@ -58,6 +58,7 @@ def run_training(
     quiet: bool = False,
     report: bool = True,
     allow_torch_checkpoints: bool = False,
+    stop: Callable[[int], bool] | None = None,
 ) -> TrainResult:
     """Trains a recipe's arm into a folder.
 
@@ -74,8 +75,11 @@ def run_training(
         report: print what the arm changed in the model, unless `quiet`.
         allow_torch_checkpoints: under FSDP2 and DeepSpeed, write and read the engine's own sharded checkpoints, which
             are pickled. DeepSpeed has no others.
+        stop: asked after each step but the last, with its number (of several processes: the first one is asked, at
+            each entry of the training curve); the run then goes on from its last checkpoint when it is resumed.
 
     Raises:
+        OutOfTimeError: a UserError; `stop` said so.
         UserError: bad input, with nothing written; no room for a checkpoint, with the last good one kept; or
             `deterministic` is set and an operation has no such kernel.
         DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
@@ -127,7 +131,7 @@ def run_training(
             stop_diverged=train.stop_diverged,
             allow_torch_checkpoints=allow_torch_checkpoints,
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train), SeedDropout()] + ([] if quiet else [progress]),
+            callbacks=[Schedule(train), SeedDropout(), *([] if quiet else [progress]), *([Stop(stop)] if stop else [])],
         )
         trainer.remove_callback(PrinterCallback)
         measure, apart = measure_of(recipe.task), scored_split(prepared) is not None

@@ -3,13 +3,14 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from ..processes import on_first_process
 from ..tasks.metrics import scores_of_examples
 from ..tasks.task import (
     Batch,
@@ -22,6 +23,7 @@ from ..tasks.task import (
     training_collate_of,
     training_split,
 )
+from ..time_limit import OutOfTimeError
 from .checkpoints import CheckpointedTrainer
 from .divergence import LossWatch
 from .recipe import TrainConfig
@@ -233,6 +235,25 @@ class Schedule(TrainerCallback):
         # The run's only epoch ends with its last step, which has done all this.
         control.should_evaluate = control.should_save = control.should_log = False
         return control
+
+
+class Stop(TrainerCallback):
+    """Ends a run where `stop` says so, without a checkpoint: it is resumed from its last one, bit by bit.
+
+    Args:
+        stop: asked with the step's number.
+    """
+
+    def __init__(self, stop: Callable[[int], bool]) -> None:
+        self.stop = stop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises OutOfTimeError in all processes."""
+        step = state.global_step
+        if step >= state.max_steps or not (args.world_size == 1 or control.should_log):
+            return
+        if on_first_process(lambda: self.stop(step)):
+            raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
 
 
 class SeedDropout(TrainerCallback):
