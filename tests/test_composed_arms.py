@@ -215,8 +215,8 @@ def test_an_arm_has_its_own_optimizer(tmp_path):
     by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
     ends = {name.partition("self_attn.")[2] or name.partition("mlp.")[2] for name in by_muon}
     assert ends == {
-        *("q_proj.query_down", "q_proj.query_up", "k_proj.weight", "v_proj.weight", "o_proj.weight"),
-        *("gate_up_proj.weight", "down_proj.weight"),
+        *("q_proj.query_down", "q_proj.query_up"),
+        *(f"{name}.dense.weight" for name in ("k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
     }
     state = load_file(tmp_path / "adamw" / "checkpoints" / "step-000012" / "optimizer.safetensors")
     assert not [name for name in state if name.startswith("momentum_buffer/")]

@@ -74,7 +74,7 @@ def inspect_model(
     if not inputs:
         note = f"kept bytes unknown: give inputs= for the forward pass of a {type(model).__name__}"
         return replace(cost, notes=[*cost.notes, note])
-    if unreached_experts(model):
+    if isinstance(model, PreTrainedModel) and unreached_experts(model):
         note = "kept bytes unknown: a pass on fake tensors routes no token to an expert; measure a real step"
         return replace(cost, notes=[*cost.notes, note])
     try:

@@ -48,6 +48,7 @@ from .method import Method, Role
 from .noble_group import NobleGroup, group
 from .noble_sharing import SharedDown, checked_groups, share
 
+_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 _HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
 
@@ -274,21 +275,25 @@ class _NobleBranch(MultiplierLayer, nn.Module):
     def plain_dense(self) -> bool:
         """Whether the dense part is a product with tensors that can be read: nothing was converted or hooked to it."""
         dense = self.dense
+        own = dense.__dict__  # attributes of modules are slow to read
         return (
-            type(dense).forward in (nn.Linear.forward, Conv1D.forward)
+            type(dense).forward in _PLAIN_FORWARDS
             and not is_traceable_wrapper_subclass(dense.weight)
-            and not (dense._forward_hooks or dense._forward_pre_hooks or dense._backward_hooks)
-            and not (dense._backward_pre_hooks or "forward" in vars(dense))
+            and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"])
+            and not (own["_backward_pre_hooks"] or "forward" in own)
         )
 
     def dense_weight(self) -> Tensor:
         """(d_out, d_in)."""
-        return self.weight.t() if isinstance(self.dense, Conv1D) else self.weight
+        dense: Any = self.dense
+        return dense.weight.t() if isinstance(dense, Conv1D) else dense.weight
 
     def whole_bias(self) -> Tensor | None:
         """The bias, with the branch's own in it."""
-        biases = [each for each in (self.bias, self.noble_up_bias) if each is not None]
-        return sum(biases[1:], biases[0]) if biases else None
+        bias, up_bias = self.bias, self.noble_up_bias
+        if bias is None or up_bias is None:
+            return up_bias if bias is None else bias
+        return bias + up_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_in) -> (..., d_out)."""
