@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from .cores import FreeThreads
 from .errors import UserError
 from .processes import on_first_process
 
@@ -24,7 +25,7 @@ TIMING_SHARE = 0.1
 PACE_ROUNDS = 3
 """Of steps that are timed for the limit alone."""
 
-_MARGIN = 1.15  # of a forecast, for what was not timed
+_MARGIN = 1.3  # of the forecast that a length is chosen by: to begin once more costs more than to take fewer steps
 _REPORT_SHARE, _REPORT_SECONDS = 0.05, 30.0  # kept for the pictures and the report
 _SURE = 0.1  # of a run's steps, after which its own pace says when it ends
 _EVALUATION = 0.4  # of a training step, for as many examples: a forward pass and its batch
@@ -88,9 +89,8 @@ class Forecast:
     """How much longer runs took than was forecast; at least 1."""
 
     def seconds(self, arm: str, steps: int) -> float:
-        """Of a run of so many steps, with a margin."""
-        own = steps * self.step[arm] + self.evaluations * self.evaluation[arm] + self.start
-        return _MARGIN * self.slower * own
+        """Of a run of so many steps."""
+        return self.slower * (steps * self.step[arm] + self.evaluations * self.evaluation[arm] + self.start)
 
     def total(self, arms: Sequence[str], steps: int) -> float:
         """Of one run of each arm, as often as it is named."""
@@ -98,9 +98,8 @@ class Forecast:
 
     def steps_within(self, arms: Sequence[str], seconds: float) -> int:
         """The most steps at which one run of each arm (as often as it is named) fits; below 1: none."""
-        apart = self.total(arms, 0)
-        each = _MARGIN * self.slower * self._side_by_side([self.step[arm] for arm in arms])
-        steps = math.floor((seconds - apart) / each)
+        each = self.slower * self._side_by_side([self.step[arm] for arm in arms])
+        steps = math.floor((seconds - self.total(arms, 0)) / each)
         return steps - steps % 10 if steps > 20 else steps
 
     def _side_by_side(self, seconds: Sequence[float]) -> float:
@@ -108,7 +107,7 @@ class Forecast:
 
     def observe(self, arm: str, steps: int, seconds: float) -> None:
         """Takes in what a whole run of so many steps took, or would at its pace."""
-        self.slower *= max(1.0, _MARGIN * seconds / self.seconds(arm, steps))
+        self.slower *= max(1.0, seconds / self.seconds(arm, steps))
 
 
 def median_steps(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -190,12 +189,12 @@ class Lengths:
             return None
         for steps in (most, *([] if anew else [each for each in self.earlier() if each < most])):
             arms = self.missing(None if steps == self.full else steps, anew)
-            if not arms or forecast.total(arms, steps) <= limit.left:
+            if not arms or _MARGIN * forecast.total(arms, steps) <= limit.left:
                 return None if steps == self.full else steps
         arms = self.missing(None, True)
-        steps, least = min(most, forecast.steps_within(arms, limit.left)), min(self.full, LEAST_STEPS)
+        steps, least = min(most, forecast.steps_within(arms, limit.left / _MARGIN)), min(self.full, LEAST_STEPS)
         if steps < least:
-            needed = limit.passed + forecast.total(arms, least)
+            needed = limit.passed + _MARGIN * forecast.total(arms, least)
             needed += max(_REPORT_SECONDS, needed * _REPORT_SHARE / (1 - _REPORT_SHARE))
             raise UserError(
                 f"the time limit of {duration(limit.seconds or 0.0)} does not hold {least} steps of every arm; give it "
@@ -234,42 +233,49 @@ class Lengths:
 
 
 class Pace:
-    """Says of a run at each of its steps whether it must stop. Made when the run begins.
+    """Says of a run at each of its steps whether it must stop; its threads give way to others meanwhile.
 
     Args:
         limit: of the comparison.
-        reserve: seconds that the runs after it need.
-        looks_ahead: also stop when its pace says that it will not end in time.
-        forecast: takes in the pace of a run that is stopped.
+        threads: of the run.
+        forecast: takes in the pace of a run that is stopped; None: it stops at the limit alone.
         arm: what is trained.
         steps: of the run.
+        reserve: seconds that the runs after it need.
+        looks_ahead: also stop when its pace says that it will not end in time.
     """
 
     def __init__(
         self,
         limit: TimeLimit,
-        *,
-        reserve: float,
-        looks_ahead: bool,
+        threads: FreeThreads,
         forecast: Forecast | None,
+        *,
         arm: str,
         steps: int,
+        reserve: float,
+        looks_ahead: bool,
     ) -> None:
-        self.limit, self.reserve, self.looks_ahead = limit, reserve, looks_ahead
-        self.forecast, self.arm, self.steps = forecast, arm, steps
+        self.limit, self.threads, self.forecast = limit, threads, forecast
+        self.arm, self.steps, self.reserve, self.looks_ahead = arm, steps, reserve, looks_ahead
         self._begun: tuple[int, float] | None = None
 
     def __call__(self, step: int) -> bool:
         """Whether to stop after this step."""
-        now = self.limit.passed
+        self.threads.give_way()
+        if self.limit.seconds is None:
+            return False
+        now, left = self.limit.passed, self.limit.left - self.reserve
         if self._begun is None:
             self._begun = step, now
         done, seconds = step - self._begun[0], now - self._begun[1]
-        each = seconds / done if done else 0.0
-        over = self.limit.left < self.reserve
+        over = left < 0
+        if self.forecast is None or not done:
+            return over
+        each = seconds / done
         if self.looks_ahead and done >= max(2, _SURE * self.steps):
-            over = over or each * (self.steps - step) > _MARGIN * (self.limit.left - self.reserve)
-        if over and self.forecast is not None and done:
+            over = over or each * (self.steps - step) > left
+        if over:
             self.forecast.observe(self.arm, self.steps, each * self.steps)
         return over
 

@@ -1,12 +1,11 @@
 """`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
 
-import os
-import sys
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
+from ..cores import let_threads_sleep
 from ..recipes import RECIPES
 from .options import comparison_defaults, is_main_process, parse_recipe, seconds_of, take_recipe
 
@@ -54,10 +53,10 @@ class CompareOptions(Generic[Task, Train]):
 
 def run(arguments: list[str]) -> None:
     """Compares and prints the table."""
-    if "torch" not in sys.modules:
-        # OpenMP reads it when torch is imported. A thread that spins while it waits takes the core of one that works.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if RECIPES[take_recipe(arguments, "compare")[0]].command == "fit":
+    name, rest = take_recipe(arguments, "compare")
+    if not {"-h", "--help"} & set(rest):
+        let_threads_sleep()
+    if RECIPES[name].command == "fit":
         from .compare_fields import run_fields
 
         run_fields(arguments)

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from ..cores import FreeThreads
 from ..errors import DivergedError, UserError
 from ..fields.fit import FitResult, build, fit, load_weights
 from ..fields.folder import SETTINGS, read_result
 from ..fields.problem import Init, Problem
 from ..fields.recipe import FieldRecipe
-from ..resources import FreeThreads
 from ..storage import read_json, read_manifest, write_json
 from ..time_limit import Forecast, OutOfTimeError, Pace, TimeLimit
 from .field_plan import FieldArm, FieldPlan
@@ -165,16 +165,15 @@ class FieldRuns:
         title = f"{arm.name}, {init}, rate {rate:g}, {place}"
         damaged = _is_damaged(folder)
         resumed, started = folder.exists() and not damaged, self.limit.passed
-        stop: Pace | None = None
-        if self.limit.seconds is not None:
-            stop = Pace(
-                self.limit,
-                reserve=self.expected(after),
-                looks_ahead=needed and self.forecast is not None,
-                forecast=self.forecast,
-                arm=arm.name,
-                steps=self.recipe.train.steps,
-            )
+        stop = Pace(
+            self.limit,
+            self.threads,
+            self.forecast,
+            arm=arm.name,
+            steps=self.recipe.train.steps,
+            reserve=self.expected(after),
+            looks_ahead=needed,
+        )
         try:
             with self.threads.chosen():
                 result: FitResult | None = fit(
@@ -197,7 +196,7 @@ class FieldRuns:
             self.kept.collect()
         run = self.find(arm, init, rate, seed)
         assert run is not None
-        if stop is not None and result is not None and not resumed:
+        if result is not None and not resumed:
             seconds = self.limit.passed - started
             self._slowest[arm.name] = max(seconds, self._slowest[arm.name])
             if self.forecast is not None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from ..analysis.timing import Clock, interleaved_step_times
+from ..cores import FreeThreads
 from ..environment import cpu_threads, many_compiled
 from ..errors import UserError
 from ..fields.fit import build
@@ -29,7 +30,7 @@ from ..fields.problem import FieldMethod, Init, Problem
 from ..fields.recipe import FieldRecipe
 from ..fields.step import Stepper
 from ..layers.sine import SineLowRankLinear
-from ..resources import FreeThreads, choose_device, told_of_memory
+from ..resources import choose_device, told_of_memory
 from ..storage import write_json
 from ..time_limit import (
     PACE_ROUNDS,

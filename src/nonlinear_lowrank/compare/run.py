@@ -27,8 +27,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ..cores import FreeThreads
 from ..environment import cpu_threads
-from ..resources import FreeThreads
 from ..tasks.task import measure_of, plain_split, scored_split
 from ..time_limit import (
     PACE_ROUNDS,

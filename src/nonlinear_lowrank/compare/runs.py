@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..resources import FreeThreads
+from ..cores import FreeThreads
 from ..tasks.task import LOSS, Measure, measure_of
 from ..time_limit import Forecast, OutOfTimeError, Pace, TimeLimit
 from ..training.checkpoints import DivergedError, on_first_process
@@ -165,13 +165,16 @@ class Runs:
         words = f"; {self.limit.words(left)}" if left else ""
         self.console.print(f"[bold]{arm.name}[/] rate {rate:g}, {place}{', resumed' if resumed else ''}{words}")
         own = self._recipe(arm, rate, seed)
-        stop: dict[str, Any] = {}
-        if self.limit.seconds is not None:
-            reserve, started = self.expected_seconds(after), self.limit.passed
-            ahead, steps = needed and self.forecast is not None, self._length
-            stop["stop"] = Pace(
-                self.limit, reserve=reserve, looks_ahead=ahead, forecast=self.forecast, arm=arm.name, steps=steps
-            )
+        started = self.limit.passed
+        stop = Pace(
+            self.limit,
+            self.threads,
+            self.forecast,
+            arm=arm.name,
+            steps=0 if self.forecast is None else self._length,
+            reserve=self.expected_seconds(after),
+            looks_ahead=needed,
+        )
         # A run that diverges has written its result before it raises; any other error is the user's to see.
         with contextlib.suppress(DivergedError), self.threads.chosen():
             self.run(
@@ -182,15 +185,15 @@ class Runs:
                 prepared=self.prepared,
                 quiet=self.quiet,
                 report=False,
-                **stop,
+                stop=stop,
             )
         found = self.find(arm, rate, seed)
         assert found is not None, f"{folder} has no result.json after training"
-        if stop and not resumed and found.final_loss is not None:
+        if not resumed and found.final_loss is not None:
             seconds = self.limit.passed - started
             self._slowest[arm.name] = max(seconds, self._slowest[arm.name])
             if self.forecast is not None:
-                self.forecast.observe(arm.name, steps, seconds)
+                self.forecast.observe(arm.name, self._length, seconds)
         name = self.measure.name
         loss = f"diverged at step {found.steps}" if found.judged is None else f"{name} {found.judged:.4f}"
         self.console.print(f"    {loss} ({found.seconds:.0f} s)")
