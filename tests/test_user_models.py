@@ -1,0 +1,176 @@
+"""Models that users write: what is swapped acts in training and in evaluation; what is bypassed is skipped by name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nonlinear_lowrank as nlr
+from family_checks import RANK, branch_tensors, enlarge_branches, train_a_step, without_effect
+
+WIDTH = 32
+
+
+class Model(nn.Module):
+    """Two linears, a list of one, and a loss, in front of which a subclass puts its own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.more = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        y = self.body(x)
+        return {"y": y, "loss": y.square().mean()}
+
+
+class InPlace(Model):
+    def __init__(self):
+        super().__init__()
+        self.activation = nn.ReLU(inplace=True)
+
+    def body(self, x):
+        y = self.first(x)
+        y += x
+        z = self.second(self.activation(y)).mul_(0.5)
+        z[..., 0] = 0
+        return self.more[0](z).tanh_()
+
+
+class Sequential(Model):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Sequential(self.first, nn.ReLU6(inplace=True), self.second, nn.Hardtanh(inplace=True))
+
+    def body(self, x):
+        return self.more(x)
+
+
+class Functional(Model):
+    def body(self, x):
+        return self.second(F.linear(x, self.first.weight, self.first.bias)) + self.more[0](x)
+
+
+class Unpacked(Model):
+    def body(self, x):
+        weight, bias = self.first.weight, self.first.bias
+        return self.second(x @ weight.t() + bias) + self.more[0](x)
+
+
+class Fused(Model):
+    def body(self, x):
+        weight = torch.cat([self.first.weight, self.second.weight])
+        return F.linear(x, weight).sigmoid() * self.more[0](x).repeat(1, 1, 2)
+
+
+class FusedInEvaluation(Model):
+    def body(self, x):
+        y = self.first(x) if self.training else F.linear(x, self.first.weight, self.first.bias)
+        return self.second(y) + self.more[0](x)
+
+
+class Reaching(nn.Module):
+    """Takes the weight of a linear further down."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = InPlace(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(F.linear(self.outer(x), self.inner.first.weight))
+
+
+class Attention(Model):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def body(self, x):
+        return self.more[0](self.second(self.first(self.attention(x, x, x)[0])))
+
+
+class Encoder(Model):
+    """torch's encoder, whose fused path in evaluation takes the tensors of its linears."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 48, 0.0, batch_first=True, **settings)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def body(self, x):
+        return self.more[0](self.second(self.encoder(self.first(x))))
+
+
+class OwnActivationEncoder(Encoder):
+    """With an activation that the fused path does not know."""
+
+    def __init__(self):
+        super().__init__(activation=F.silu)
+
+
+OUT = [f"encoder.layers.{layer}.self_attn.out_proj" for layer in (0, 1)]
+FEED_FORWARD = [f"encoder.layers.{layer}.linear{which}" for layer in (0, 1) for which in (1, 2)]
+MODELS = {
+    InPlace: [],
+    Sequential: [],
+    Functional: ["first"],
+    Unpacked: ["first"],
+    Fused: ["first", "second"],
+    FusedInEvaluation: ["first"],
+    Attention: ["attention.out_proj"],
+    Encoder: [*FEED_FORWARD, *OUT],
+    OwnActivationEncoder: OUT,
+}
+
+
+@pytest.mark.parametrize(("kind", "skipped"), MODELS.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_every_swapped_linear_of_a_users_model_acts(kind, skipped, training):
+    model, inputs = kind(), {"x": torch.randn(2, 5, WIDTH)}
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
+    assert sorted(report.left) == sorted(skipped)
+    assert all("without calling it" in why for why in report.left.values())
+    train_a_step(Lossy(model), torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)), inputs)
+    assert without_effect(enlarge_branches(model.train(training)), inputs) == []
+
+
+class Lossy(nn.Module):
+    """The model's dict with its loss as an attribute, as transformers' outputs have it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return type("Output", (), self.model(**inputs))
+
+
+def test_a_weight_that_an_outer_module_takes_is_skipped():
+    model, inputs = Reaching(), {"x": torch.randn(2, 5, WIDTH)}
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
+    assert list(report.left) == ["inner.first"]
+    assert "the forward of Reaching takes its weight" in report.left["inner.first"]
+    assert without_effect(enlarge_branches(model), inputs) == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Functional, "first"), (Attention, "attention.out_proj")])
+def test_a_linear_that_is_never_called_is_refused_when_named(kind, name):
+    model = kind()
+    with pytest.raises(nlr.UserError, match=f"{name}.*without calling it"):
+        nlr.augment(model, nlr.NobleConfig(rank=RANK), include=name.replace(".", r"\."), verbose=False)
+    assert not branch_tensors(model)
+
+
+def test_a_model_of_torchs_encoder_alone_is_refused_with_the_fix():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=True), 1)
+    with pytest.raises(nlr.UserError, match="activation_relu_or_gelu = 0"):
+        nlr.augment(encoder, nlr.NobleConfig(rank=RANK), verbose=False)
+
+
+def test_an_encoder_with_its_fused_path_switched_off_acts():
+    model, inputs = Encoder(), {"x": torch.randn(2, 5, WIDTH)}
+    for layer in model.encoder.layers:
+        layer.activation_relu_or_gelu = 0
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
+    assert sorted(report.left) == OUT
+    assert without_effect(enlarge_branches(model.eval()), inputs) == []
