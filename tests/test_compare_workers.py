@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,23 @@ def test_a_run_that_fits_on_no_machine_is_refused(recipe, tmp_path):
             go(wide, tmp_path / "out", workers=1)
     finally:
         ray.shutdown()
+
+
+def sleep(recipe, out, **options):
+    """A run that takes too long."""
+    Path(out).mkdir(parents=True)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    started = time.monotonic()
+    found = go(recipe, tmp_path / "out", workers=2, run=sleep, max_seconds=15)
+    assert time.monotonic() - started < 60
+    assert found["n"] == 0
+    assert "Stopped for time before the first seed: stopped 2 runs for time; go on with --resume." in found["notes"]
+    assert (tmp_path / "out" / "report.md").exists()
 
 
 @pytest.mark.parametrize(
