@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GteConfig, GteForMaskedLM
 
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
@@ -147,6 +147,26 @@ def test_files_have_the_plain_names_and_come_back(name, tmp_path):
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == files.keys()
     assert all(torch.equal(again[own], files[own]) for own in files)
+
+
+@pytest.mark.parametrize("include", [r".*", r".*layers\.0\..*", r".*[qv]_proj", r".*layers\.1\..*k_proj"])
+def test_linears_that_files_hold_as_one_tensor_come_back(include, tmp_path):
+    """transformers splits these files' q, k and v, and gate and up."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = GteForMaskedLM(GteConfig(**sizes, vocab_size=67)).eval()
+    model.save_pretrained(tmp_path / "plain")
+    nlr.augment(model, NobleConfig(rank=4, up_scale=1.0), include=include, verbose=False)
+    model.save_pretrained(tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert not any(".dense." in name for name in files if "attn" in name or "mlp" in name)
+    if include == r".*":
+        assert load_file(tmp_path / "plain" / "model.safetensors").keys() <= files
+    tokens = torch.arange(9)[None]
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == files
 
 
 def test_plain_weights_load_into_an_augmented_model(tmp_path):

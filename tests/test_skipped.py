@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
+    JambaConfig,
     MambaConfig,
     Qwen3MoeConfig,
     RwkvConfig,
@@ -185,6 +186,19 @@ def test_mamba_keeps_its_time_step_and_trains():
     tokens = torch.arange(8)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "noble_" in n)
+
+
+def test_one_bypassed_activation_refuses_no_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 1}
+    config = JambaConfig(**sizes, **attention, **mamba, expert_layer_period=9, expert_layer_offset=8)
+    report = nlr.augment(AutoModelForCausalLM.from_config(config), nlr.RationalConfig(groups=4), verbose=False)
+    assert report.swapped == [f"model.layers.{layer}.feed_forward.act_fn" for layer in (0, 1)]
+    assert "is bypassed" in report.left["model.layers.0.mamba.act"]
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"mamba\.act is bypassed"):
+        nlr.augment(model, nlr.RationalConfig(groups=4), include=r".*mamba\.act", verbose=False)
 
 
 def test_weights_that_the_model_rescales_in_inference_get_no_branch():

@@ -16,6 +16,8 @@ Patterns = str | Sequence[str] | None
 
 # Where the model cannot tell which linear is its output head, these names do.
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
+_POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
+_EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
 _LINEAR_METHODS = [method for method in METHODS.values() if method.find is None]
 
 
@@ -107,6 +109,8 @@ def choose_linears(
             left[name] = "not in select"
         elif name in heads:
             left[name] = heads[name]
+        elif unnamed and is_unread_pooler(model, name):
+            left[name] = "a pooler that the head does not read"
         elif name in bypassed and unnamed:
             left[name] = bypassed[name].why
         elif name in bypassed and bypassed[name].refused:
@@ -142,7 +146,7 @@ def choose_found(
     chosen: list[str] = []
     left: dict[str, str] = {}
     for name, target in found.targets.items():
-        why = given.why_left(name) or (target.aside if include is None else "")
+        why = given.why_left(name) or ((target.aside or target.refused) if include is None else "")
         if why:
             left[name] = target.aside or why
         else:
@@ -223,6 +227,11 @@ def dense_parts(model: nn.Module) -> set[nn.Module]:
 def holds_numbers(weight: Any) -> bool:
     """Whether a weight is plain floating point: tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
     return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
+
+
+def is_unread_pooler(model: nn.Module, name: str) -> bool:
+    """Whether a module is of a pooler under a head for every token, which reads the hidden states: it never acts."""
+    return bool(_POOLER.fullmatch(name) and _EACH_TOKEN.fullmatch(type(model).__name__))
 
 
 def _has_weight(module: nn.Module) -> bool:

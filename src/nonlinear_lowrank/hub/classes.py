@@ -9,6 +9,7 @@ transformers knows more than 400 backbones, so nothing is built at import: `regi
 table of config classes answer any "nonlinear_lowrank_<base>" by building the classes of that base.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -37,6 +38,8 @@ class AugmentedModel(PlainNames):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         apply_saved(self, entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
         rename_by_transformers(self)
+        if kept := getattr(self, "_keep_in_fp32_modules", None):  # found by the ends of names
+            self._keep_in_fp32_modules = type(kept)([*kept, *(f"{name}.dense" for name in kept)])
         if not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters()):
             mark_initialized(self)
 
@@ -107,6 +110,11 @@ class AugmentedModel(PlainNames):
         Raises:
             UserError: tensors are missing from the checkpoint, or it has some that the model does not.
         """
+        quantization = kwargs.get("quantization_config")
+        for option in ("llm_int8_skip_modules", "modules_to_not_convert"):
+            if skipped := getattr(quantization, option, None):
+                kwargs["quantization_config"] = quantization = copy.copy(quantization)
+                setattr(quantization, option, [*skipped, *(f"{name}.dense" for name in skipped)])
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         check_loading_info(model, info)
         return (model, info) if output_loading_info else model

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
 
 from ..layers import method_of_layer
 
@@ -65,7 +65,7 @@ class PlainNames:
         if known is None:
             plain = get_model_conversion_mapping(self, add_legacy=False)  # type: ignore[arg-type]
             known = [each for each in plain if not isinstance(each, PrefixChange)]  # as transformers does
-        return [*(each for each in known if not isinstance(each, DenseNames)), ours]
+        return [*_on_dense(self, ours, [each for each in known if not isinstance(each, DenseNames)]), ours]
 
     @_weight_conversions.setter
     def _weight_conversions(self, value: list[Any] | None) -> None:
@@ -75,9 +75,36 @@ class PlainNames:
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
         """transformers', which is told of this model's names."""
         if (ours := dense_names(model)) is not None:
-            load_config = replace(load_config, weight_mapping=[*(load_config.weight_mapping or []), ours])
+            plain_mapping = load_config.weight_mapping or []
+            load_config = replace(load_config, weight_mapping=[*_on_dense(model, ours, plain_mapping), ours])
         plain: Any = super(PlainNames, type(model))
         return plain._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
+
+
+def _on_dense(model: Any, ours: DenseNames, conversions: list[WeightTransform]) -> list[WeightTransform]:
+    """Conversions whose converters, which split a file's tensor over linears, name the dense parts of these.
+
+    transformers converts after it renames on loading, and before on saving. A converter that would have to name dense
+    parts in some layers only is left out: the linears then have tensors of their own in files too.
+    """
+    found: list[WeightTransform] = []
+    for each in conversions:
+        if not isinstance(each, WeightConverter):
+            found.append(each)
+            continue
+        names = [f".{name}" for name, _ in model.named_modules()]
+        held = [[name[1:] in ours.layers for name in names if name.endswith(f".{end}")] for end in each.target_patterns]
+        if not any(map(any, held)):
+            found.append(each)
+        elif all(len(set(of_target)) == 1 for of_target in held):
+            both = zip(each.target_patterns, held, strict=True)
+            targets = [f"{target}.dense" if of_target[0] else target for target, of_target in both]
+            for tensor in ("weight", "bias"):
+                sources = [f"{source}.{tensor}" for source in each.source_patterns]
+                found.append(
+                    each.copy(sources, [f"{target}.{tensor}" for target in targets], operations=each.operations)
+                )
+    return found
 
 
 def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,18 +10,18 @@ _ACTIVE = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts"),
     *("top_k", "moe_top_k", "moe_topk", "moe_k"),
 )
-HELD_AS_TENSORS = "holds its experts as 3-D parameters, which are no linears"
+HELD_AS_TENSORS = "holds weights as 3-D parameters, which are no linears"
 
 
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own 3-D parameters (E, a, b) with E > 1, by name; those of torch's own layers, convolutions, are none.
+    """A module's own 3-D parameters (E, a, b), by name; those of torch's own layers, convolutions, are none.
 
-    A leading 1 marks a token, a position table or the like.
+    A leading 1 marks a token, a position table or the like; numbers along one dimension alone are a scale.
     """
     if type(module).__module__.startswith("torch.nn."):
         return {}
     own = module.named_parameters(recurse=False)
-    return {name: tensor for name, tensor in own if tensor.ndim == 3 and tensor.shape[0] > 1}
+    return {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
 
 
 def unreached_experts(model: nn.Module) -> str:
