@@ -43,9 +43,8 @@ def folder(tmp_path_factory):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     for name, base in (("adapter", "base"), ("adapter_ours", "ours")):
-        config = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-        )
+        targets = [f"{each}{'.dense' if base == 'ours' else ''}" for each in ("q_proj", "down_proj")]
+        config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
         model = AutoModelForCausalLM.from_pretrained(folder / base)
         peft.get_peft_model(model, config).save_pretrained(folder / name)
     subjects = ["anatomy", "astronomy", "philosophy", "sociology"]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import finetune_kit as kit
+import nonlinear_lowrank as nlr
 from nonlinear_lowrank.compare import compare
 from nonlinear_lowrank.compare.report import render_report, render_tables
 from nonlinear_lowrank.errors import UserError
@@ -523,3 +524,14 @@ def test_compare_by_the_loss_keeps_its_speeds(root, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     assert "step speedup" in report
     assert "| arm | rate | trainable | final loss | delta" in report
+
+
+@pytest.mark.parametrize("targets", ["", ",target_modules=query/nosuch", ",target_modules=all-linear"])
+def test_lora_of_a_model_with_branches_goes_onto_their_dense_parts(root, targets):
+    task = kit.glue_task(root)
+    model = task.build_on_meta()
+    nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*(query|value)", verbose=False)
+    adapted = Arm.parse(f"lora:r=2{targets}").apply(model, task.adapter_setup(model), verbose=False)
+    names = {name.partition(".lora_")[0] for name, each in adapted.named_parameters() if ".lora_" in name}
+    assert any(name.endswith("query.dense") for name in names)
+    assert all(not name.endswith(("query", "value")) for name in names)

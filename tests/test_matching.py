@@ -90,7 +90,7 @@ def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
     target, wide = arms(f"wide-mlp:hidden={hidden}+{joined},name=target", f"wide-mlp:match=target+{joined}")
     _, (match,) = settle_matches(recipe, [target, wide])
     assert match.hidden == hidden
-    with pytest.raises(UserError, match="cannot match target: even with MLPs of width 2 it has"):
+    with pytest.raises(UserError, match="cannot match target: even with MLPs of width 1 it has"):
         settle_matches(recipe, [*arms("low-rank:rank=1,name=target"), wide])
 
 
@@ -103,7 +103,7 @@ def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
         (("low-rank:rank=1", "wide-mlp:match=low-rank-r1"), "even with MLPs of width 1"),
         (("sine-lowrank:rank=2,omega=50", "wide-mlp:match=sine-lowrank-r2-w50,by=flops"), "match its parameters"),
         (("noble:rank=4", "wide-mlp:match=noble-r4,hidden=9"), "says hidden=9, and"),
-        (("identity-query", "wide-mlp:match=identity-query+noble:rank=31"), "even with MLPs of width 32"),
+        (("identity-query", "wide-mlp:match=identity-query+noble:rank=31"), "even with MLPs of width 1"),
         (("noble:rank=4", "wide-mlp:match=noble-r4+noble:rank=32"), "rank 32 is not low"),
         (("noble:rank=4", "wide-mlp:match=noble-r4+rational:groups=7"), "groups=7 do not divide the 48 channels"),
         (("training_kit:no_module", "wide-mlp:match=training_kit.no_module"), "gave back NoneType"),

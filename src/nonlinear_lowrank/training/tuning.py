@@ -30,6 +30,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UserError
+from ..layers import method_of_layer
 from ..tasks.task import AdapterSetup
 from .context import ArmContext
 from .values import as_text, check_number, check_whole, one_line
@@ -131,7 +132,10 @@ class Tuning:
             own[self.targets] = list(setup.targets)
         if setup.head:
             own["modules_to_save"] = list(setup.head)
-        config = self._config({**own, **settings}, task_type=setup.task_type)
+        named = {**own, **settings}
+        if self.config and self.config[0] == "peft" and isinstance(named.get(self.targets or ""), list):
+            named[self.targets] = _dense_parts(model, named[self.targets])  # type: ignore[index]
+        config = self._config(named, task_type=setup.task_type)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
@@ -162,7 +166,8 @@ class Tuning:
         """One line; where no module was matched, with the names that there are."""
         text = one_line(error)
         if any(words in text for words in ("arget modules", "target_modules", "No modules were targeted")):
-            linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+            names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+            linear = {name.removesuffix(".dense").rpartition(".")[2] for name in names}
             ends = f"the linears of this model end in {', '.join(sorted(linear))}"
             if targets is None:
                 text = f"peft has no choice of modules for it; name some with {self.targets} ({ends})"
@@ -176,6 +181,17 @@ def _modules(text: str) -> Any:
     if text == "all-linear" or re.search(r"[.*+?()\[\]|\\^$]", text):
         return text
     return text.split("/")
+
+
+def _dense_parts(model: nn.Module, ends: Sequence[str]) -> list[str]:
+    """The ends of module names, of which those of layers with a branch name its dense part: peft takes only linears."""
+    found = []
+    for end in ends:
+        named = [module for name, module in model.named_modules() if f".{name}".endswith(f".{end}")]
+        methods = {method_of_layer(module) for module in named}
+        found += [f"{end}.{method.dense}" for method in methods if method is not None and method.dense is not None]
+        found += [end] if None in methods or not named else []
+    return found
 
 
 _LORA = ("peft", "LoraConfig")
