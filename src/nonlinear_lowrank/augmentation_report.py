@@ -26,9 +26,9 @@ class AugmentReport:
     """Forward FLOPs per token of all linears and of the experts that a token goes through; a multiply-add counts 2."""
     flops_added: int = 0
     body_parameters: int = 0
-    """Of the plain model, but its embeddings and output heads; 0 where that was not counted."""
+    """Parameters of the plain model without embeddings and output heads; 0: not counted."""
     reached_parameters: int = 0
-    """Of these, those in the plain modules that were swapped."""
+    """Body parameters in the plain modules that were swapped."""
 
     def __str__(self) -> str:
         lines = [

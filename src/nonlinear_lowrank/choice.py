@@ -130,6 +130,8 @@ def choose_linears(
         why = "; ".join(sorted(set(left.values()))) or "it has no linears"
         if unnamed and method.include is not None:
             why += "; name the targets with include="
+        if any(each.startswith("rank ") for each in left.values()):
+            why += "; choose a smaller rank"
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
     return chosen, left
 
@@ -225,12 +227,12 @@ def dense_parts(model: nn.Module) -> set[nn.Module]:
 
 
 def holds_numbers(weight: Any) -> bool:
-    """Whether a weight is plain floating point: tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
+    """Return whether a weight is plain floats: tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
     return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
 def is_unread_pooler(model: nn.Module, name: str) -> bool:
-    """Whether a module is of a pooler under a head for every token, which reads the hidden states: it never acts."""
+    """Return whether a module is of a pooler that the head, one for every token, never reads."""
     return bool(_POOLER.fullmatch(name) and _EACH_TOKEN.fullmatch(type(model).__name__))
 
 

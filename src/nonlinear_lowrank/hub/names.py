@@ -57,7 +57,7 @@ class PlainNames:
 
     @property
     def _weight_conversions(self) -> list[Any] | None:
-        """What transformers reverts on saving: the plain class's conversions, and ours last."""
+        """The conversions that transformers reverts on saving: the plain class's, and ours last."""
         known = vars(self).get("_weight_conversions")
         ours = dense_names(self)
         if ours is None:

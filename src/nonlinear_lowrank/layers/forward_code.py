@@ -84,7 +84,7 @@ def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
 
 
 def _is_switched_off(reader: nn.Module, own: str) -> bool:
-    """Whether the path that takes a child's tensors is one that this module's settings never enter."""
+    """Return whether this module's settings never enter the path that takes a child's tensors."""
     if isinstance(reader, nn.TransformerEncoderLayer):
         return not reader.activation_relu_or_gelu and own != "out_proj"
     return getattr(reader, "pretraining_tp", None) == 1  # Bloom's, of checkpoints made by several devices
@@ -99,7 +99,7 @@ class _Taken(dict[str, set[str]]):
 
 
 def _tensors_taken(module: nn.Module) -> _Taken:
-    """What a module's code takes of the modules in it.
+    """Return the tensors that a module's code takes of the modules in it.
 
     A look at type, device, shape or presence is none: `self.wo.weight.dtype`, `isinstance(self.wo.weight, Tensor)`.
     """
@@ -126,7 +126,7 @@ def _tensors_taken(module: nn.Module) -> _Taken:
 
 
 def _is_look(after: dis.Instruction) -> bool:
-    """Whether what is done with a tensor next only looks at what it is."""
+    """Return whether what is done with a tensor next only looks at what it is."""
     if after.opname in _ATTRIBUTES:
         return after.argval in _LOOKS
     return after.opname.startswith("POP_JUMP") or (after.opname == "LOAD_CONST" and after.argval is None)

@@ -32,7 +32,7 @@ class Matrix:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b and nothing else: an `nn.Linear`, a transformers `Conv1D`, or a subclass.
+    """Return whether a module computes x W^T + b, no more: an `nn.Linear`, a transformers `Conv1D`, or a subclass.
 
     A subclass with a forward of its own (Falcon's) is tried on small tensors in place of its own.
     """

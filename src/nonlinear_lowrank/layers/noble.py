@@ -273,7 +273,7 @@ class _NobleBranch(MultiplierLayer, nn.Module):
         return super()._replicate_for_data_parallel()  # type: ignore[misc]
 
     def plain_dense(self) -> bool:
-        """Whether the dense part is a product with tensors that can be read: nothing was converted or hooked to it."""
+        """Return whether the dense part is a plain product: nothing was converted or hooked to it."""
         dense = self.dense
         own = dense.__dict__  # attributes of modules are slow to read
         return (
