@@ -20,7 +20,7 @@ LEAST_STEPS = 10
 """Below this a run is not shortened: it would be over before its evaluations say anything."""
 
 TIMING_SHARE = 0.1
-"""Of a limit, for timing steps."""
+"""Share of a limit that timing steps may take."""
 
 PACE_ROUNDS = 3
 """Of steps that are timed for the limit alone."""

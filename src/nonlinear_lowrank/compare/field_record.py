@@ -45,7 +45,7 @@ class FieldRun:
 
     @property
     def late(self) -> tuple[float, float] | None:
-        """What the last steps added to the score, and their share of all: see `late_change`."""
+        """The change of the score over the last steps, and their share of all: see `late_change`."""
         return None if self.score is None else late_change(self.points)
 
     @property

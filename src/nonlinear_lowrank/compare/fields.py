@@ -281,7 +281,7 @@ def _step_times(
 def _forecast(
     problem: Problem, plan: FieldPlan, recipe: FieldRecipe, device: torch.device, limit: TimeLimit
 ) -> Forecast:
-    """Of the fits' time, by some steps, an evaluation and a picture; keeps time for the pictures."""
+    """Forecast the fits' time by some steps, an evaluation and a picture; keep time for the pictures."""
     begun = limit.passed
     with torch.enable_grad():
         times = _step_times(problem, plan, recipe, device, PACE_ROUNDS, limit=limit, clock="wall")

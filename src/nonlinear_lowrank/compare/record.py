@@ -224,7 +224,7 @@ def _against(
 
 
 def _score_curve(run: Run, measure: Measure) -> list[tuple[float, float]]:
-    """What a run is compared by, over its steps."""
+    """The score that a run is compared by, over its steps."""
     if measure.is_loss:
         curve = run.as_curve()
         return list(zip(curve.steps, curve.losses, strict=True))

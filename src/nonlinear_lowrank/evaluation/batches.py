@@ -1,4 +1,4 @@
-"""Whether a batch fits memory, asked before it is run: the system ends a process that takes too much of it."""
+"""A check that a batch fits memory before it is run: the system ends a process that takes too much of it."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""What the forwards of a model's modules read, by the names in their compiled code: which activations they call, and
-which linears' tensors they take without calling them."""
+"""Names that the forwards of a model's modules read, in their compiled code: the activations they call, and the linears
+whose tensors they take without calling them."""
 
 import dis
 import inspect

@@ -38,7 +38,7 @@ class NobleGroup:
 
     def output(self, x: Tensor, place: int) -> Tensor | None:
         """y (..., d_out) of the layer at this place; None where it shall compute its own."""
-        if not self.together or not all(each.branch_enabled and each.plain_dense() for each in self.layers):
+        if not self.together or not all(each.branch_enabled for each in self.layers):
             return None
         held, how = self._held, circumstances(x, self.layers[0].weight)
         if held is None or held[0] is not x or held[1] != how or held[3] >> place & 1:
@@ -46,6 +46,8 @@ class NobleGroup:
                 # The others are waiting for theirs: this group does not read one tensor.
                 self._held, self.together = None, False
                 return None
+            if not all(each.plain_dense() for each in self.layers):
+                return None  # a converted or hooked dense part is called
             held = (x, how, self._compute(x), 0)
         served = held[3] | 1 << place
         self._held = None if served == (1 << len(self.layers)) - 1 else (*held[:3], served)

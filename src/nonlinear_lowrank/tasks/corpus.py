@@ -174,7 +174,7 @@ class Corpus:
                 except UnicodeEncodeError as error:
                     half = f"\\u{ord(document[error.start]):04x}"
                     raise UserError(
-                        f"{path}:{number} holds half a character ({half} without its other half); mend or drop it"
+                        f"{path}:{number} holds half a character ({half} without its other half); fix or drop it"
                     ) from error
             yield document
 
