@@ -12,8 +12,8 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
     fused       the same with fuse_shared_inputs: query, key and value together
     memory      the same model: bytes kept for backward and peak of a step
     forms       NOBLE's up projection accumulated into y or joined with the main product, at each shape of `FORMS`: what
-                `nonlinear_lowrank.ops.up_form.MEASURED` is filled from; its down projection a product of its own or in
-                the bottleneck's kernel: what `ops.down_form.MEASURED` is filled from
+                `methods.noble.up_form.MEASURED` is filled from; its down projection a product of its own or in
+                the bottleneck's kernel: what `methods.noble.down_form.MEASURED` is filled from
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
     peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
     op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
@@ -37,16 +37,16 @@ from typing import Any
 
 import torch
 
-from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode
-from nonlinear_lowrank.analysis.bench_memory import MemoryBenchConfig, bench_memory
-from nonlinear_lowrank.analysis.bench_methods import bench_arms
-from nonlinear_lowrank.analysis.bench_op import OpBenchConfig, bench_op
-from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step
-from nonlinear_lowrank.analysis.bench_training import make_stepper
-from nonlinear_lowrank.analysis.timing import Clock
+from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
+from nlr_lab.bench.memory import MemoryBenchConfig, bench_memory
+from nlr_lab.bench.methods import bench_arms
+from nlr_lab.bench.op import OpBenchConfig, bench_op
+from nlr_lab.bench.step import StepBenchConfig, bench_step
+from nlr_lab.bench.timing import Clock
+from nlr_lab.bench.training import make_stepper
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.layers import NobleConfig, NobleLinear
-from nonlinear_lowrank.ops.cosnet import noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods import NobleConfig, NobleLinear
+from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
 
 Sizes = dict[str, Any]
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from nonlinear_lowrank import cli
+from nlr_lab.cli import main as cli
 
 
 def run(capsys, *arguments):

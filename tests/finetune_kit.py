@@ -20,11 +20,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from nonlinear_lowrank.tasks.glue import GlueData, GlueTask
-from nonlinear_lowrank.tasks.image_classification import ImageData, ImageTask
-from nonlinear_lowrank.tasks.instructions import InstructionData, InstructionTask
-from nonlinear_lowrank.tasks.pretrained import Pretrained
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
+from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
+from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
+from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nlr_lab.training import Arm, Recipe, TrainConfig
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds", "who", "what", "yes", "no", "very", "not")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")

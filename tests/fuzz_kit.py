@@ -221,7 +221,7 @@ def _input(folder: Path, data: bytes, suffix: str) -> Path:
 
 
 def _configs(folder: Path) -> list[bytes]:
-    from nonlinear_lowrank.layers import METHODS, config_to_dict
+    from nonlinear_lowrank.methods import METHODS, config_to_dict
 
     ready = {"rational": nlr.RationalConfig(activation="gelu")}
     configs = {name: ready.get(name) or method.config_class() for name, method in METHODS.items()}
@@ -229,7 +229,7 @@ def _configs(folder: Path) -> list[bytes]:
 
 
 def _read_config(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.layers import METHODS, config_from_dict
+    from nonlinear_lowrank.methods import METHODS, config_from_dict
 
     content = _json(data)
     name, values = content.get("method"), content.get("config")
@@ -249,13 +249,13 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _recipes(folder: Path) -> list[bytes]:
-    from nonlinear_lowrank.recipes import get_recipe
+    from nlr_lab.recipes import get_recipe
 
     return [get_recipe(name).to_json().encode() for name in ("llm-demo", "glue-minilm", "vit-demo")]
 
 
 def _read_recipe(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.training import Recipe
+    from nlr_lab.training import Recipe
 
     return Recipe.from_json(data.decode("utf-8", errors="replace"))
 
@@ -267,7 +267,7 @@ def _arms(folder: Path) -> list[bytes]:
 
 
 def _read_arm(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.training import Arm
+    from nlr_lab.training import Arm
 
     text = data.decode("utf-8", errors="replace")
     arm = Arm.parse(text)
@@ -286,8 +286,8 @@ def _overrides(folder: Path) -> list[bytes]:
 
 
 def _read_overrides(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.commands.options import parse_recipe
-    from nonlinear_lowrank.commands.train import TrainOptions
+    from nlr_lab.cli.options import parse_recipe
+    from nlr_lab.cli.train import TrainOptions
 
     words = data.decode("utf-8", errors="replace").split("\n")
     if {"-h", "--help"} & set(words):
@@ -378,7 +378,7 @@ def _meshes(suffix: str) -> Callable[[Path], list[bytes]]:
 
 def _read_mesh(suffix: str) -> Callable[[Path, bytes], Any]:
     def read(folder: Path, data: bytes) -> Any:
-        from nonlinear_lowrank.fields.mesh_files import read_mesh
+        from nlr_lab.fields.mesh_files import read_mesh
 
         return read_mesh(_input(folder, data, suffix))
 
@@ -407,7 +407,7 @@ def _poses(folder: Path) -> list[bytes]:
 
 
 def _read_poses(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.fields.scenes import read_scene
+    from nlr_lab.fields.scenes import read_scene
 
     (folder / "scene" / "poses_bounds.npy").write_bytes(data)
     return read_scene(folder / "scene", held_out=[0])
@@ -426,7 +426,7 @@ def _transforms(folder: Path) -> list[bytes]:
 
 
 def _read_transforms(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.fields.scenes import read_scene
+    from nlr_lab.fields.scenes import read_scene
 
     (folder / "blender" / "transforms_train.json").write_bytes(data)
     return read_scene(folder / "blender")
@@ -443,7 +443,7 @@ def _tsv(name: str, folder_name: str, task: str, *more: bytes) -> Target:
         return [(folder / "glue" / folder_name / "train.tsv").read_bytes(), *more]
 
     def read(folder: Path, data: bytes) -> Any:
-        from nonlinear_lowrank.tasks.glue_files import read_tsv
+        from nlr_lab.tasks.finetune.glue_files import read_tsv
 
         return read_tsv(_input(folder, data, ".tsv"), task)
 
@@ -458,7 +458,7 @@ def _instructions(folder: Path) -> list[bytes]:
 
 
 def _read_instructions(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.tasks.instruction_files import read_examples
+    from nlr_lab.tasks.finetune.instruction_files import read_examples
 
     return list(read_examples(str(_input(folder, data, ".json")), "alpaca"))
 
@@ -468,7 +468,7 @@ def _corpus(suffix: str, pack: Callable[[bytes], bytes]) -> Target:
         return [pack(b'{"text": "one"}\n{"text": "two, and more"}\n')]
 
     def read(folder: Path, data: bytes) -> Any:
-        from nonlinear_lowrank.tasks.corpus import Corpus
+        from nlr_lab.tasks.text.corpus import Corpus
 
         return list(Corpus(source=str(_input(folder, data, suffix)), max_bytes=1 << 20).documents())
 
@@ -493,7 +493,7 @@ def _pictures(folder: Path) -> list[bytes]:
 
 
 def _read_picture(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.fields.image import read_image
+    from nlr_lab.fields.image import read_image
 
     return read_image(str(_input(folder, data, ".png")))
 
@@ -508,7 +508,7 @@ def _packed(images: np.ndarray) -> bytes:
 
 
 def _read_image_set(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.tasks.image_files import read_images
+    from nlr_lab.tasks.images.files import read_images
 
     return read_images(str(_input(folder, data, ".npz.xz" if data[:1] == b"\xfd" else ".npz")))
 

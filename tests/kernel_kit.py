@@ -4,12 +4,13 @@ import importlib
 
 import torch
 
-from nonlinear_lowrank.ops import rational, rational_gated, rational_gated_reference, rational_reference
+from nonlinear_lowrank.methods.rational.gated import rational_gated, rational_gated_reference
+from nonlinear_lowrank.methods.rational.op import rational, rational_reference
 from nonlinear_lowrank.ops.kernels import load
 from rounding_kit import assert_as_good_as_plain, cast, jittered
 
-CALLERS = ("cosnet", "rational_gpu", "sine")
-"""Files of `ops` that ask for kernels."""
+CALLERS = ("noble.op", "rational.gpu", "sine.op")
+"""Modules of `methods` that ask for kernels."""
 
 
 def route(monkeypatch, calls):
@@ -20,7 +21,7 @@ def route(monkeypatch, calls):
         return load(name)
 
     for file in CALLERS:
-        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.ops.{file}"), "kernels", chosen)
+        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.methods.{file}"), "kernels", chosen)
 
 
 def with_gradients(function, leaves, dy):

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
+from nlr_lab.evaluation import find_local_tasks, score_answers
+from nlr_lab.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
+from nlr_lab.evaluation.commonsense import TESTS
+from nlr_lab.tasks.finetune.instruction_files import read_examples
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.evaluation import find_local_tasks, score_answers
-from nonlinear_lowrank.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
-from nonlinear_lowrank.evaluation.commonsense import TESTS
-from nonlinear_lowrank.tasks.instruction_files import read_examples
 from task_rows import answer_tokenizer, commonsense_rows, tiny_model, write_lines
 
 

@@ -8,9 +8,9 @@ import torch
 import tyro
 from torch import nn
 
+from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.layers import NobleLinear
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.methods import NobleLinear
 from training_kit import make_recipe
 
 FORMS = {

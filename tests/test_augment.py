@@ -300,7 +300,7 @@ def test_published_parameter_counts_on_meta(name, layers, width, heads, hidden):
 
 
 def test_saved_entry_is_json_and_applies_again():
-    from nonlinear_lowrank.augmentation import after_augment, apply_saved
+    from nonlinear_lowrank.surgery.augment import after_augment, apply_saved
 
     entries = []
     after_augment.append(lambda _, entry: entries.append(entry))

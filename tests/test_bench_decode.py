@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode, make_decoder
-from nonlinear_lowrank.analysis.bench_methods import METHODS, BenchArm
-from nonlinear_lowrank.analysis.bench_model import make_model
-from nonlinear_lowrank.analysis.timing import paired_ratio
-from nonlinear_lowrank.cli import main
+from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode, make_decoder
+from nlr_lab.bench.methods import METHODS, BenchArm
+from nlr_lab.bench.model import make_model
+from nlr_lab.bench.timing import paired_ratio
+from nlr_lab.cli.main import main
 from nonlinear_lowrank.errors import UserError
 
 TINY = DecodeBenchConfig(

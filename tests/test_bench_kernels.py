@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from nonlinear_lowrank.analysis.bench_kernels import KernelBench, KernelBenchConfig
-from nonlinear_lowrank.analysis.kernel_report import KernelReport
-from nonlinear_lowrank.cli import main
+from nlr_lab.bench.kernel_report import KernelReport
+from nlr_lab.bench.kernels import KernelBench, KernelBenchConfig
+from nlr_lab.cli.main import main
 
 
 def row(**changed):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nonlinear_lowrank.analysis.bench_memory import MemoryBenchConfig, bench_memory
-from nonlinear_lowrank.analysis.bench_picture import draw
-from nonlinear_lowrank.analysis.peak import peak_bytes
+from nlr_lab.bench.memory import MemoryBenchConfig, bench_memory
+from nlr_lab.bench.peak import peak_bytes
+from nlr_lab.bench.picture import draw
 
 TINY = MemoryBenchConfig(
     width=64,

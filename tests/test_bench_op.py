@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nlr_lab.bench.kat_rational import kat_rational
+from nlr_lab.bench.op import OpBenchConfig, bench_op, op_arms
+from nlr_lab.bench.picture import draw
+from nlr_lab.bench.timing import paired_ratio
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.analysis.bench_op import OpBenchConfig, bench_op, op_arms
-from nonlinear_lowrank.analysis.bench_picture import draw
-from nonlinear_lowrank.analysis.kat_rational import kat_rational
-from nonlinear_lowrank.analysis.timing import paired_ratio
-from nonlinear_lowrank.ops import rational_reference
+from nonlinear_lowrank.methods.rational.op import rational_reference
 
 TINY = OpBenchConfig(
     width=24,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank.analysis.bench_methods import METHODS, BenchArm, bench_arms
-from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step
-from nonlinear_lowrank.analysis.bench_training import make_stepper
-from nonlinear_lowrank.analysis.timing import paired_ratio
+from nlr_lab.bench.methods import METHODS, BenchArm, bench_arms
+from nlr_lab.bench.step import StepBenchConfig, bench_step
+from nlr_lab.bench.timing import paired_ratio
+from nlr_lab.bench.training import make_stepper
 from nonlinear_lowrank.errors import UserError
 
 TINY = StepBenchConfig(

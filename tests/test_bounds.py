@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nonlinear_lowrank import bounds
-from nonlinear_lowrank.bounds import check_room, read_array, read_arrays, read_bytes, safetensors_header
+from nlr_lab.tasks.images.files import read_images
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.storage import is_inside
-from nonlinear_lowrank.tasks.image_files import read_images
+from nonlinear_lowrank.hub import bounds
+from nonlinear_lowrank.hub.bounds import check_room, read_array, read_arrays, read_bytes, safetensors_header
+from nonlinear_lowrank.hub.storage import is_inside
 
 HUGE = 1 << 40
 
@@ -198,7 +198,7 @@ def test_a_picture_that_claims_more_pixels_than_any_has(tmp_path):
 @pytest.mark.parametrize("form", ["ascii", "binary_little_endian"])
 def test_a_mesh_that_claims_more_points_than_it_has_bytes(tmp_path, form):
     pytest.importorskip("trimesh")
-    from nonlinear_lowrank.fields.mesh_files import read_mesh
+    from nlr_lab.fields.mesh_files import read_mesh
 
     lines = ["ply", f"format {form} 1.0", f"element vertex {HUGE}", "property float x", "element face 1"]
     text = "\n".join([*lines, "property list uchar int vertex_indices", "end_header", ""])

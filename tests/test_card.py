@@ -12,11 +12,11 @@ import finetune_kit
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
 from cli_kit import run, run_python
+from nlr_lab.training import run_training
 from nonlinear_lowrank.hub import convert
 from nonlinear_lowrank.hub.card import Origin, write_card
 from nonlinear_lowrank.hub.merging import merge_adapter
 from nonlinear_lowrank.hub.verify import verify
-from nonlinear_lowrank.training import run_training
 from training_kit import FakeText, make_recipe
 from zoo import llama
 

@@ -18,11 +18,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cli_kit import run, run_python
-from nonlinear_lowrank import UserError, cli
-from nonlinear_lowrank.commands import COMMANDS
-from nonlinear_lowrank.commands.options import parse
-from nonlinear_lowrank.commands.train import TrainOptions
-from nonlinear_lowrank.recipes import RECIPES
+from nlr_lab.cli import COMMANDS
+from nlr_lab.cli import main as cli
+from nlr_lab.cli.options import parse
+from nlr_lab.cli.train import TrainOptions
+from nlr_lab.recipes import RECIPES
+from nonlinear_lowrank import UserError
 
 
 def assert_refused(capsys, arguments, *words):
@@ -50,7 +51,7 @@ def test_help_lists_every_command_and_recipe_in_one_line_each(capsys):
 
 
 def test_the_installed_command_runs():
-    done = subprocess.run([sys.executable, "-m", "nonlinear_lowrank.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "nlr_lab", "--version"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"nlr \d+\.\d+\.\d+\n", done.stdout)
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.measure import Measurement
-from nonlinear_lowrank.compare.plots import Bar, ablation_bars
-from nonlinear_lowrank.compare.record import clean, flatten
-from nonlinear_lowrank.compare.report import findings, render_report
+from nlr_lab.compare import compare
+from nlr_lab.compare.measure import Measurement
+from nlr_lab.compare.plots import Bar, ablation_bars
+from nlr_lab.compare.record import clean, flatten
+from nlr_lab.compare.report import findings, render_report
+from nlr_lab.training import Arm, DivergedError, Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.training import Arm, DivergedError, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
 STEPS = 100

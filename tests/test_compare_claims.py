@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from nonlinear_lowrank.compare.field_record import FieldArmRecord, FieldRun
-from nonlinear_lowrank.compare.field_record import build_record as build_field_record
-from nonlinear_lowrank.compare.field_report import findings as field_findings
-from nonlinear_lowrank.compare.record import ArmRecord, Run, build_results
-from nonlinear_lowrank.compare.report import findings, render_report
-from nonlinear_lowrank.compare.statistics import claim_cautions, late_change
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.tasks.task import LOSS, Measure
+from nlr_lab.compare.field_record import FieldArmRecord, FieldRun
+from nlr_lab.compare.field_record import build_record as build_field_record
+from nlr_lab.compare.field_report import findings as field_findings
+from nlr_lab.compare.record import ArmRecord, Run, build_results
+from nlr_lab.compare.report import findings, render_report
+from nlr_lab.compare.statistics import claim_cautions, late_change
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.tasks.task import LOSS, Measure
 
 SEEDS = (1, 2, 3)
 GAIN = 0.2

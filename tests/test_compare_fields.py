@@ -9,21 +9,21 @@ import pytest
 import torch
 from PIL import Image
 
-from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
-from nonlinear_lowrank.compare import field_pictures as pictures_module
-from nonlinear_lowrank.compare import field_runs as runs_module
-from nonlinear_lowrank.compare import fields as compare_module
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.field_record import FieldArmRecord, FieldRun, build_record
-from nonlinear_lowrank.compare.field_report import render_report
-from nonlinear_lowrank.compare.fields import compare_fields
-from nonlinear_lowrank.environment import cpu_threads
+from nlr_lab.compare import field_pictures as pictures_module
+from nlr_lab.compare import field_runs as runs_module
+from nlr_lab.compare import fields as compare_module
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.field_record import FieldArmRecord, FieldRun, build_record
+from nlr_lab.compare.field_report import render_report
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare.rate_distortion import bd_psnr, bd_rate
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.runtime.environment import cpu_threads
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.recipe import FieldRecipe
-from nonlinear_lowrank.fields.step import FitConfig
 
 ARMS = ("dense", *(f"{kind}:rank={rank}" for rank in (1, 2, 3) for kind in ("low-rank", "sine")))
 

@@ -12,23 +12,23 @@ import pytest
 import torch
 from PIL import Image
 
+from nlr_lab.bench.timing import interleaved_step_times
+from nlr_lab.compare import compare
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare.measure import Measurement
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig, Stepper
+from nlr_lab.runtime import cores as cores_module
+from nlr_lab.runtime.environment import cpu_threads
+from nlr_lab.runtime.time_limit import OutOfTimeError, duration, shortened
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank import cores as cores_module
-from nonlinear_lowrank.analysis.timing import interleaved_step_times
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.fields import compare_fields
-from nonlinear_lowrank.compare.measure import Measurement
-from nonlinear_lowrank.environment import cpu_threads
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.recipe import FieldRecipe
-from nonlinear_lowrank.fields.step import FitConfig, Stepper
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.time_limit import OutOfTimeError, duration, shortened
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 
 ARMS = (Arm(), Arm(name="noble-r4", method="noble", settings={"rank": 4}))
 STEPS = 200
@@ -187,7 +187,7 @@ def test_duration_in_words(seconds, words):
 
 def test_timing_ends_after_its_seconds(monkeypatch):
     now = iter(range(10_000))
-    monkeypatch.setattr("nonlinear_lowrank.analysis.timing.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("nlr_lab.bench.timing.time.monotonic", lambda: next(now))
     calls = []
     times = interleaved_step_times({"a": lambda: calls.append(1)}, 50, 3, "wall", max_seconds=10)
     assert 5 < len(times["a"]) < 12
@@ -232,7 +232,7 @@ def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
         return take(stepper, step)
 
     monkeypatch.setattr(Stepper, "take", slow)
-    monkeypatch.setattr("nonlinear_lowrank.analysis.timing.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("nlr_lab.bench.timing.time.perf_counter", lambda: clock.now)
     recipe = FieldRecipe(
         name="tiny",
         problem=ImageSettings(
@@ -362,8 +362,8 @@ def command_in(folder, busy, **own):
         "import os, sys\n"
         "from nonlinear_lowrank import cores\n"
         f"cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()\n"
-        "from nonlinear_lowrank.cli import main\n"
-        "from nonlinear_lowrank.commands import compare\n"
+        "from nlr_lab.cli.main import main\n"
+        "from nlr_lab.cli import compare\n"
         "compare.parse_recipe = lambda *_, **__: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)\n"
         "main(['compare', 'llm-demo'])\n"
     )

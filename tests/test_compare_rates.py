@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from nonlinear_lowrank.compare.record import Run
-from nonlinear_lowrank.compare.runs import next_rate
-from nonlinear_lowrank.tasks.task import Measure
+from nlr_lab.compare.record import Run
+from nlr_lab.compare.runs import next_rate
+from nlr_lab.tasks.task import Measure
 
 
 @pytest.mark.parametrize(("losses", "expected"), [((0.63, 0.62), 9e-3), ((0.62, 0.63), 1e-3 / 3)])

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from nonlinear_lowrank.compare.record import ArmRecord, Run, build_results
-from nonlinear_lowrank.compare.report import render_report, training_rows
-from nonlinear_lowrank.compare.statistics import paired_mean
+from nlr_lab.compare.record import ArmRecord, Run, build_results
+from nlr_lab.compare.report import render_report, training_rows
+from nlr_lab.compare.statistics import paired_mean
 
 SEEDS = (1, 2, 3)
 

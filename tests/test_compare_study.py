@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 from scipy.stats import ttest_rel
 
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.fields import compare_fields
-from nonlinear_lowrank.compare.report import p_text
-from nonlinear_lowrank.compare.run import compare
-from nonlinear_lowrank.compare.study import (
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare.report import p_text
+from nlr_lab.compare.run import compare
+from nlr_lab.compare.study import (
     difference_cells,
     one_line_errors,
     record_arms,
@@ -27,15 +27,15 @@ from nonlinear_lowrank.compare.study import (
     study_parser,
     tuned_arms,
 )
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.recipe import FieldRecipe
-from nonlinear_lowrank.fields.step import FitConfig
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "studies").glob("*/run.py"))
 

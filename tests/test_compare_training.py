@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.measure import measure_arms, training_step
+from nlr_lab.compare import compare
+from nlr_lab.compare.measure import measure_arms, training_step
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
 

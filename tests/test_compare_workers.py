@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from nlr_lab.compare import compare
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 
 pytest.importorskip("ray")
 

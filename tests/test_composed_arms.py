@@ -12,14 +12,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from adapter_rows import PEFT_WARNINGS
+from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, run_training
+from nlr_lab.training.checkpoints import step_folders
+from nlr_lab.training.run import optimizer_groups
 from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
 from nonlinear_lowrank.analysis import part_of
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.layers import method_of_layer
-from nonlinear_lowrank.tasks.opt_language_model import OptBackbone, OptLanguageModelTask
-from nonlinear_lowrank.training import Arm, Recipe, run_training
-from nonlinear_lowrank.training.checkpoints import step_folders
-from nonlinear_lowrank.training.run import optimizer_groups
+from nonlinear_lowrank.methods import method_of_layer
 from training_kit import FakeText, make_recipe
 from zoo import FAMILIES, batch
 

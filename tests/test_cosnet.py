@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nonlinear_lowrank.ops import noble_branch, noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear, noble_linear_reference
 
 BOTTLENECKS = [
     *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),

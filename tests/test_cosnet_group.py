@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.ops.cosnet_group import noble_group, noble_group_reference
+from nonlinear_lowrank.methods.noble.group_op import noble_group, noble_group_reference
 from rounding_kit import assert_as_good_as_plain, cast, jittered
 
 WIDTHS = (10, 6, 14)

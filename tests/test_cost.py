@@ -9,12 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AlbertConfig, GlmConfig, LlamaConfig
 
 import nonlinear_lowrank as nlr
+from nlr_lab.plan.inspect import build_on_meta, format_cost, inspect_model
 from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
-from nonlinear_lowrank.analysis.inspect import build_on_meta, format_cost, inspect_model
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.layers import noble as noble_layer
-from nonlinear_lowrank.ops.cosnet import noble_linear_reference
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from zoo import FAMILIES, batch
 
 BATCH, LENGTH = 2, 9

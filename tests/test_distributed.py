@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import finetune_kit
-from nonlinear_lowrank.processes import warn_of_restarts
-from nonlinear_lowrank.training import CheckpointedTrainer, TrainResult, run_training
+from nlr_lab.runtime.processes import warn_of_restarts
+from nlr_lab.training import CheckpointedTrainer, TrainResult, run_training
 from processes_kit import fsdp_environment, run_processes
 from training_kit import FakeText, make_recipe
 
@@ -141,7 +141,7 @@ import os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from nonlinear_lowrank.training import run_training
+from nlr_lab.training import run_training
 from training_kit import FakeText, make_recipe
 
 out = Path(sys.argv[1])

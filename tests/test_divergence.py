@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from nonlinear_lowrank.training import DivergedError, TrainResult, run_training
-from nonlinear_lowrank.training.divergence import LossWatch
+from nlr_lab.training import DivergedError, TrainResult, run_training
+from nlr_lab.training.divergence import LossWatch
 from training_kit import FakeText, make_recipe
 
 STEPS, EVERY = 2000, 10

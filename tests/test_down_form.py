@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nonlinear_lowrank import NobleConfig, NobleLinear, UserError
-from nonlinear_lowrank.ops import down_form, use_down_form
-from nonlinear_lowrank.ops.down_form import chosen_down_form
+from nonlinear_lowrank.methods.noble import down_form
+from nonlinear_lowrank.methods.noble.down_form import chosen_down_form, use_down_form
 
 CUDA = torch.device("cuda", 0)
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from cli_kit import refused, run
+from nlr_lab.cli.main import main
+from nlr_lab.evaluation import batches, find_local_tasks, score_documents, score_tasks
 from nonlinear_lowrank import NobleConfig, augment
-from nonlinear_lowrank.cli import main
-from nonlinear_lowrank.evaluation import batches, find_local_tasks, score_documents, score_tasks
 from task_rows import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 
 # peft 0.21 reads a name that transformers 5.23 has renamed.

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import finetune_kit as kit
 from cli_kit import refused, run
-from nonlinear_lowrank.evaluation import batches
-from nonlinear_lowrank.training import run_training
+from nlr_lab.evaluation import batches
+from nlr_lab.training import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

@@ -8,9 +8,9 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast
 
+from nlr_lab.evaluation import TextScore, score_documents, score_sequences, score_tasks
+from nlr_lab.evaluation.generation import Sampling, generate_text
 from nonlinear_lowrank import NobleConfig, UserError, augment
-from nonlinear_lowrank.evaluation import TextScore, score_documents, score_sequences, score_tasks
-from nonlinear_lowrank.generation import Sampling, generate_text
 
 TEXTS = ["def area(radius):\n    return 3.14 * radius ** 2\n", "for name in names:\n    print(name)\n" * 3]
 END = "<|endoftext|>"

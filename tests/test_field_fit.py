@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nonlinear_lowrank import resources
+from nlr_lab.fields.fit import FitConfig, build, fit, load_weights
+from nlr_lab.fields.image import ImageProblem
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.runtime import resources
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.fields.fit import FitConfig, build, fit, load_weights
-from nonlinear_lowrank.fields.image import ImageProblem
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
 
 SINE = FieldMethod(kind="sine", rank=1, omega=60.0)
 SHORT = FitConfig(steps=12, lr=1e-3, eval_every=4, save_every=5, threads=1, device="cpu")
@@ -78,9 +78,9 @@ def test_a_fit_that_was_killed_by_the_system_goes_on_bit_by_bit(tmp_path):
     config = replace(SHORT, steps=1200, save_every=100, eval_every=600)
     code = (
         "import numpy as np\n"
-        "from nonlinear_lowrank.fields.fit import *\n"
-        "from nonlinear_lowrank.fields.image import ImageProblem\n"
-        "from nonlinear_lowrank.fields.model import FieldConfig\n"
+        "from nlr_lab.fields.fit import *\n"
+        "from nlr_lab.fields.image import ImageProblem\n"
+        "from nlr_lab.fields.model import FieldConfig\n"
         "pixels = np.random.default_rng(0).random((9, 8, 3))\n"
         "problem = ImageProblem(pixels, points=20, field=FieldConfig(in_features=2, out_features=3, width=16))\n"
         f"fit(problem, {SINE!r}, {config!r}, {str(tmp_path / 'cut')!r}, quiet=True)\n"

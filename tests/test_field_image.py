@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from nlr_lab.fields.image import ImageProblem, ImageSettings, positions, psnr, read_image
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.fields.image import ImageProblem, ImageSettings, positions, psnr, read_image
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
 
 SMALL = FieldConfig(in_features=2, out_features=3, width=16)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from nlr_lab.fields.problem import FieldMethod, dense_linear
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.fields.problem import FieldMethod, dense_linear
-from nonlinear_lowrank.layers.sine import SineLowRankLinear
+from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 
 def _generator(seed: int) -> torch.Generator:

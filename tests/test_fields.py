@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from nonlinear_lowrank.analysis.timing import interleaved_step_times, paired_ratio
+from nlr_lab.bench.timing import interleaved_step_times, paired_ratio
+from nlr_lab.fields.fit import FitConfig, build
+from nlr_lab.fields.image import ImageProblem
+from nlr_lab.fields.model import Field, FieldConfig, encode, gaussian
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.step import Stepper
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.fields.fit import FitConfig, build
-from nonlinear_lowrank.fields.image import ImageProblem
-from nonlinear_lowrank.fields.model import Field, FieldConfig, encode, gaussian
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.step import Stepper
 
 
 def _field(config: FieldConfig, method: FieldMethod | None = None, seed: int = 0) -> Field:

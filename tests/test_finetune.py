@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 import finetune_kit as kit
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.report import render_report, render_tables
+from nlr_lab.compare import compare
+from nlr_lab.compare.report import render_report, render_tables
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.task import AdapterSetup, Measure
+from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
+from nlr_lab.training.methods import ARM_METHODS
+from nlr_lab.training.result import judged
+from nlr_lab.training.run import apply_arm, build_model, count_parameters, optimizer_groups
+from nlr_lab.training.trainer import EndlessShuffle
+from nlr_lab.training.tuning import raise_up_rates
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.tasks.task import AdapterSetup, Measure
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, TrainResult, run_training
-from nonlinear_lowrank.training.methods import ARM_METHODS
-from nonlinear_lowrank.training.result import judged
-from nonlinear_lowrank.training.run import apply_arm, build_model, count_parameters, optimizer_groups
-from nonlinear_lowrank.training.trainer import EndlessShuffle
-from nonlinear_lowrank.training.tuning import raise_up_rates
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

@@ -8,7 +8,7 @@ import pytest
 
 import finetune_kit as kit
 from cli_kit import refused, run
-from nonlinear_lowrank.recipes import RECIPES
+from nlr_lab.recipes import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from cli_kit import run
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.fields.fit import build
-from nonlinear_lowrank.fields.step import Stepper
-from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.fields.fit import build
+from nlr_lab.fields.step import Stepper
+from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
 
 FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]
 DEMOS = [name for name in FIELDS if name.endswith("-demo")]

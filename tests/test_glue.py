@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import finetune_kit as kit
+from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
+from nlr_lab.tasks.finetune.glue_files import GLUE, find_task, read_split, read_tsv
+from nlr_lab.tasks.finetune.pretrained import Pretrained, head_modules
+from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples
+from nlr_lab.tasks.metrics import scores
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
-from nonlinear_lowrank.tasks.glue import GlueData, GlueTask
-from nonlinear_lowrank.tasks.glue_files import GLUE, find_task, read_split, read_tsv
-from nonlinear_lowrank.tasks.metrics import scores
-from nonlinear_lowrank.tasks.pretrained import Pretrained, head_modules
-from nonlinear_lowrank.tasks.sequences import PadRight, TokenExamples
 
 # Quotation marks that never close, and a break that str.splitlines would split at.
 ODD = 'he said "no'

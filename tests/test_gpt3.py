@@ -8,12 +8,12 @@ import pytest
 import torch
 import tyro
 
+from nlr_lab.recipes import RECIPES, get_recipe
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank import NonlinearQuery, UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.recipes import RECIPES, get_recipe
-from nonlinear_lowrank.tasks.opt_language_model import OptBackbone, OptLanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
 from training_kit import FakeText
 from zoo import FAMILIES, batch
 

@@ -15,19 +15,19 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import finetune_kit as kit
-from nonlinear_lowrank import cli
-from nonlinear_lowrank.compare import compare
+from nlr_lab.cli import main as cli
+from nlr_lab.compare import compare
+from nlr_lab.tasks.images import augmentation as image_augmentation
+from nlr_lab.tasks.images.augmentation import Augmentation, mix_pairs
+from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
+from nlr_lab.tasks.images.data import ImageSource, Pixels
+from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, classification_loss
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.training.result import TrainResult
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.storage import step_folders
-from nonlinear_lowrank.tasks import image_augmentation
-from nonlinear_lowrank.tasks.image_augmentation import Augmentation, mix_pairs
-from nonlinear_lowrank.tasks.image_backbones import ConvNextBackbone, VitBackbone
-from nonlinear_lowrank.tasks.image_data import ImageSource, Pixels
-from nonlinear_lowrank.tasks.image_files import read_images
-from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask, classification_loss
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
-from nonlinear_lowrank.training.result import TrainResult
+from nonlinear_lowrank.hub.storage import step_folders
 from zoo import parameters
 
 RNG = np.random.default_rng()

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nonlinear_lowrank.cli import main
+from nlr_lab.cli.main import main
+from nlr_lab.tasks.images.backbones import VitBackbone
+from nlr_lab.tasks.images.data import ImageSource, Pixels
+from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.images.token_data import ImageTokenData, as_square, prepare_images
+from nlr_lab.tasks.metrics import scores
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.image_backbones import VitBackbone
-from nonlinear_lowrank.tasks.image_data import ImageSource, Pixels
-from nonlinear_lowrank.tasks.image_files import read_images
-from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask
-from nonlinear_lowrank.tasks.image_token_data import ImageTokenData, as_square, prepare_images
-from nonlinear_lowrank.tasks.metrics import scores
 
 RNG = np.random.default_rng()
 SMALL = {"steps": 2, "layers": 1, "width": 16, "heads": 2, "hidden": 16, "batch-size": 4, "arm": "noble:rank=2"}
@@ -230,7 +230,7 @@ def test_nothing_but_damage_held_out_or_in_the_plain_part(tmp_path):
 def test_images_that_vanish_during_training(tmp_path):
     import torch
 
-    from nonlinear_lowrank.tasks.metrics import scores_of_examples
+    from nlr_lab.tasks.metrics import scores_of_examples
 
     with pytest.raises(UserError, match="none of the 3 images can be read"):
         scores_of_examples(torch.zeros(3, 2), torch.full((3,), -100), scores(("accuracy",)))
@@ -342,7 +342,7 @@ def test_a_damaged_tokenizer_in_the_cache_is_made_anew(tmp_path, name):
 
 
 def test_damaged_parts_of_an_encoding_are_made_anew(tmp_path, monkeypatch):
-    from nonlinear_lowrank.tasks import image_token_data
+    from nlr_lab.tasks.images import token_data as image_token_data
 
     np.savez(tmp_path / "a.npz", images=noise(30, 8, 8), labels=np.arange(30) % 2)
     settings = ImageTokenData(source=str(tmp_path / "a.npz"), patch=4, codes=8, cache_dir=str(tmp_path / "cache"))

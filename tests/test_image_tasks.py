@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 import finetune_kit as kit
+from nlr_lab.tasks.finetune.image_classification import ImageData, TrainingExamples
+from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nlr_lab.tasks.images.data import Pixels
+from nlr_lab.tasks.images.files import Images, read_images
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.image_classification import ImageData, TrainingExamples
-from nonlinear_lowrank.tasks.image_data import Pixels
-from nonlinear_lowrank.tasks.image_files import Images, read_images
-from nonlinear_lowrank.tasks.pretrained import Pretrained
 
 RNG = np.random.default_rng()
 
@@ -193,7 +193,7 @@ def test_three_sets_apart(tmp_path):
 
 
 def test_chosen_classes_are_renumbered():
-    from nonlinear_lowrank.tasks.image_data import of_classes
+    from nlr_lab.tasks.images.data import of_classes
 
     labels = np.array([0, 3, 1, 3, 2, 0])
     chosen = of_classes(Images(labels, lambda index: np.full((2, 2), index, np.uint8)), (3, 0))
@@ -259,7 +259,7 @@ def test_classes_and_channels_that_do_not_fit(tmp_path):
 
 
 def test_digits_vit_is_made_once_and_knows_its_digits(tmp_path, monkeypatch):
-    from nonlinear_lowrank.tasks import digits_vit
+    from nlr_lab.tasks.images import digits_vit
 
     monkeypatch.setenv("NLR_CACHE", str(tmp_path))
     monkeypatch.setattr(digits_vit, "_STEPS", 30)

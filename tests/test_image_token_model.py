@@ -11,7 +11,7 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
 import nonlinear_lowrank as nlr
 from cli_kit import run_python
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM, ImageTokensModel
-from nonlinear_lowrank.layers.rotary import GridRotary, grid_angles, grid_places
+from nonlinear_lowrank.hub.rotary import GridRotary, grid_angles, grid_places
 
 ROWS, COLUMNS, CODES, CLASSES, HEADS, HEAD_DIM = 3, 5, 23, 4, 2, 12
 PLACES = [(0, 0)] + [(1 + row, 1 + column) for row in range(ROWS) for column in range(COLUMNS)]

@@ -11,20 +11,20 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from nonlinear_lowrank.cli import main
+from nlr_lab.cli.main import main
+from nlr_lab.evaluation.generation import Sampling
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.images import token_data as image_token_data
+from nlr_lab.tasks.images.sampling import picture, sample_images
+from nlr_lab.tasks.images.token_data import ImageTokenData, as_square, prepare_images
+from nlr_lab.tasks.images.tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
+from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.text.language_model import GlmBackbone
+from nlr_lab.training import Recipe, run_training
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.generation import Sampling
 from nonlinear_lowrank.hub import convert, load_model
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
-from nonlinear_lowrank.image_sampling import picture, sample_images
-from nonlinear_lowrank.layers import NobleConfig
-from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.tasks import image_token_data
-from nonlinear_lowrank.tasks.image_token_data import ImageTokenData, as_square, prepare_images
-from nonlinear_lowrank.tasks.image_tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
-from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
-from nonlinear_lowrank.tasks.language_model import GlmBackbone
-from nonlinear_lowrank.training import Recipe, run_training
+from nonlinear_lowrank.methods import NobleConfig
 
 RNG = np.random.default_rng()
 

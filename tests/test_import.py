@@ -24,7 +24,7 @@ def test_importing_it_or_asking_for_help_imports_nothing_heavy():
     code = f"""
 import sys
 import nonlinear_lowrank
-from nonlinear_lowrank.cli import main
+from nlr_lab.cli.main import main
 
 def heavy():
     return [name for name in {HEAVY} if name in sys.modules]
@@ -81,8 +81,8 @@ def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
     """Nothing but the file of the function is named."""
     code = """
 import sys
-from nonlinear_lowrank.augmentation import augment
-from nonlinear_lowrank.layers import NobleConfig
+from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.methods import NobleConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 import nonlinear_lowrank
 assert nonlinear_lowrank.augment is augment
@@ -99,9 +99,9 @@ print(type(model).__name__)
 def test_torchtitan_is_an_extra_which_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.setitem(sys.modules, "spmd_types", None)
-    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.torchtitan", raising=False)
+    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.integrations.torchtitan", raising=False)
     with pytest.raises(nlr.UserError, match=r"pip install 'nonlinear-lowrank\[torchtitan\]'"):
-        importlib.import_module("nonlinear_lowrank.torchtitan")
+        importlib.import_module("nonlinear_lowrank.integrations.torchtitan")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -10,7 +10,7 @@ from torch import nn
 import nonlinear_lowrank as nlr
 import zoo
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.layers.noble_fused import FusedNoble, FusedNobleLinear
+from nonlinear_lowrank.methods.noble.fused import FusedNoble, FusedNobleLinear
 
 NOBLE = {
     "cosnet": nlr.NobleConfig(rank=4),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import finetune_kit as kit
+from nlr_lab.tasks.finetune.instruction_files import Example, read_examples
+from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask, Tokens, summary
+from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.instruction_files import Example, read_examples
-from nonlinear_lowrank.tasks.instructions import InstructionData, InstructionTask, Tokens, summary
-from nonlinear_lowrank.tasks.pretrained import Pretrained
 
 CHAT = [
     {"role": "user", "content": "the cat"},
@@ -295,7 +295,7 @@ def test_a_validation_file_of_its_own(tmp_path):
 
 @pytest.mark.shared_data
 def test_the_alpaca_sample(shared_data):
-    from nonlinear_lowrank.tasks.tokenizers import load_tokenizer
+    from nlr_lab.tasks.text.tokenizers import load_tokenizer
 
     gpt2 = load_tokenizer(str(shared_data / "gpt2_bpe"))
     found, facts = Tokens(gpt2, 512).read(str(shared_data / "alpaca_sample" / "alpaca_2000.json"), "alpaca", 300)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nonlinear_lowrank.analysis.kernel_report import report
+from nlr_lab.bench.kernel_report import report
 from nonlinear_lowrank.ops.kernels import load
 
 triton = pytest.importorskip("triton")

@@ -4,18 +4,13 @@ import pytest
 import torch
 
 from kernel_kit import compare, rational_pair, with_gradients
-from nonlinear_lowrank.ops import (
-    SineFactors,
-    noble_linear,
-    noble_linear_reference,
-    rational_gated,
-    sine_layer,
-    sine_layer_reference,
-    use_down_form,
-    use_kernels,
-)
-from nonlinear_lowrank.ops.kernels import kernels
-from nonlinear_lowrank.ops.rational import LinearTails, denominator_size
+from nonlinear_lowrank.methods.noble.down_form import use_down_form
+from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.rational.gated import rational_gated
+from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size
+from nonlinear_lowrank.methods.sine.delta import SineFactors
+from nonlinear_lowrank.methods.sine.op import sine_layer, sine_layer_reference
+from nonlinear_lowrank.ops.kernels import kernels, use_kernels
 
 pytestmark = pytest.mark.gpu
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -32,7 +27,7 @@ def test_cosnet(dtype, rank, form):
     tensors = [torch.randn(1037, 300), torch.randn(280, 300) / 17, torch.randn(rank, 300) / 17, torch.randn(280, rank)]
     tensors += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
     leaves = leaves_of(dtype, *tensors)
-    assert kernels("cosnet", *leaves) is not None
+    assert kernels("noble", *leaves) is not None
 
     def by(function):
         return lambda x, w, down, up, m, f1, f2, p1, p2: function(x, w, None, down, up, [m], [f1, f2], [p1, p2])
@@ -75,9 +70,9 @@ def test_sine(dtype, rank, dora):
 
 def test_kernels_can_be_switched_off():
     x = torch.randn(3, device="cuda")
-    assert kernels("cosnet", x) is not None
+    assert kernels("noble", x) is not None
     with use_kernels(False):
-        assert kernels("cosnet", x) is None
+        assert kernels("noble", x) is None
 
 
 def test_compiled_is_eager_to_the_bit():

@@ -7,21 +7,13 @@ import pytest
 import torch
 
 from kernel_kit import compare, rational_pair, route
-from nonlinear_lowrank.ops import (
-    SineFactors,
-    effective_weight,
-    noble_group,
-    noble_group_reference,
-    noble_linear,
-    noble_linear_reference,
-    rational,
-    rational_reference,
-    sine_layer,
-    sine_layer_reference,
-    use_down_form,
-)
+from nonlinear_lowrank.methods.noble.down_form import use_down_form
+from nonlinear_lowrank.methods.noble.group_op import noble_group, noble_group_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational, rational_reference
+from nonlinear_lowrank.methods.sine.delta import SineFactors
+from nonlinear_lowrank.methods.sine.op import effective_weight, sine_layer, sine_layer_reference
 from nonlinear_lowrank.ops.kernels import load
-from nonlinear_lowrank.ops.rational import LinearTails, denominator_size
 
 triton = pytest.importorskip("triton")
 pytestmark = [
@@ -47,7 +39,7 @@ def compare_float32(fast, plain, leaves, dy):
     ("rank", "tokens", "one_kernel"), [(5, 37, True), (33, 70, True), (7, 67, False), (140, 9, False)]
 )
 def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
-    cosnet = load("cosnet")
+    cosnet = load("noble")
     if one_kernel:  # by default 16-bit numbers only; the interpreter knows float32 alone
         chosen = cosnet.backward_variants
         monkeypatch.setattr(cosnet, "backward_variants", lambda rank, dtype: chosen(rank, torch.bfloat16))
@@ -69,7 +61,7 @@ def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
 
 @pytest.mark.parametrize(("rank", "tokens", "d_in"), [(5, 37, 11), (33, 70, 75), (1, 1, 32), (128, 3, 40)])
 def test_cosnet_with_its_down_projection(calls, monkeypatch, rank, tokens, d_in):
-    cosnet, fused = load("cosnet"), []
+    cosnet, fused = load("noble"), []
     whole = cosnet.down_forward
     monkeypatch.setattr(cosnet, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
     x = torch.randn(d_in, tokens).t()
@@ -174,9 +166,9 @@ def test_sine_and_cosine_of_large_arguments():
     phases = torch.cat([torch.linspace(-1e4, 1e4, 47), torch.linspace(-7, 7, 17)])
     rank = phases.numel()
     h, zero, one = torch.zeros(2, rank), torch.zeros(rank, rank), torch.ones(rank)
-    found = load("cosnet").forward(h, zero, [one, one], [zero[0], phases])
+    found = load("noble").forward(h, zero, [one, one], [zero[0], phases])
     torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
-    *_, dphases = load("cosnet").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
+    *_, dphases = load("noble").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
     torch.testing.assert_close(dphases[1].double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
 
 
@@ -204,7 +196,7 @@ def test_layers_of_one_input_by_the_kernels_of_each(calls):
 
 def test_the_kernels_that_ours_are_measured_against():
     """KAT's way must be right to be a fair comparison."""
-    from nonlinear_lowrank.analysis import kat_kernel
+    from nlr_lab.bench import kat_kernel
 
     x, dy = torch.randn(2, 5, 7, 24).unbind()
     a, b = torch.randn(4, 6), torch.randn(4, 4)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm
 from zoo import parameters
 
 BASE = {"layers": 12, "width": 1024, "heads": 8, "hidden": 2752}

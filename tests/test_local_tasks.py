@@ -13,11 +13,11 @@ import torch
 import yaml
 from jinja2 import Environment
 
+from nlr_lab.evaluation import find_local_tasks, score_tasks
+from nlr_lab.evaluation.commonsense import TESTS
+from nlr_lab.evaluation.mmlu import CATEGORIES, PUBLISHED, SUBJECTS
+from nlr_lab.evaluation.table import task_table
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.evaluation import find_local_tasks, score_tasks
-from nonlinear_lowrank.evaluation.commonsense import TESTS
-from nonlinear_lowrank.evaluation.mmlu import CATEGORIES, PUBLISHED, SUBJECTS
-from nonlinear_lowrank.evaluation.table import task_table
 from task_rows import byte_tokenizer, commonsense_rows, likelihoods, mmlu_rows, tiny_model, write_lines
 
 FILES = {
@@ -103,7 +103,7 @@ def test_mmlu_picks_the_letter_that_is_likeliest_by_hand(model, tokenizer, tmp_p
 
 def test_mmlu_asks_as_the_task_file_of_lm_eval_does():
     theirs = lm_eval_task("mmlu/default/_default_template_yaml")
-    from nonlinear_lowrank.evaluation.mmlu import _CONFIG
+    from nlr_lab.evaluation.mmlu import _CONFIG
 
     names = ("doc_to_text", "doc_to_choice", "doc_to_target", "output_type", "fewshot_config", "metric_list")
     assert {name: _CONFIG[name] for name in names} == {name: theirs[name] for name in names}
@@ -396,7 +396,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, message):
 
 
 def test_a_name_that_is_almost_ours_is_not_searched_in_lm_eval():
-    from nonlinear_lowrank.evaluation.local import is_local
+    from nlr_lab.evaluation.local import is_local
 
     assert not is_local("hellaswag")
     assert is_local("mmlu_local_professional_law")

@@ -5,8 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.ops import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_linear_reference, lowrank_weight
-from nonlinear_lowrank.ops.lowrank import _forward_op, _product_op
+from nonlinear_lowrank.methods.sine.lowrank import (
+    WEIGHT_ACTIVATIONS,
+    _forward_op,
+    _product_op,
+    lowrank_linear,
+    lowrank_linear_reference,
+    lowrank_weight,
+)
 
 D_IN, D_OUT, RANK = 40, 28, 3
 PHI = {

@@ -12,18 +12,18 @@ from PIL import Image
 from torch._dynamo.utils import counters
 
 import finetune_kit
-from nonlinear_lowrank.analysis.bench_decode import DecodeBenchConfig, bench_decode
-from nonlinear_lowrank.analysis.bench_step import StepBenchConfig, bench_step
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.fields import compare_fields
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.recipe import FieldRecipe
-from nonlinear_lowrank.fields.step import FitConfig
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
+from nlr_lab.bench.step import StepBenchConfig, bench_step
+from nlr_lab.compare import compare
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 
 RANKS = tuple(range(1, 10))
 MODEL = {

@@ -13,18 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nonlinear_lowrank import cli
+from nlr_lab.cli import main as cli
+from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
+from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedBlocks, MaskedLanguageModelTask, Masking
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.storage import step_folders
-from nonlinear_lowrank.tasks.masked_language_model import (
-    EncoderBackbone,
-    MaskedBlocks,
-    MaskedLanguageModelTask,
-    Masking,
-)
-from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
+from nonlinear_lowrank.hub.storage import step_folders
 from training_kit import SEEN
 from zoo import parameters
 

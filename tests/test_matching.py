@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
+from nlr_lab.compare import compare
+from nlr_lab.compare.matching import settle_matches
+from nlr_lab.compare.report import render_report
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.task import tokens_per_example
+from nlr_lab.tasks.text.language_model import LanguageModelTask
+from nlr_lab.training import Arm
+from nlr_lab.training.run import apply_arm, build_model
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare import compare
-from nonlinear_lowrank.compare.matching import settle_matches
-from nonlinear_lowrank.compare.report import render_report
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.tasks.language_model import LanguageModelTask
-from nonlinear_lowrank.tasks.task import tokens_per_example
-from nonlinear_lowrank.training import Arm
-from nonlinear_lowrank.training.run import apply_arm, build_model
 from training_kit import FakeText, make_recipe
 
 TEXT = FakeText()
@@ -162,7 +162,7 @@ class ReadyTask(LanguageModelTask):
 
 
 def test_a_comparison_with_matched_arms(tmp_path, monkeypatch):
-    monkeypatch.setattr("nonlinear_lowrank.compare.run.draw", lambda out, results: None)
+    monkeypatch.setattr("nlr_lab.compare.run.draw", lambda out, results: None)
     recipe = make_recipe(steps=4, save_every=4, eval_every=2)
     recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
     chosen = arms("baseline", "noble:rank=4", "wide-mlp:match=noble-r4,init=noble", "wide-mlp:match=noble-r4,by=flops")

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from adapter_rows import FAMILIES, PEFT_WARNINGS, ROWS, batch
-from nonlinear_lowrank import SineLoraConfig, UserError, cli
+from nlr_lab.cli import main as cli
+from nonlinear_lowrank import SineLoraConfig, UserError
 from nonlinear_lowrank.hub import merging
 from nonlinear_lowrank.hub.merging import merge_adapter
 from rounding_kit import assert_close_by_norm

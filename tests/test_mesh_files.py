@@ -8,9 +8,9 @@ import torch
 import trimesh
 from scipy.spatial.transform import Rotation
 
+from nlr_lab.fields.mesh_files import knot, read_mesh
+from nlr_lab.fields.occupancy_grid import occupancy_grid
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields.mesh_files import knot, read_mesh
-from nonlinear_lowrank.fields.occupancy_grid import occupancy_grid
 
 
 def random_closed():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nonlinear_lowrank.name_patterns import name_patterns
+from nonlinear_lowrank.integrations.name_patterns import name_patterns
 
 LAYERS = range(12)
 OWN = ("wq.weight", "wq.up", "wk.weight", "wk.up", "norm.weight", "frequency1")

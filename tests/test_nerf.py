@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from torch import nn
 
+from nlr_lab.fields.demo_scene import demo_scene, demo_volume
+from nlr_lab.fields.fit import FitConfig, fit
+from nlr_lab.fields.nerf import NerfProblem, NerfSettings
+from nlr_lab.fields.nerf_model import Radiance, RadianceConfig, RadianceNet
+from nlr_lab.fields.problem import FieldMethod
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields.demo_scene import demo_scene, demo_volume
-from nonlinear_lowrank.fields.fit import FitConfig, fit
-from nonlinear_lowrank.fields.nerf import NerfProblem, NerfSettings
-from nonlinear_lowrank.fields.nerf_model import Radiance, RadianceConfig, RadianceNet
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.layers.sine import SineLowRankLinear
+from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 TINY = RadianceConfig(width=16, layers=2, view_width=16)
 

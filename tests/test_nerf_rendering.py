@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nonlinear_lowrank.fields.cameras import Cameras
-from nonlinear_lowrank.fields.rendering import (
+from nlr_lab.fields.cameras import Cameras
+from nlr_lab.fields.rendering import (
     Rays,
     composite,
     importance,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from nlr_lab.fields.cameras import Cameras, average_pose, look_at, recentred
+from nlr_lab.fields.nerf import NerfProblem, NerfSettings
+from nlr_lab.fields.rendering import pixel_rays
+from nlr_lab.fields.scenes import read_scene
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.fields.cameras import Cameras, average_pose, look_at, recentred
-from nonlinear_lowrank.fields.nerf import NerfProblem, NerfSettings
-from nonlinear_lowrank.fields.rendering import pixel_rays
-from nonlinear_lowrank.fields.scenes import read_scene
 
 VIEWS, HEIGHT, WIDTH, FOCAL = 9, 12, 16, 20.0
 
@@ -150,7 +150,7 @@ def test_recentring_moves_the_world_and_not_the_views():
 RECENTRED = """
 import sys
 import numpy
-from nonlinear_lowrank.fields.cameras import recentred
+from nlr_lab.fields.cameras import recentred
 sys.stdout.buffer.write(recentred(numpy.load(sys.argv[1])).tobytes())
 """
 

@@ -11,7 +11,7 @@ import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.ops import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from zoo import FAMILIES, batch
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)

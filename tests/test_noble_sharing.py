@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
+from nlr_lab.compare.measure import recompute
+from nlr_lab.plan.inspect import inspect_model
+from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
-from nonlinear_lowrank.analysis.inspect import inspect_model
-from nonlinear_lowrank.compare.measure import recompute
-from nonlinear_lowrank.layers import noble as noble_layer
-from nonlinear_lowrank.layers.noble_sharing import qkv_groups
-from nonlinear_lowrank.ops import noble_linear_reference
-from nonlinear_lowrank.training import Arm
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from nonlinear_lowrank.methods.noble.sharing import qkv_groups
 from zoo import FAMILIES, batch
 
 NAMES = ("q_proj", "k_proj", "v_proj")

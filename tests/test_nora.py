@@ -14,11 +14,11 @@ from transformers import ViTConfig, ViTForImageClassification
 import zoo
 from adapter_rows import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
-from nonlinear_lowrank.adapters import nora_config
-from nonlinear_lowrank.adapters.nora import NoraActivation
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.layers import RationalActivation, RationalConfig
-from nonlinear_lowrank.layers.rational_fit import fit_rational
+from nonlinear_lowrank.methods import RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational import adapter_config as nora_config
+from nonlinear_lowrank.methods.rational.adapter import NoraActivation
+from nonlinear_lowrank.methods.rational.fit import fit_rational
 from nora_kit import drawn, logits, trained
 from rounding_kit import assert_close_by_norm
 

@@ -22,7 +22,7 @@ from activation_rows import (
 )
 from adapter_rows import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
-from nonlinear_lowrank.adapters.nora import NoraActivation
+from nonlinear_lowrank.methods.rational.adapter import NoraActivation
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 

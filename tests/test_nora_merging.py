@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import zoo
 from adapter_rows import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
-from nonlinear_lowrank.layers import RationalActivation
+from nonlinear_lowrank.methods import RationalActivation
 from nora_kit import drawn, logits, trained
 from rounding_kit import assert_close_by_norm
 

@@ -9,15 +9,16 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 from torch import nn
 
-from nonlinear_lowrank import UserError, resources
-from nonlinear_lowrank.fields import mesh_picture, surface_sampling
-from nonlinear_lowrank.fields.mesh_files import knot
-from nonlinear_lowrank.fields.mesh_picture import View, render
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.occupancy import OccupancyProblem, OccupancySettings, log_odds, surface
-from nonlinear_lowrank.fields.occupancy_grid import Frame
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.surface_sampling import LatticePoints
+from nlr_lab.fields import mesh_picture, surface_sampling
+from nlr_lab.fields.mesh_files import knot
+from nlr_lab.fields.mesh_picture import View, render
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, log_odds, surface
+from nlr_lab.fields.occupancy_grid import Frame
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.surface_sampling import LatticePoints
+from nlr_lab.runtime import resources
+from nonlinear_lowrank import UserError
 
 SMALL = {"resolution": 24, "held_out": 24, "mesh_resolution": 24, "points": 256, "picture_height": 48}
 

@@ -6,10 +6,11 @@ import torch
 import trimesh
 from scipy.spatial.transform import Rotation
 
-from nonlinear_lowrank import UserError, resources
-from nonlinear_lowrank.fields import occupancy_grid as module
-from nonlinear_lowrank.fields.mesh_files import knot, read_mesh
-from nonlinear_lowrank.fields.occupancy_grid import Frame, occupancy_grid
+from nlr_lab.fields import occupancy_grid as module
+from nlr_lab.fields.mesh_files import knot, read_mesh
+from nlr_lab.fields.occupancy_grid import Frame, occupancy_grid
+from nlr_lab.runtime import resources
+from nonlinear_lowrank import UserError
 
 
 def generator():

@@ -4,23 +4,18 @@ The drawn cases are those that the public functions produce: their mixtures of t
 transposed, sliced and expanded tensors.
 """
 
-import importlib
-import pkgutil
 import random
 
 import pytest
 import torch
 
-import nonlinear_lowrank.ops as ops
-from nonlinear_lowrank.ops.rational import FORMS, denominator_size
+from nonlinear_lowrank.methods.noble.op import ACTIVATIONS
+from nonlinear_lowrank.methods.rational.op import FORMS, denominator_size
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 SAMPLE, ALL = 3, 36
 """Cases of each op in a run of the tests, and in a whole one: 14 x 36 = 504."""
 
-for module in pkgutil.iter_modules(ops.__path__):
-    if not module.ispkg:  # the kernels need triton, and register nothing
-        importlib.import_module(f"{ops.__name__}.{module.name}")
 REGISTERED = sorted(
     name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nonlinear_lowrank::")
 )
@@ -82,7 +77,7 @@ def bottleneck(draw, rank, activation, depth, dtype):
 def noble(draw):
     """x, weight, bias, the branch's arguments and h."""
     batch, d_in, d_out, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.size(), draw.any(*FLOATS)
-    activation = draw.any("cosine", "cosine", *ops.ACTIVATIONS)
+    activation = draw.any("cosine", "cosine", *ACTIVATIONS)
     depth = draw.any(1, 2, 3) if activation == "cosine" else draw.any(1, 2)
     lists, width = bottleneck(draw, rank, activation, depth, dtype)
     weight = draw.maybe(draw.tensor(d_out, d_in, dtype=dtype))
@@ -109,7 +104,7 @@ def noble_backward(draw):
 def noble_group(draw):
     """x, weights, biases, and the branches' arguments."""
     batch, d_in, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.any(*FLOATS)
-    n, activation = draw.any(2, 3), draw.any("cosine", "cosine", *ops.ACTIVATIONS)
+    n, activation = draw.any(2, 3), draw.any("cosine", "cosine", *ACTIVATIONS)
     m, depth, wide = draw.any(n, 1), draw.any(1, 2), draw.any(dtype, torch.float32)
     d_outs = [draw.size() for _ in range(n)]
     cosines = 2 * n * depth if activation == "cosine" else 0

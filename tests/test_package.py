@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nonlinear_lowrank
-from nonlinear_lowrank.recipes import RECIPES
+from nlr_lab.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 _LEFT_OUT = shutil.ignore_patterns(".venv", ".git", "*.egg-info", "__pycache__", ".*_cache", "build", "dist", "site")
@@ -42,10 +42,11 @@ def built(tmp_path_factory):
 def test_the_wheel_has_the_whole_package_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {name for name in names if name.startswith("nonlinear_lowrank/")}
+    package = {name for name in names if name.startswith(("nonlinear_lowrank/", "nlr_lab/"))}
     sources = {
         path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "nonlinear_lowrank").rglob("*")
+        for package_folder in ("nonlinear_lowrank", "nlr_lab")
+        for path in (ROOT / "src" / package_folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert package == sources
@@ -62,7 +63,7 @@ def test_the_installed_wheel_is_imported_and_has_recipes_and_command(built, tmp_
     code = """
 import importlib.resources, json
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank.recipes import RECIPES
+from nlr_lab.recipes import RECIPES
 typed = importlib.resources.files("nonlinear_lowrank").joinpath("py.typed").is_file()
 rank = nlr.NobleConfig(rank=4).rank
 print(json.dumps([nlr.__file__, typed, sorted(RECIPES), rank]))

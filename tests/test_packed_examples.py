@@ -11,9 +11,9 @@ import torch
 import finetune_kit
 import nonlinear_lowrank as nlr
 import zoo
+from nlr_lab.tasks.finetune.sequences import PackedExamples, PadRight, TokenExamples, check_packing
+from nlr_lab.training import run_training
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.tasks.sequences import PackedExamples, PadRight, TokenExamples, check_packing
-from nonlinear_lowrank.training import run_training
 
 pack_dataset = pytest.importorskip("trl").pack_dataset
 

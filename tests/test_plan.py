@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
-from nonlinear_lowrank import cli
+from nlr_lab.cli import main as cli
+from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
+from nlr_lab.plan.hardware import HARDWARE, find_hardware
+from nlr_lab.plan.inspect import build_on_meta
+from nlr_lab.plan.presets import PRESETS
 from nonlinear_lowrank.analysis.cost import count_parameters
-from nonlinear_lowrank.analysis.hardware import HARDWARE, find_hardware
-from nonlinear_lowrank.analysis.inspect import build_on_meta
-from nonlinear_lowrank.analysis.plan import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
-from nonlinear_lowrank.analysis.presets import PRESETS
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.layers import noble as noble_layer
-from nonlinear_lowrank.ops.cosnet import noble_linear_reference
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from zoo import FAMILIES, batch
 
 LENGTH = 24

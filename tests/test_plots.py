@@ -8,8 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from nonlinear_lowrank.compare import plots
-from nonlinear_lowrank.compare.plots import ArmCurves, Bar, mean_curve, plot_ablation, plot_curves, plot_rate_sweep
+from nlr_lab.compare import plots
+from nlr_lab.compare.plots import ArmCurves, Bar, mean_curve, plot_ablation, plot_curves, plot_rate_sweep
 
 
 @pytest.fixture
@@ -99,5 +99,5 @@ def test_ablation_bars(tmp_path, drawn):
 
 
 def test_drawing_leaves_pyplot_alone():
-    code = "import sys, nonlinear_lowrank.compare.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, nlr_lab.compare.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

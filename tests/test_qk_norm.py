@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import nonlinear_lowrank as nlr
+from nlr_lab.training import Arm
 from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.training import Arm
 from zoo import FAMILIES, SIZES, TOKENS, batch
 
 MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit")

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import nonlinear_lowrank as nlr
+from nlr_lab.training import Arm
 from nonlinear_lowrank import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
-from nonlinear_lowrank.training import Arm
 from zoo import FAMILIES, SIZES, TOKENS, batch
 
 QUERIES = {"llama": "q_proj", "glm": "q_proj", "gpt2": "c_attn", "opt": "q_proj", "eurobert": "q_proj", "vit": "q_proj"}

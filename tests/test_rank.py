@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from nlr_lab.rank.bounds import sine_bounds
+from nlr_lab.rank.measures import ACTIVATIONS, kaiming_factors, product_spectrum, random_stable_rank, spectrum
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.analysis.rank import (
-    ACTIVATIONS,
-    kaiming_factors,
-    product_spectrum,
-    random_stable_rank,
-    spectrum,
-)
-from nonlinear_lowrank.analysis.rank_bounds import sine_bounds
 
 
 def decaying(m, n, power=1.0):

@@ -21,14 +21,14 @@ from transformers import (
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
 from cli_kit import run
-from nonlinear_lowrank.analysis.omega import guess_omega, stable_rank
-from nonlinear_lowrank.analysis.rank import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
-from nonlinear_lowrank.analysis.rank_report import rank_report
-from nonlinear_lowrank.fields.fit import fit
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.model import FieldConfig
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.step import FitConfig
+from nlr_lab.fields.fit import fit
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.rank.measures import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
+from nlr_lab.rank.omega import guess_omega, stable_rank
+from nlr_lab.rank.report import rank_report
 
 
 def llama():

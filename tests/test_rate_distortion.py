@@ -7,8 +7,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.interpolate import Akima1DInterpolator
 
+from nlr_lab.compare.rate_distortion import bd_psnr, bd_rate
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.analysis.rate_distortion import bd_psnr, bd_rate
 
 # Published, never ours: sine_lowrank.txt, Table 3, PSNR on LLFF; the rates are the parameter counts that belong to the
 # printed percentages. The averages are given to two digits there.

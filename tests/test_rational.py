@@ -14,16 +14,17 @@ from transformers.activations import ACT2FN
 import nonlinear_lowrank as nlr
 import zoo
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.augmentation import apply_saved
 from nonlinear_lowrank.hub import make_saveable
-from nonlinear_lowrank.layers import config_to_dict, rational_fit
-from nonlinear_lowrank.layers.rational import METHOD, RationalActivation, RationalConfig
-from nonlinear_lowrank.layers.rational_fit import KINDS, compute, fit_rational
-from nonlinear_lowrank.layers.rational_sites import formula_of
-from nonlinear_lowrank.layers.rational_table import TABLE
+from nonlinear_lowrank.methods import config_to_dict
+from nonlinear_lowrank.methods.rational import fit as rational_fit
+from nonlinear_lowrank.methods.rational.fit import KINDS, compute, fit_rational
+from nonlinear_lowrank.methods.rational.layer import METHOD, RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational.op import FORMS
+from nonlinear_lowrank.methods.rational.sites import formula_of
+from nonlinear_lowrank.methods.rational.table import TABLE
 from nonlinear_lowrank.ops.activations import FORMULAS, KIND, activation
-from nonlinear_lowrank.ops.rational import FORMS
 from nonlinear_lowrank.optim import parameter_roles
+from nonlinear_lowrank.surgery.augment import apply_saved
 
 # Written out again, so that a wrong formula cannot agree with itself.
 EXACT = {

@@ -14,10 +14,10 @@ import nonlinear_lowrank as nlr
 import zoo
 from activation_rows import BERT_MLP, FOUND, LAYOUTS, SPOKEN_OF, TEXT, fast_path, inputs_of, liger_like, mamba, two
 from adapter_rows import PEFT_WARNINGS
+from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import RationalActivation, RationalConfig, UserError
-from nonlinear_lowrank.analysis.inspect import inspect_model
-from nonlinear_lowrank.augmentation import after_augment, apply_saved
 from nonlinear_lowrank.optim import parameter_roles
+from nonlinear_lowrank.surgery.augment import after_augment, apply_saved
 
 
 def rational(model):

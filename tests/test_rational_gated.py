@@ -5,8 +5,8 @@ import torch
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops import rational_gated, rational_gated_reference
-from nonlinear_lowrank.ops.rational import FORMS, LinearTails, denominator_size
+from nonlinear_lowrank.methods.rational.gated import rational_gated, rational_gated_reference
+from nonlinear_lowrank.methods.rational.op import FORMS, LinearTails, denominator_size
 
 TAILS = LinearTails(-1.5, 2.0, 0.1, 0.9)
 

@@ -13,8 +13,7 @@ from transformers import activations as hf
 
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.ops.activations import FORMULAS, activation, activation_slope
-from nonlinear_lowrank.ops.rational import (
+from nonlinear_lowrank.methods.rational.op import (
     FORMS,
     LinearTails,
     denominator_size,
@@ -23,6 +22,7 @@ from nonlinear_lowrank.ops.rational import (
     rational_anchored_reference,
     rational_reference,
 )
+from nonlinear_lowrank.ops.activations import FORMULAS, activation, activation_slope
 from rounding_kit import assert_as_good_as_plain, cast, jittered
 
 TAILS = LinearTails(-1.2, 0.9, 0.1, 0.8)
@@ -251,7 +251,7 @@ def test_pieces_of_eager_mode_add_up(monkeypatch):
     inputs = make_inputs("sum_of_abs", batch=(23,))
     dy = torch.randn(23, 12, dtype=torch.float64)
     whole = outputs_and_gradients(rational, inputs, "sum_of_abs", TAILS, dy=dy)
-    file = importlib.import_module("nonlinear_lowrank.ops.rational")  # the package has a function of that name
+    file = importlib.import_module("nonlinear_lowrank.methods.rational.op")  # the package has a function of that name
     monkeypatch.setattr(file, "_PIECE_CPU", 5 * 12)  # 4 pieces of 5 rows and one of 3
     pieces = outputs_and_gradients(rational, inputs, "sum_of_abs", TAILS, dy=dy)
     for ours, reference in zip(pieces, whole, strict=True):

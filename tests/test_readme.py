@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from adapter_rows import PEFT_WARNINGS
-from nonlinear_lowrank.commands import COMMANDS
-from nonlinear_lowrank.recipes import RECIPES
+from nlr_lab.cli import COMMANDS
+from nlr_lab.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

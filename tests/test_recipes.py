@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
+from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
+from nlr_lab.training import Arm, Recipe
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.recipes import RECIPES, get_recipe, recipe_function
-from nonlinear_lowrank.training import Arm, Recipe
 from zoo import parameters
 
 # noble.txt, table 1 and section 4.1.1; the totals follow from the architecture.
@@ -45,7 +45,7 @@ def test_docstrings_state_command_hardware_time_and_expectation(name):
     text = recipe_function(name).__doc__
     for label in ("Command", "Hardware", "Time", "Expect"):
         assert re.search(rf"^ *{label}: \S", text, re.MULTILINE), label
-    commands = re.findall(r"`(?:nlr|torchrun .* -m nonlinear_lowrank.cli) ([^`]+)`", text)
+    commands = re.findall(r"`(?:nlr|torchrun .* -m nlr_lab) ([^`]+)`", text)
     words = [shlex.split(command) for command in commands]
     assert any(each[1:2] == [name] for each in words)
     assert all(each[1] in RECIPES for each in words if each[0] in ("train", "compare", "finetune") and len(each) > 1)

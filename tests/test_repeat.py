@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nonlinear_lowrank import cli
-from nonlinear_lowrank.environment import determinism, deterministic, git_state
+from nlr_lab.cli import main as cli
+from nlr_lab.runtime.environment import determinism, deterministic, git_state
+from nlr_lab.tasks.data_record import changed_files, data_record
+from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.storage import hash_file
-from nonlinear_lowrank.tasks.data_record import changed_files, data_record
-from nonlinear_lowrank.training import run_training
+from nonlinear_lowrank.hub.storage import hash_file
 from training_kit import FakeText, make_recipe
 
 TINY = (

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.analysis.saved import saved_bytes, saved_storages
-from nonlinear_lowrank.layers import NobleConfig, NobleLinear, RationalActivation, RationalConfig
-from nonlinear_lowrank.layers import noble as noble_layer
-from nonlinear_lowrank.ops.cosnet import noble_linear_reference
+from nonlinear_lowrank.methods import NobleConfig, NobleLinear, RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 TOKENS, D_IN, D_OUT, RANK = 96, 64, 80, 16
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import nonlinear_lowrank.training.shards as shards
+import nlr_lab.training.shards as shards
+from nlr_lab.training import TrainResult, run_training
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.verify import verify
-from nonlinear_lowrank.training import TrainResult, run_training
 from processes_kit import fsdp_environment, run_processes
 from training_kit import FakeText, make_recipe
 

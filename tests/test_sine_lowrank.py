@@ -10,12 +10,12 @@ from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConf
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
+from nlr_lab.plan.inspect import format_cost
+from nlr_lab.training import Arm
 from nonlinear_lowrank import SineLowRankConfig, SineLowRankLinear, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
-from nonlinear_lowrank.analysis.inspect import format_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.layers.sine import OMEGA_BY_RANK
-from nonlinear_lowrank.training import Arm
+from nonlinear_lowrank.methods.sine.layer import OMEGA_BY_RANK
 from zoo import FAMILIES, parameters
 
 ACTIVATIONS = ("sine", "identity", "sigmoid", "relu")

@@ -2,9 +2,10 @@
 
 import pytest
 
-from nonlinear_lowrank import SineLowRankConfig, cli
-from nonlinear_lowrank.recipes import RECIPES, get_recipe
-from nonlinear_lowrank.training import Arm, Recipe
+from nlr_lab.cli import main as cli
+from nlr_lab.recipes import RECIPES, get_recipe
+from nlr_lab.training import Arm, Recipe
+from nonlinear_lowrank import SineLowRankConfig
 from zoo import parameters
 
 NAMES = [name for name in RECIPES if name.startswith("sine-")]

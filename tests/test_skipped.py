@@ -22,9 +22,9 @@ from transformers import T5ForConditionalGeneration as T5
 
 import nonlinear_lowrank as nlr
 from adapter_rows import PEFT_WARNINGS
+from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
-from nonlinear_lowrank.analysis.inspect import inspect_model
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
 NOBLE = NobleConfig(rank=4)

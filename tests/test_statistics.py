@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from nonlinear_lowrank.compare.statistics import (
+from nlr_lab.compare.statistics import (
     Estimate,
     RatioSummary,
     RunCurve,

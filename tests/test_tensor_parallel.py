@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.hub.tensor_parallel import with_branches
+from nonlinear_lowrank.integrations.tensor_parallel import with_branches
 from processes_kit import run_processes
 
 pytest.importorskip("transformers.distributed.parallel_utils")

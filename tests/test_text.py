@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
+from nlr_lab.tasks.text import packing
+from nlr_lab.tasks.text.corpus import Corpus
+from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
+from nlr_lab.tasks.text.tokenizers import END_OF_TEXT, load_tokenizer
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.tasks import packing
-from nonlinear_lowrank.tasks.corpus import Corpus
-from nonlinear_lowrank.tasks.text import TextData, TokenBlocks, prepare_text
-from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT, load_tokenizer
 from text_kit import SQUEEZE, bad_file, make_documents, small, write
 
 
@@ -134,7 +134,7 @@ def test_large_files_are_read_in_blocks(tmp_path, monkeypatch):
     frames = tmp_path / "frames.txt.zst"
     frames.write_bytes(b"".join(zstandard.compress(data[i : i + 1000]) for i in range(0, len(data), 1000)))
     for size in (1, 7, 100, 1 << 20):
-        monkeypatch.setattr("nonlinear_lowrank.tasks.corpus._BLOCK", size)
+        monkeypatch.setattr("nlr_lab.tasks.text.corpus._BLOCK", size)
         for path in [*paths, frames] if size > 1 else [paths[0]]:
             assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
 
@@ -315,7 +315,7 @@ def test_what_a_killed_process_left_is_no_hindrance_and_two_build_as_one(tmp_pat
 def test_processes_that_are_killed_and_processes_that_race(tmp_path):
     path = write(tmp_path, "jsonl", make_documents(800, lines=60))
     code = (
-        "import sys; from nonlinear_lowrank.tasks.text import *;"
+        "import sys; from nlr_lab.tasks.text.data import *;"
         "print(prepare_text(TextData(source=sys.argv[1], vocab_size=300, sequence_length=16)).fingerprint)"
     )
 

@@ -4,9 +4,9 @@ import datasets
 import psutil
 import pytest
 
+from nlr_lab.tasks.text.corpus import Corpus
+from nlr_lab.tasks.text.data import prepare_text
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.tasks.corpus import Corpus
-from nonlinear_lowrank.tasks.text import prepare_text
 from text_kit import SQUEEZE, bad_file, make_documents, small, write
 
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from nonlinear_lowrank.analysis.timing import interleaved_step_times, paired_ratio, paired_ratios
+from nlr_lab.bench.timing import interleaved_step_times, paired_ratio, paired_ratios
 from nonlinear_lowrank.errors import UserError
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3Config
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.layers import NobleLinear, SineLowRankLinear
+from nonlinear_lowrank.methods import NobleLinear, SineLowRankLinear
 from processes_kit import run_processes
 
 pytest.importorskip("triton")  # torchtitan imports it, on every device
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from torchtitan.models.llama3 import model_registry
 
     import titan_kit as kit
-    from nonlinear_lowrank import torchtitan as titan
+    from nonlinear_lowrank.integrations import torchtitan as titan
 
 pytestmark = [
     pytest.mark.torchtitan,
@@ -383,7 +383,7 @@ PROCESS = """
 import json, os, sys
 import titan_kit as kit
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank import torchtitan as titan
+from nonlinear_lowrank.integrations import torchtitan as titan
 
 folder, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 start = {"initial_load_in_hf": True, "initial_load_path": folder}
@@ -554,9 +554,9 @@ def test_another_version_is_refused(monkeypatch):
     import torchtitan
 
     monkeypatch.setattr(torchtitan, "__version__", "0.4.0")
-    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.torchtitan")
+    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.integrations.torchtitan")
     with pytest.raises(UserError, match=r"torchtitan 0\.4\.0 is not the tested one: pip install torchtitan==0\.3\.0"):
-        importlib.import_module("nonlinear_lowrank.torchtitan")
+        importlib.import_module("nonlinear_lowrank.integrations.torchtitan")
 
 
 def test_the_page_runs(tmp_path, monkeypatch):

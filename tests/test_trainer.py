@@ -309,7 +309,7 @@ def test_fsdp1_is_refused(tmp_path, monkeypatch):
     class Flattening(nn.Module):
         pass
 
-    monkeypatch.setattr("nonlinear_lowrank.trainer.FullyShardedDataParallel", Flattening)
+    monkeypatch.setattr("nonlinear_lowrank.integrations.trainer.FullyShardedDataParallel", Flattening)
     model = augmented()
     trainer = MixedTrainer(model, arguments(tmp_path), train_dataset=rows_for(model))
     with pytest.raises(nlr.UserError, match="use FSDP2"):

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 import training_kit
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
+from nlr_lab.training import run as training
+from nlr_lab.training.trainer import EndlessShuffle
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, TrainResult, run_training
-from nonlinear_lowrank.training import run as training
-from nonlinear_lowrank.training.trainer import EndlessShuffle
 from processes_kit import fsdp_environment
 from training_kit import SEEN, FakeText, Sequences, make_recipe
 
@@ -380,9 +380,9 @@ SCRIPT = """
     if os.environ.get("ACCELERATE_USE_FSDP"):
         import processes_kit
         processes_kit.shard_on_cpus()
-    from nonlinear_lowrank.training import CheckpointedTrainer, DivergedError
+    from nlr_lab.training import CheckpointedTrainer, DivergedError
     from nonlinear_lowrank.errors import UserError
-    from nonlinear_lowrank.training import run_training
+    from nlr_lab.training import run_training
     from training_kit import FakeText, make_recipe
     out, text, rank = Path(sys.argv[2]), FakeText(), os.environ["RANK"]
     settings = dict(gradient_accumulation=2, keep_checkpoints=9, save_every=3)

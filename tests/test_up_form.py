@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nonlinear_lowrank import NobleConfig, NobleLinear, UserError
-from nonlinear_lowrank.ops import noble_linear_reference, use_up_form
-from nonlinear_lowrank.ops.up_form import chosen_form, numbers_moved
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from nonlinear_lowrank.methods.noble.up_form import chosen_form, numbers_moved, use_up_form
 from rounding_kit import assert_as_good_as_plain, jittered
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nonlinear_lowrank import UserError, cli
+from nlr_lab.cli import main as cli
+from nlr_lab.training import run_training
+from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.verify import verify
-from nonlinear_lowrank.storage import (
+from nonlinear_lowrank.hub.storage import (
     CARD,
     MANIFEST,
     hash_file,
@@ -22,7 +23,7 @@ from nonlinear_lowrank.storage import (
     staged_folder,
     step_folders,
 )
-from nonlinear_lowrank.training import run_training
+from nonlinear_lowrank.hub.verify import verify
 from training_kit import FakeText, make_recipe
 
 

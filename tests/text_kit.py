@@ -8,8 +8,8 @@ import random
 import datasets
 import zstandard
 
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.tasks.tokenizers import END_OF_TEXT
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.tokenizers import END_OF_TEXT
 
 SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")

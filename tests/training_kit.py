@@ -25,9 +25,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 
 VOCABULARY, LENGTH = 48, 16
 
@@ -275,8 +275,8 @@ class TrainingServer:
 
 
 def _serve() -> None:
+    from nlr_lab.training import run_training
     from nonlinear_lowrank.errors import UserError
-    from nonlinear_lowrank.training import run_training
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")

@@ -12,17 +12,19 @@ that happens when something here is first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import registration
 from .errors import LearningRateWarning, UserError
+from .hub import registration
 
 if TYPE_CHECKING:
+    from nonlinear_lowrank.integrations.trainer import LearningRateCallback, TrainerMixin
+    from nonlinear_lowrank.methods.noble.adapter import NobleAdapterConfig
+    from nonlinear_lowrank.methods.rational.adapter import NoraConfig
+    from nonlinear_lowrank.methods.sine.adapter import SineLoraConfig
+    from nonlinear_lowrank.surgery.augment import AugmentReport, augment, branches_disabled
+
     from . import analysis, hub
-    from .adapters.noble import NobleAdapterConfig
-    from .adapters.nora import NoraConfig
-    from .adapters.sine import SineLoraConfig
-    from .augmentation import AugmentReport, augment, branches_disabled
     from .inference import optimize_for_inference
-    from .layers import (
+    from .methods import (
         NobleConfig,
         NobleConv1D,
         NobleLinear,
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
         SineLowRankLinear,
     )
     from .optim import MuonAdamW, param_groups
-    from .trainer import LearningRateCallback, TrainerMixin
 
 __version__ = "0.1.0"
 
@@ -73,16 +74,16 @@ __all__ = [
 
 
 _FILES = {
-    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "augmentation"),
-    **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "layers"),
-    **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "layers"),
-    **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "layers"),
-    **dict.fromkeys(("RationalActivation", "RationalConfig"), "layers"),
-    **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "layers"),
+    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "surgery.augment"),
+    **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "methods"),
+    **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "methods"),
+    **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "methods"),
+    **dict.fromkeys(("RationalActivation", "RationalConfig"), "methods"),
+    **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "methods"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
-    **dict.fromkeys(("LearningRateCallback", "TrainerMixin"), "trainer"),
+    **dict.fromkeys(("LearningRateCallback", "TrainerMixin"), "integrations.trainer"),
     "optimize_for_inference": "inference",
-    **{name: f"adapters.{entry.file}" for name, entry in registration.CONFIG_CLASSES.items()},
+    **{name: entry.file.removeprefix(f"{__name__}.") for name, entry in registration.CONFIG_CLASSES.items()},
 }
 """Where a name of `__all__` is; the others are here, or are files themselves."""
 
@@ -90,7 +91,7 @@ _FILES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = importlib.import_module(f".{_FILES.get(name, name)}", __name__)
+    found = importlib.import_module(f"{__name__}.{_FILES.get(name, name)}")
     value = globals()[name] = getattr(found, name) if name in _FILES else found
     return value
 

@@ -16,11 +16,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from .choice import output_head_names
+from nonlinear_lowrank.methods.noble.fused import fuse
+from nonlinear_lowrank.methods.swapping import replace_modules
+from nonlinear_lowrank.surgery.targets import output_head_names
+
 from .errors import UserError
-from .layers import NobleConv1D, NobleLinear, RationalActivation, SineLowRankLinear
-from .layers.noble_fused import fuse
-from .layers.swapping import replace_modules
+from .methods import NobleConv1D, NobleLinear, RationalActivation, SineLowRankLinear
 
 Dense = Literal["keep", "int8", "fp8"]
 

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from .choice import output_head_names
+from nonlinear_lowrank.surgery.targets import output_head_names
+
 from .errors import UserError
-from .layers import METHODS, Role, method_of_layer
+from .methods import METHODS, Role, method_of_layer
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")

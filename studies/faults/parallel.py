@@ -62,7 +62,7 @@ def recipe_of(root: Path, name: str, steps: int) -> tuple[Any, Any]:
 
 def train(root: str, mode: str, steps: str, *names: str) -> None:
     """Runs into root/mode, in a process of a group."""
-    from nonlinear_lowrank.training import run_training
+    from nlr_lab.training import run_training
 
     for name in names:
         recipe, prepared = recipe_of(Path(root), name, int(steps))

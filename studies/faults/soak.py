@@ -30,7 +30,7 @@ def train(out: str) -> None:
     """Far more steps than there is time for."""
     import torch
 
-    from nonlinear_lowrank.training import run_training
+    from nlr_lab.training import run_training
     from training_kit import FakeText, make_recipe
 
     torch.set_num_threads(1)

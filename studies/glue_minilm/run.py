@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from nlr_lab.compare.statistics import holm, paired_mean
+from nlr_lab.compare.study import one_line_errors, run_study, study_parser
+from nlr_lab.evaluation.held_out import score_saved
+from nlr_lab.recipes import get_recipe
+from nlr_lab.training import Arm
+from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare.statistics import holm, paired_mean
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
-from nonlinear_lowrank.evaluation.held_out import score_saved
-from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.training import Arm
-from nonlinear_lowrank.training.recipe import Recipe
 
 HERE = Path(__file__).parent
 EPOCHS = {"cola": 3, "stsb": 2}

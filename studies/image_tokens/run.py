@@ -13,11 +13,11 @@ nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import noble_arms, one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.image_token_data import ImageTokenData
-from nonlinear_lowrank.tasks.image_tokens import ImageTokenTask
-from nonlinear_lowrank.tasks.language_model import GlmBackbone
-from nonlinear_lowrank.training import Recipe, TrainConfig
+from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
+from nlr_lab.tasks.images.token_data import ImageTokenData
+from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.text.language_model import GlmBackbone
+from nlr_lab.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 RANKS = {"cpu": (8, 16, 32), "gpu": (32, 64, 128)}

@@ -20,9 +20,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.report import p_text
-from nonlinear_lowrank.compare.study import (
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.report import p_text
+from nlr_lab.compare.study import (
     absolute,
     interval_text,
     one_line_errors,
@@ -31,9 +31,9 @@ from nonlinear_lowrank.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nonlinear_lowrank.fields.image import ImageSettings
-from nonlinear_lowrank.fields.step import FitConfig
-from nonlinear_lowrank.recipes import get_recipe
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent
 ARMS = ("dense", "low-rank:rank=1", "sine:rank=1,omega=200", "low-rank:rank=5", "sine:rank=5,omega=50")

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
-from nonlinear_lowrank.recipes import get_recipe
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.compare.study import one_line_errors, run_study, study_parser
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 
 HERE = Path(__file__).parent
 # Around the best rates of a first run on the tuning seed: one epoch is 113 steps, and low rates hardly move.

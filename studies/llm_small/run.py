@@ -23,11 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.compare.study import one_line_errors, run_study
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.compare.study import one_line_errors, run_study
-from nonlinear_lowrank.tasks.language_model import GlmBackbone, LanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 CONTROLS = ("baseline", "baseline:init=noble", "baseline:init=kaiming")

@@ -12,10 +12,10 @@ report and pictures are copied beside this file. `--smoke` takes a few steps of 
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import noble_arms, one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Recipe, TrainConfig
+from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
+from nlr_lab.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 RANKS = {"cpu": (8, 16, 32), "gpu": (48, 96, 192)}

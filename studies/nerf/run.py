@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.report import markdown_table
-from nonlinear_lowrank.compare.study import (
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.report import markdown_table
+from nlr_lab.compare.study import (
     absolute,
     difference_cells,
     one_line_errors,
@@ -32,10 +32,10 @@ from nonlinear_lowrank.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nonlinear_lowrank.fields.nerf import NerfSettings
-from nonlinear_lowrank.fields.nerf_model import RadianceConfig
-from nonlinear_lowrank.fields.step import FitConfig
-from nonlinear_lowrank.recipes import get_recipe
+from nlr_lab.fields.nerf import NerfSettings
+from nlr_lab.fields.nerf_model import RadianceConfig
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent
 LOWER = (2.5e-4, 5e-4, 1e-3)  # fern's best were at the lower edge of its own

@@ -20,10 +20,10 @@ the report and the pictures are copied beside this file.
 
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.opt_language_model import OptBackbone, OptLanguageModelTask
-from nonlinear_lowrank.tasks.text import TextData
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nlr_lab.compare.study import one_line_errors, run_study, study_parser
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 RATES = (1e-3, 2e-3, 4e-3)

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.image_classification import ImageData, ImageTask
-from nonlinear_lowrank.tasks.pretrained import Pretrained
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.compare.study import one_line_errors, run_study, study_parser
+from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
+from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 
 HERE = Path(__file__).parent
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")

@@ -21,9 +21,9 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from nonlinear_lowrank.compare.field_plan import FieldArm
-from nonlinear_lowrank.compare.report import markdown_table
-from nonlinear_lowrank.compare.study import (
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.report import markdown_table
+from nlr_lab.compare.study import (
     difference_cells,
     one_line_errors,
     record_arms,
@@ -32,10 +32,10 @@ from nonlinear_lowrank.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nonlinear_lowrank.fields.occupancy import OccupancySettings
-from nonlinear_lowrank.fields.problem import FieldMethod
-from nonlinear_lowrank.fields.recipe import FieldRecipe
-from nonlinear_lowrank.fields.step import FitConfig
+from nlr_lab.fields.occupancy import OccupancySettings
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
 
 RANKS = (1, 5)
 RATES = (1e-3, 3e-3, 8e-3)

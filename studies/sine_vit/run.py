@@ -16,12 +16,12 @@ reports and pictures are copied beside this file. `--smoke` takes a few steps of
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.image_augmentation import Augmentation
-from nonlinear_lowrank.tasks.image_backbones import VitBackbone
-from nonlinear_lowrank.tasks.image_data import ImageSource
-from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask
-from nonlinear_lowrank.training import Arm, Recipe, TrainConfig
+from nlr_lab.compare.study import one_line_errors, run_study, study_parser
+from nlr_lab.tasks.images.augmentation import Augmentation
+from nlr_lab.tasks.images.backbones import VitBackbone
+from nlr_lab.tasks.images.data import ImageSource
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 MLPS = r"include=.*mlp\.fc[12]"

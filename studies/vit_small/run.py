@@ -19,12 +19,12 @@ steps of everything and copies nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nonlinear_lowrank.compare.study import noble_arms, one_line_errors, run_study, study_parser
-from nonlinear_lowrank.tasks.image_augmentation import Augmentation
-from nonlinear_lowrank.tasks.image_backbones import VitBackbone
-from nonlinear_lowrank.tasks.image_data import ImageSource
-from nonlinear_lowrank.tasks.image_pretraining import ImagePretrainingTask
-from nonlinear_lowrank.training import Recipe, TrainConfig
+from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
+from nlr_lab.tasks.images.augmentation import Augmentation
+from nlr_lab.tasks.images.backbones import VitBackbone
+from nlr_lab.tasks.images.data import ImageSource
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent
 STAGES = {"mixed": {"mixup": 0.8, "cutmix": 1.0}, "plain": {"mixup": 0.0, "cutmix": 0.0}}

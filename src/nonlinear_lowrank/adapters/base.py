@@ -46,9 +46,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..layers import Role
-from ..layers.learning_rates import MultiplierLayer
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
+
 from .config import AdapterConfig
 
 BASE_ROWS = "__base__"

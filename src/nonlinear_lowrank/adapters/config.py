@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from peft import PeftConfig, PeftType
 from peft.utils.other import get_pattern_key
 
-from ..errors import UserError
+from nonlinear_lowrank.errors import UserError
 
 _IMPORT_LINE = (
     "import nonlinear_lowrank  # registers {type} with peft; without it loading fails with KeyError: '{type}'"

@@ -10,8 +10,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
+
 from .base import AdapterLayer
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
 from torch import Tensor, nn
 
-from ..errors import UserError
+from nonlinear_lowrank.errors import UserError
 
 
 def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> QuantizationBackend | None:

@@ -14,10 +14,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..layers.experts import unreached_experts
-from ..layers.forward_code import bypassed_linears
-from ..layers.matrix import Matrix, matrix_of
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.forward_code import bypassed_linears
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.surgery.experts import unreached_experts
+
 from .base import BASE_ROWS, AdapterLayer, check_adapter_name
 from .config import AdapterConfig
 from .weights import WeightLayer

@@ -16,8 +16,9 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import UserError
-from ..layers.matrix import Matrix, matrix_of
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+
 from .base import AdapterLayer
 from .quantized import Kept, backend_of, keep_unpacked, unpack
 

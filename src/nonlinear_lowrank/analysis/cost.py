@@ -28,10 +28,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..choice import dense_parts, output_head_names
-from ..errors import UserError
-from ..layers import method_of_layer
-from ..layers.experts import expert_flops, expert_tensors
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.surgery.experts import expert_flops, expert_tensors
+from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
-from ..choice import dense_parts, output_head_names
-from ..errors import UserError
-from ..layers.qk_norm import KEYS
-from ..layers.query import BY_HEAD, FUSED, SEPARATE
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.qk_norm.layer import KEYS
+from nonlinear_lowrank.methods.query.layer import BY_HEAD, FUSED, SEPARATE
+from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 
 Score = Literal["gradient", "activation"]
 

@@ -28,7 +28,8 @@ from typing import Any
 import wrapt
 from torch import nn
 
-from ..augmentation import after_augment
+from nonlinear_lowrank.surgery.augment import after_augment
+
 from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
 from .conversion import ConvertReport, convert
 from .image_tokens_config import ImageTokensConfig

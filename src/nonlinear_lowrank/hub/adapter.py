@@ -4,7 +4,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import BUILD_ERRORS, UserError
+from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
+
 from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import check_causal, check_causal_config, load_model, load_tokenizer
 

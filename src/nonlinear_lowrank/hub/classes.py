@@ -19,11 +19,12 @@ import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto
 
-from ..augmentation import apply_saved
-from ..errors import UserError
-from ..layers import method_of_layer
-from ..registration import TYPE_PREFIX
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.surgery.augment import apply_saved
+
 from .names import PlainNames, rename_by_transformers
+from .registration import TYPE_PREFIX
 
 CLASS_PREFIX = "NonlinearLowrank"
 """The same for class names."""
@@ -88,7 +89,7 @@ class AugmentedModel(PlainNames):
         """transformers', with the styles of layers that have a branch."""
         tensor, *others = super()._resolve_parallel_plans(distributed_config)  # type: ignore[misc]
         if tensor:
-            from .tensor_parallel import with_branches
+            from nonlinear_lowrank.integrations.tensor_parallel import with_branches
 
             tensor = with_branches(self, tensor, distributed_config.tp_size)  # type: ignore[arg-type]
         return (tensor, *others)

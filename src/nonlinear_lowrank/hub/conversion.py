@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from transformers import initialization as init
 
-from ..augmentation import AugmentReport, augment
-from ..errors import UserError
-from ..layers import NobleConfig, method_of_config
-from ..storage import MANIFEST, staged_output
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import NobleConfig, method_of_config
+from nonlinear_lowrank.surgery.augment import AugmentReport, augment
+
 from .card import Origin, shown_name, write_card
 from .classes import TYPE_PREFIX, augmented_layers
 from .files import check_folder, check_model_folder, one_line
 from .loading import load_model
+from .storage import MANIFEST, staged_output
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")

@@ -10,9 +10,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.models.auto import configuration_auto
 
-from ..errors import UserError
-from ..storage import MANIFEST, file_fault
+from nonlinear_lowrank.errors import UserError
+
 from .classes import FIELD, TYPE_PREFIX
+from .storage import MANIFEST, file_fault
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

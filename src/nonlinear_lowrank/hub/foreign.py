@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ..errors import UserError
-from ..layers import METHODS, config_from_dict, config_to_dict
-from ..storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import METHODS, config_from_dict, config_to_dict
+
 from .card import Origin, write_card
 from .classes import FIELD, register
 from .conversion import copy_companions
 from .files import check_folder, check_model_folder, one_line, weight_files
 from .names import in_memory
+from .storage import check_new_or_empty, staged_output
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GlmForCausalLM, GlmModel
 
-from ..layers.rotary import GridRotary
 from .image_tokens_config import ImageTokensConfig
+from .rotary import GridRotary
 
 
 class ImageTokensModel(GlmModel):

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.glm.configuration_glm import GlmConfig
 
-from ..errors import UserError
+from nonlinear_lowrank.errors import UserError
 
 
 @strict

@@ -9,8 +9,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..bounds import safetensors_header
-from ..errors import BUILD_ERRORS, UserError
+from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
+
+from .bounds import safetensors_header
 from .classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
 from .files import check_folder, check_model_folder, one_line, read_json, weight_files
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..errors import BUILD_ERRORS, UserError
-from ..layers import config_to_dict, method_of_layer
-from ..storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
+from nonlinear_lowrank.methods import config_to_dict, method_of_layer
+
 from .adapter import CONFIG, WEIGHTS, base_of
 from .card import Origin, shown_name, table, write_card
 from .classes import FIELD
@@ -24,6 +24,7 @@ from .conversion import copy_companions, first_output, random_inputs
 from .files import check_folder, check_hashes, one_line, read_json, tensor_names
 from .loading import load_model
 from .pooled import quiet_loading
+from .storage import check_new_or_empty, staged_output
 
 _AUTO = {
     "CAUSAL_LM": "AutoModelForCausalLM",

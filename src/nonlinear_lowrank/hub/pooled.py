@@ -27,7 +27,8 @@ from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 
-from ..errors import UserError
+from nonlinear_lowrank.errors import UserError
+
 from .pooled_config import MeanPooledConfig
 
 

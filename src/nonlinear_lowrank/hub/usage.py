@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from ..registration import TYPE_PREFIX
 from .classes import CLASS_PREFIX, FIELD
 from .files import read_json
+from .registration import TYPE_PREFIX
 
 _PEFT_CLASSES = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "CAUSAL_LM": "AutoPeftModelForCausalLM"}
 _HEADS = ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForImageClassification")

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..bounds import safetensors_header
-from ..errors import UserError
-from ..storage import CARD, MANIFEST, file_fault, is_inside
+from nonlinear_lowrank.errors import UserError
+
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import WEIGHTS as ADAPTER_WEIGHTS
+from .bounds import safetensors_header
 from .files import INDEX, WEIGHTS, one_line
+from .storage import CARD, MANIFEST, file_fault, is_inside
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 _AT_ONCE = 1 << 26  # values that are looked at together

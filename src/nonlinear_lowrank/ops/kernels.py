@@ -1,4 +1,4 @@
-"""Which tensors are computed by the Triton kernels of `ops/triton`, and which by PyTorch.
+"""Which tensors are computed by the Triton kernels, a method's `kernel.py`, and which by PyTorch.
 
 Kernels run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported (torch's CUDA builds bring
 it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice is made inside the
@@ -31,10 +31,10 @@ def use_kernels(enabled: bool) -> Iterator[None]:
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
-    """The module `ops.triton.<name>`, or None where these tensors are PyTorch's.
+    """The module `methods.<name>.kernel`, or None where these tensors are PyTorch's.
 
     Args:
-        name: "cosnet", "rational" or "sine".
+        name: "noble", "rational" or "sine".
         *tensors: what the kernel reads; all must be plain tensors (no DTensor, no fake one) of at most 32 bits on
             one NVIDIA GPU.
     """
@@ -44,8 +44,8 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
 
 
 def load(name: str) -> ModuleType:
-    """The module `ops.triton.<name>`; imports triton."""
-    return importlib.import_module(f".triton.{name}", __package__)
+    """The module `methods.<name>.kernel`; imports triton."""
+    return importlib.import_module(f"nonlinear_lowrank.methods.{name}.kernel")
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""The workbench behind the command `nlr`: recipes, training, comparisons, benchmarks."""

@@ -1,0 +1,1 @@
+"""Time and memory of operators, steps and tokens over a baseline's."""

@@ -1,0 +1,185 @@
+"""Step times that can be compared: the arms take turns, and ratios are formed within a round.
+
+A machine's speed drifts (frequency, neighbours, caches), often by more than the difference that is to be
+measured. Arms that alternate step by step see the same drift, so the ratio within a round hardly does.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from nonlinear_lowrank.errors import UserError
+
+Clock = Literal["process", "wall", "cuda"]
+"""process: CPU seconds of all threads of this process, blind to the machine's other work. wall: seconds
+passed. cuda: seconds between two events on the current CUDA stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Paired ratios of step times. The interval is of the median, by the bootstrap over rounds."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    low: float
+    """Lower end of the 95 % interval."""
+    high: float
+    """Upper end."""
+    n: int
+    """Rounds."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers by field."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interleaved_step_times(
+    steppers: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    clock: Clock = "process",
+    *,
+    after_round: Callable[[int], object] | None = None,
+    max_seconds: float | None = None,
+) -> dict[str, list[float]]:
+    """Times single steps of several arms in turn.
+
+    In every round each arm takes one step; the order is rotated by one place each round, so that no arm
+    always follows the same neighbour. Garbage is collected between rounds only.
+
+    Args:
+        steppers: arm -> a function that takes one step (its return value is ignored).
+        rounds: timed steps of each arm.
+        warmup: untimed rounds before; compilation, caches and optimizer state belong there.
+        clock: see `Clock`.
+        after_round: called untimed with the number of rounds done, e.g. to show progress or to stop by an
+            exception.
+        max_seconds: no further round is begun after so many, but for the first of the warm-up and the first timed.
+
+    Returns:
+        arm -> seconds of its steps; the k-th entries of all arms belong to one round.
+
+    Raises:
+        UserError: no arms, rounds below 1, warmup below 0, an unknown clock, or "cuda" without a GPU.
+    """
+    if not steppers:
+        raise UserError("nothing to time; give at least one arm")
+    if rounds < 1 or warmup < 0:
+        raise UserError(f"rounds must be at least 1 and warmup at least 0, not {rounds!r} and {warmup!r}")
+    if clock not in get_args(Clock):
+        raise UserError(f"unknown clock {clock!r}; choose one of {', '.join(get_args(Clock))}")
+    if clock == "cuda" and not torch.cuda.is_available():
+        raise UserError("the clock 'cuda' needs an NVIDIA GPU; use 'process' or 'wall'")
+    measure = {"process": _by_cpu, "wall": _by_wall, "cuda": _by_events}[clock]
+    names = list(steppers)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    collecting = gc.isenabled()
+    # What is there already is taken out of the collector's sight: looking through it takes long.
+    freezing = gc.get_freeze_count() == 0
+    gc.collect()
+    if freezing:
+        gc.freeze()
+    end = math.inf if max_seconds is None else time.monotonic() + max_seconds
+    try:
+        for round_index in range(-warmup, rounds):
+            if time.monotonic() > end and round_index not in (-warmup, 0):
+                continue
+            gc.collect()
+            gc.disable()
+            first = round_index % len(names)
+            for name in names[first:] + names[:first]:
+                seconds = measure(steppers[name])
+                if round_index >= 0:
+                    times[name].append(seconds)
+            if collecting:
+                gc.enable()
+            if after_round is not None and round_index >= 0:
+                after_round(round_index + 1)
+    finally:
+        if freezing:
+            gc.unfreeze()
+        if collecting:
+            gc.enable()
+    return times
+
+
+def paired_ratio(times: Sequence[float], base: Sequence[float], *, resamples: int = 4000) -> Ratio:
+    """Median, quartiles and interval of times[k] / base[k].
+
+    The resampling draws from a fixed stream, so the same times always give the same interval.
+
+    Args:
+        times: seconds of one arm by round.
+        base: of the arm it is compared with, same rounds.
+        resamples: of the bootstrap.
+
+    Raises:
+        UserError: no rounds, different numbers of rounds, or a time that is not above 0.
+    """
+    if not len(times) or len(times) != len(base):
+        raise UserError(f"paired times need the same rounds, at least one; there are {len(times)} and {len(base)}")
+    above, below = np.asarray(times, dtype=np.float64), np.asarray(base, dtype=np.float64)
+    if not ((above > 0).all() and (below > 0).all()):
+        raise UserError("a step took no measurable time; use larger steps")
+    ratios = above / below
+    draws = np.random.default_rng(0).integers(0, len(ratios), (resamples, len(ratios)))
+    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
+    lower, median, upper = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return Ratio(
+        median=float(median),
+        lower_quartile=float(lower),
+        upper_quartile=float(upper),
+        low=float(low),
+        high=float(high),
+        n=len(ratios),
+    )
+
+
+def paired_ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, Ratio]:
+    """`paired_ratio` of every arm over the arm `base`.
+
+    Raises:
+        UserError: there is no arm of that name, or see `paired_ratio`.
+    """
+    if base not in times:
+        raise UserError(f"no arm {base!r} was timed; there are {', '.join(times)}")
+    return {name: paired_ratio(seconds, times[base]) for name, seconds in times.items()}
+
+
+def _by_cpu(step: Callable[[], object]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def _by_wall(step: Callable[[], object]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    step()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _by_events(step: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

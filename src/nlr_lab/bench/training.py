@@ -1,0 +1,147 @@
+"""One training step of an arm, as `nlr bench step` and `nlr bench memory` measure it.
+
+A step is forward, loss, backward, AdamW and zero_grad, on one batch again and again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.ops.kernels import use_kernels
+from nonlinear_lowrank.optim import param_groups
+
+from .methods import BenchArm
+from .model import Mode, ModelBenchConfig, check_at_least_1, in_mode, make_model
+
+FrozenDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchConfig(ModelBenchConfig):
+    """The model that is trained, and on what.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    sequence_length: int = 128
+    """Tokens of a sequence."""
+    batch_size: int = 8
+    """Sequences of a step."""
+    bf16: bool = False
+    """Train under bfloat16 autocast."""
+    frozen_dtype: FrozenDtype = "float32"
+    """Type of the weights that an adapter leaves alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sequence_length", "batch_size"):
+            check_at_least_1(name, getattr(self, name))
+        if self.frozen_dtype not in get_args(FrozenDtype):
+            raise UserError(f"unknown frozen_dtype {self.frozen_dtype!r}; choose {' or '.join(get_args(FrozenDtype))}")
+
+    @property
+    def setting(self) -> str:
+        """For a person to read."""
+        kind = "bfloat16 autocast" if self.bf16 else "float32"
+        frozen = f", frozen weights {self.frozen_dtype}" if self.frozen_dtype != "float32" else ""
+        return f"{self.batch_size} x {self.sequence_length} tokens a step, {kind}{frozen}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepper:
+    """One arm, ready to take steps."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[], torch.Tensor]
+    """The forward pass on one batch."""
+    eager_loss: Callable[[], torch.Tensor]
+    """The same without torch.compile."""
+    step: Callable[[], torch.Tensor]
+    """Trains on one batch and returns the loss (a tensor: reading it would wait for the device)."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+
+    def flops(self) -> int:
+        """Of the matrix products of one forward and backward pass, counted as they are called.
+
+        A product that a method computes again for backward counts again. Takes the time of an eager pass; leaves no
+        gradients.
+        """
+        with (
+            FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter,
+            use_kernels(False),
+        ):
+            self.eager_loss().backward()
+        self.optimizer.zero_grad()
+        return counter.get_total_flops()
+
+
+# Of operators that torch's counter does not know, by the shapes of their arguments. Attention counts whole, as there.
+_UNKNOWN_TO_TORCH = {
+    torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
+    ),
+}
+
+
+def make_stepper(
+    config: TrainBenchConfig,
+    mode: Mode,
+    arm: BenchArm,
+    *,
+    batch: Callable[[], torch.Tensor] | None = None,
+    lr: float = 1e-6,
+) -> Stepper:
+    """An arm's stepper, equal batches and equal seed in all arms.
+
+    Args:
+        config: sizes, device and type.
+        mode: as in the settings.
+        arm: one of `bench_arms`.
+        batch: gives the token ids (batch_size, sequence_length) of each step; None: the same random ids.
+        lr: of AdamW. On one batch again and again, a rate that trains would end in subnormal numbers, whose
+            arithmetic is slow.
+    """
+    model = make_model(config, arm, config.sequence_length, frozen_dtype=getattr(torch, config.frozen_dtype))
+    model.train()
+    groups = param_groups(model, lr, weight_decay=0.01, verbose=False)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+    forward = in_mode(model, mode)
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.batch_size, config.sequence_length)
+    ids = torch.randint(0, config.vocab_size, shape, generator=generator).to(config.device)
+    kind = torch.device(config.device).type
+
+    def loss(run: Callable[..., Any]) -> torch.Tensor:
+        tokens = ids if batch is None else batch()
+        if mode == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(kind, torch.bfloat16, enabled=config.bf16):
+            return run(input_ids=tokens, labels=tokens).loss
+
+    def step() -> torch.Tensor:
+        found = loss(forward)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    return Stepper(
+        model=model,
+        optimizer=optimizer,
+        loss=lambda: loss(forward),
+        eager_loss=lambda: loss(model),
+        step=step,
+    )

@@ -1,0 +1,79 @@
+"""`nlr bench WHAT`: measures one thing on this machine."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nonlinear_lowrank.errors import UserError
+
+from .options import parse
+
+BENCHES = {
+    "step": "Step time of a method over its baseline, interleaved, beside the ratio of FLOPs.",
+    "memory": "Bytes kept for backward and peak memory of a training step, beside the baseline's.",
+    "op": "Time and memory of single operators against their plain formulas, LoRA, DoRA, PEANuT, GELU, SwiGLU and KAT.",
+    "decode": "Time of generating one token with a method over the plain model, interleaved.",
+    "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
+}
+
+
+PICTURED = ("step", "memory", "op", "decode")
+
+_CLASSES = {"step": "Step", "memory": "Memory", "op": "Op", "decode": "Decode", "kernels": "Kernel"}
+
+
+def run(arguments: list[str]) -> None:
+    """Measures and prints the table."""
+    if not arguments or arguments[0] not in (*BENCHES, "-h", "--help"):
+        said = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"
+        raise UserError(f"{said}; there are {', '.join(BENCHES)}: nlr bench step")
+    if arguments[0] not in BENCHES:
+        lines = [f"  nlr bench {name:<10} {summary}" for name, summary in BENCHES.items()]
+        print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))
+        return
+    what, *rest = arguments
+    config_class, measure = _bench(what)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(config_class):  # type: ignore[misc, valid-type]
+        """Options of a benchmark: what is measured, and where to."""
+
+        output: str | None = None
+        """Write every measured step to this JSON file too."""
+        picture: str | None = None
+        """Draw the result as a PNG too."""
+
+        def __post_init__(self) -> None:
+            if hasattr(self, "device"):
+                from nlr_lab.runtime.resources import choose_device
+
+                object.__setattr__(self, "device", str(choose_device(self.device)))
+            super().__post_init__()
+
+    default: Any = Options()
+    options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what], default=default)
+    for name in ("output", "picture"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"no such folder: {Path(path).parent} (--{name})")
+        if path is not None and Path(path).is_dir():
+            raise UserError(f"{path} is a folder; name a file (--{name})")
+    if options.picture is not None and what not in PICTURED:
+        raise UserError(f"nlr bench {what} draws no picture; leave --picture out")
+    config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
+    result = measure(config, progress=print)
+    print(result)
+    if options.output is not None:
+        Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
+    if options.picture is not None:
+        from nlr_lab.bench.picture import draw
+
+        draw(result, Path(options.picture))
+
+
+def _bench(what: str) -> tuple[type, Callable[..., Any]]:
+    """Settings and measurement of a benchmark; torch is imported here."""
+    module = importlib.import_module(f"nlr_lab.bench.{what}")
+    return getattr(module, f"{_CLASSES[what]}BenchConfig"), getattr(module, f"bench_{what}")

@@ -1,0 +1,104 @@
+"""`nlr convert IN OUT`: a trained plain checkpoint, with branches added, or its activations rational functions."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from nonlinear_lowrank.errors import UserError
+
+from .checkpoint import find_model
+from .options import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of `nlr convert`."""
+
+    input: Positional[str]
+    """A plain model's folder."""
+    output: Positional[str]
+    """Where the augmented model goes; must be empty or new."""
+    method: Literal["noble", "rational"] = "noble"
+    """noble: branches beside the linears; rational: activations become rational functions."""
+    rank: int = 64
+    """Width of the bottleneck; must stay below min(d_in, d_out) of every linear."""
+    rank_ratio: float | None = None
+    """The bottleneck as a share of min(d_in, d_out), in place of --rank."""
+    activation: Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"] = "cosine"
+    """The bottleneck's nonlinearity."""
+    depth: int = 2
+    """Number of activations: 1, 2, or 3 (cosine only)."""
+    fusion: Literal["add", "gated"] = "add"
+    """gated: a learned mixture of linear and branch, in place of their sum."""
+    share_down: Literal["none", "qkv"] = "none"
+    """qkv: query, key and value of an attention share one down projection."""
+    up_bias: FlagCreatePairsOff[bool] = False
+    """A bias after the up projection."""
+    up_init: Literal["zero", "paper"] = "zero"
+    """zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
+    groups: int = 8
+    """rational: groups of channels with coefficients of their own; must divide the widths."""
+    anchor: Literal["none", "exact"] = "none"
+    """rational: none: the outputs move by the error of the fit; exact: they stay bit-equal."""
+    form: Literal["abs_of_sum", "sum_of_abs"] = "abs_of_sum"
+    """rational: the denominator, as in docs/rational.md."""
+    tails: Literal["linear", "rational"] = "linear"
+    """rational: how it goes on beyond the range of the fit."""
+    fit_range: float = 10.0
+    """rational: the fit is good on [-L, L]."""
+    include: tuple[str, ...] = ()
+    """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
+    exclude: tuple[str, ...] = ()
+    """Regular expressions of names to leave alone."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in the output folder first."""
+
+
+_FIELDS = {
+    "noble": ("rank", "rank_ratio", "activation", "depth", "fusion", "share_down", "up_bias"),
+    "rational": ("groups", "anchor", "form", "tails", "fit_range"),
+}
+"""Options that are fields of a method's config."""
+
+
+def run(arguments: list[str]) -> None:
+    """Converts and prints by how much the logits moved."""
+    options = parse(
+        ConvertOptions,
+        arguments,
+        command="convert",
+        description="Add branches to a trained checkpoint, or make its activations rational functions; the dense "
+        "weights stay as they are.",
+    )
+    _check_method(options)
+    folder = find_model(options.input)
+
+    from pathlib import Path
+
+    from nonlinear_lowrank.hub import convert
+    from nonlinear_lowrank.methods import NobleConfig, RationalConfig
+
+    config_class: Any = NobleConfig if options.method == "noble" else RationalConfig
+    config = config_class(**{name: getattr(options, name) for name in _FIELDS[options.method]})
+    report = convert(
+        folder,
+        Path(options.output),
+        config,
+        up_init=options.up_init,
+        include=options.include or None,
+        exclude=options.exclude or None,
+        overwrite=options.overwrite,
+    )
+    print(report)
+
+
+def _check_method(options: ConvertOptions) -> None:
+    """Refuses what is given for another method: it would do nothing."""
+    defaults = {each.name: each.default for each in fields(ConvertOptions)}
+    others = {"noble": (*_FIELDS["rational"],), "rational": (*_FIELDS["noble"], "up_init")}[options.method]
+    if options.rank_ratio is not None and options.rank != defaults["rank"]:
+        raise UserError("--rank-ratio takes the place of --rank; give one of them")
+    for name in others:
+        if getattr(options, name) != defaults[name]:
+            raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; leave it out")

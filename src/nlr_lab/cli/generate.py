@@ -1,0 +1,106 @@
+"""`nlr generate CHECKPOINT --prompt TEXT`, or `--classes NAME ...` for a model of image tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from nonlinear_lowrank.errors import UserError
+
+from .checkpoint import find_model, open_language_model, open_tokenizer
+from .options import parse
+
+_SHOWN = 10  # classes that are drawn where none is named
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Continue a prompt with a trained language model, or draw images with one of image tokens."""
+
+    checkpoint: Positional[str]
+    """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
+    base: str | None = None
+    """Folder or name of an adapter's base model, where it is not what the adapter names."""
+    prompt: str = ""
+    """The text to continue; empty starts a new document."""
+    max_new_tokens: int | None = None
+    """Stop after this many tokens, or at the end-of-text token; default: 128, or as many as fit."""
+    classes: tuple[str, ...] = ()
+    """Of image tokens: the classes to draw, by name or number; default: the first ten."""
+    images: int | None = None
+    """Of image tokens: images of each class; default: 8."""
+    out: str | None = None
+    """Of image tokens: the picture, a row for each class; default: samples.png."""
+    temperature: float | None = None
+    """Divides the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens; 0: from all. Default: 50 for text, 0 for images."""
+    seed: int = 0
+    """The same seed, model and prompt (or classes) give the same text (or picture) on the same machine."""
+    device: str = ""
+    """cpu, cuda or cuda:N; default: the GPU when there is one."""
+
+
+def run(arguments: list[str]) -> None:
+    """Prints the prompt and its continuation as it is generated, or writes a picture."""
+    options = parse(
+        GenerateOptions,
+        arguments,
+        command="generate",
+        description="Continue a prompt with a trained language model, or draw images with one of image tokens.",
+    )
+    folder = find_model(options.checkpoint, adapters=True)
+    if (folder / "image_tokenizer.json").is_file():
+        _draw(folder, options)
+    else:
+        _write(folder, options)
+
+
+def _write(folder: Path, options: GenerateOptions) -> None:
+    for name, value in (("classes", options.classes or None), ("images", options.images), ("out", options.out)):
+        if value is not None:
+            raise UserError(f"--{name} is for models of image tokens; {folder} has no image tokenizer")
+
+    from nlr_lab.evaluation.generation import Sampling, encode_prompt, generate_text
+
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=0.8 if options.temperature is None else options.temperature,
+        top_k=50 if options.top_k is None else options.top_k,
+        seed=options.seed,
+    )
+    model = open_language_model(folder, options.device, options.base)
+    tokenizer = open_tokenizer(folder, options.base)
+    encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
+    print(options.prompt, end="", flush=True)
+    generate_text(model, tokenizer, options.prompt, sampling, lambda text: print(text, end="", flush=True))
+    print()
+
+
+def _draw(folder: Path, options: GenerateOptions) -> None:
+    if options.prompt:
+        raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
+    out = Path("samples.png" if options.out is None else options.out)
+    each = 8 if options.images is None else options.images
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"no such folder: {out.parent} (--out)")
+    if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise UserError(f"--out must end in .png, .jpg or .webp, not {out.name}")
+
+    from nlr_lab.evaluation.generation import Sampling
+    from nlr_lab.tasks.images.sampling import picture, sample_images
+    from nlr_lab.tasks.images.tokenizers import ImageCodec
+
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=1.0 if options.temperature is None else options.temperature,
+        top_k=options.top_k or 0,
+        seed=options.seed,
+    )
+    codec = ImageCodec.load(folder)
+    classes = [codec.find_class(name) for name in options.classes] or list(range(len(codec.classes)))[:_SHOWN]
+    model = open_language_model(folder, options.device, options.base)
+    images = sample_images(model, codec, classes, each, sampling)
+    names = [codec.classes[number] for number in classes]
+    picture(images, names).save(out)
+    print(f"{each} images of each of {', '.join(names)}: {out}")

@@ -1,0 +1,144 @@
+"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --rank: what rank its weights have."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from nlr_lab.recipes import RECIPES, check_name, recipes_of
+from nonlinear_lowrank.errors import UserError
+
+from .inspect_rank import run_figures, run_rank
+from .options import parse, table_width
+
+_DESCRIPTION = """Parameters, FLOPs and bytes kept for backward by layer, without building the model.
+
+Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --rank CHECKPOINT.
+
+Figures 2 and 3 of the sine low-rank paper: nlr inspect --rank-figures OUT. Both have a --help of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Options of `nlr inspect`."""
+
+    model: Positional[str]
+    """A recipe's name, a model folder, the run folder of `nlr train`, or a config.json."""
+    rank: int | None = None
+    """Add NOBLE branches of this rank; default: the model as it is, a recipe with its own arm."""
+    arm: str | None = None
+    """Any other change, as in `nlr train`: baseline, noble:rank=64,activation=gelu, module:function."""
+    sequence_length: int | None = None
+    """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
+    batch_size: int = 1
+    """Sequences for the bytes that are kept for backward."""
+    bf16: bool | None = None
+    """Kept bytes as under bfloat16 autocast; default: as the recipe trains."""
+    every_layer: FlagCreatePairsOff[bool] = False
+    """One row a module; default: repeated layers are folded into one row with their sum."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print JSON instead of the table, with a row for every module."""
+
+
+def run(arguments: list[str]) -> None:
+    """Prints a table: of costs, or with --rank of ranks."""
+    if (rest := _take(arguments, "--rank-figures")) is not None:
+        run_figures(rest)
+    elif (rest := _take_checkpoint(arguments)) is not None:
+        run_rank(rest)
+    else:
+        _print_cost(arguments)
+
+
+def _print_cost(arguments: list[str]) -> None:
+    options = parse(
+        InspectOptions,
+        arguments,
+        command="inspect",
+        description=_DESCRIPTION,
+    )
+    if options.rank is not None and options.arm is not None:
+        raise UserError("--rank is short for --arm noble:rank=...; give one of them")
+    path = Path(options.model)
+    if options.model not in RECIPES and not path.exists():
+        if "/" in options.model or path.suffix:
+            raise UserError(f"no such file or folder: {options.model}")
+        check_name(options.model)
+    if options.model in recipes_of("fit"):
+        raise UserError(f"{options.model} fits a field, whose size nlr fit and nlr compare print; inspect takes models")
+
+    from nlr_lab.plan.inspect import format_cost, inspect_model
+    from nlr_lab.tasks.task import AdapterSetup, adapter_setup, tokens_per_example
+    from nlr_lab.training.recipe import Arm
+
+    chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
+    arm = None if chosen is None else Arm.parse(chosen)
+    length, bf16 = options.sequence_length, options.bf16
+    if options.model in RECIPES:
+        from nlr_lab.recipes import get_recipe
+
+        recipe = get_recipe(options.model)
+        model: Any = recipe.task.build_on_meta()
+        setup = adapter_setup(recipe.task, model)
+        arm = recipe.arm if arm is None else arm
+        length = tokens_per_example(recipe.task) if length is None else length
+        bf16 = recipe.train.bf16 if bf16 is None else bf16
+    else:
+        model, setup = _from_config(path), AdapterSetup()
+    if arm is not None:
+        model = arm.apply(model, setup)
+    if length is None:
+        length = min(getattr(model.config, "max_position_embeddings", None) or 1024, 1024)
+    cost = inspect_model(model, length, options.batch_size, bf16=bool(bf16))
+    if options.json:
+        print(cost.to_json())
+    else:
+        print(format_cost(cost, every_layer=options.every_layer, width=table_width()))
+
+
+def _take(arguments: list[str], option: str) -> list[str] | None:
+    """The arguments without an option, and its value first; None where it is not there."""
+    for index, argument in enumerate(arguments):
+        if argument == option:
+            return [*arguments[:index], *arguments[index + 1 :]]
+        if argument.startswith(f"{option}="):
+            return [argument.removeprefix(f"{option}="), *arguments[:index], *arguments[index + 1 :]]
+    return None
+
+
+def _take_checkpoint(arguments: list[str]) -> list[str] | None:
+    """What follows `nlr inspect` of `--rank CHECKPOINT`; None for `--rank 64`, NOBLE branches of that rank."""
+    index = next((i for i, each in enumerate(arguments) if re.match(r"--rank(=|$)", each)), None)
+    if index is None:
+        return None
+    name, equals, value = arguments[index].partition("=")
+    given = value if equals else next(iter(arguments[index + 1 :]), "")
+    # A folder may have a number for a name: it is meant where no model is named beside it.
+    alone = not equals and len(arguments) == 2 and Path(given).exists()
+    return None if re.fullmatch(r"-?\d+", given) and not alone else _take(arguments, name)
+
+
+def _from_config(path: Path) -> Any:
+    """The model on meta that a config.json, or the one in a folder, describes."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from nlr_lab.plan.inspect import build_on_meta
+    from nonlinear_lowrank.hub.files import read_json
+
+    from .checkpoint import find_model
+
+    file = find_model(str(path)) / "config.json" if path.is_dir() else path
+    content = read_json(file)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{file} is not a model config: it has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{file}: this transformers version does not know model_type {model_type!r}")
+    try:
+        return build_on_meta(CONFIG_MAPPING[model_type].from_dict(content))
+    except UserError:
+        raise
+    except Exception as error:  # every config class checks its fields in its own way
+        raise UserError(f"{file} describes no model that can be built: {type(error).__name__}: {error}") from error

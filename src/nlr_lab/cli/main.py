@@ -1,0 +1,132 @@
+"""The door: `nlr COMMAND ...`.
+
+This file knows the commands by name, and how an error leaves the program; each command is a file in
+this folder, imported only when it runs, since torch and the Trainer take seconds to import.
+
+Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 interrupted, one line that says
+how to go on; 1 a bug or a failing machine, one line that names a file with the traceback.
+"""
+
+import contextlib
+import difflib
+import importlib
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from nlr_lab.recipes import KINDS, RECIPES
+from nonlinear_lowrank.errors import UserError
+
+from . import COMMANDS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: what follows `nlr` on the command line; None takes it from sys.argv.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with _plain_warnings():
+            return _dispatch(arguments)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted; {_how_to_go_on(arguments)}", 130)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Without this, the interpreter complains again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("NLR_DEBUG"):
+            raise
+        if isinstance(error, UserError):
+            return _fail(str(error), 2)
+        if isinstance(error, OSError):
+            return _fail(_describe(error), 2)
+        return _fail(f"{type(error).__name__}: {error} (traceback in {_write_log(arguments)})", 1)
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"nlr {version('nonlinear-lowrank')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {name!r}; {hint}")
+    # peft reads a name that transformers has renamed: nothing that a user of the command could mend.
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+    run: Callable[[list[str]], None] = importlib.import_module(f".{name}", __package__).run
+    try:
+        run(rest)
+    except SystemExit as leaving:  # --help, printed by tyro
+        return leaving.code if isinstance(leaving.code, int) else 0
+    return 0
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as one line for who uses the command, without the place in the code that gave them."""
+    before = warnings.formatwarning
+    if not os.environ.get("NLR_DEBUG"):
+        warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {_one_line(str(message))}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _help() -> str:
+    lines = ["usage: nlr COMMAND ...", "", "commands (nlr COMMAND --help for its options):"]
+    lines += [f"  {command.usage:<32} {command.summary}" for command in COMMANDS.values()]
+    for kind in KINDS:
+        lines += ["", f"recipes (nlr {kind} RECIPE --help for its settings; every one can be given as an option):"]
+        lines += [f"  {name:<32} {entry.summary}" for name, entry in RECIPES.items() if entry.command == kind]
+    lines += ["", "NLR_DEBUG=1 shows the traceback of any error, and where a warning comes from."]
+    return "\n".join(lines)
+
+
+def _fail(message: str, code: int) -> int:
+    # Messages of other libraries run over several lines; the promise is one.
+    print(f"nlr: {_one_line(message)}", file=sys.stderr)
+    return code
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+def _describe(error: OSError) -> str:
+    """`No such file or directory: x` rather than `[Errno 2] No such file or directory: 'x'`."""
+    if error.strerror is None:
+        return str(error) or type(error).__name__
+    return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
+
+
+def _how_to_go_on(arguments: Sequence[str]) -> str:
+    """What to type after Ctrl-C: the same command, with --resume where there is such a thing."""
+    if not arguments or arguments[0] not in (*KINDS, "compare"):
+        return "nothing was kept"
+    again = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
+    return f"go on from the last checkpoint with: nlr {shlex.join(again)} --resume"
+
+
+def _write_log(arguments: Sequence[str]) -> Path:
+    """The current traceback in a new file outside the user's folders."""
+    path = Path(tempfile.mkdtemp(prefix="nlr-")) / "error.log"
+    path.write_text(f"nlr {shlex.join(arguments)}\n\n{traceback.format_exc()}", encoding="utf-8")
+    return path

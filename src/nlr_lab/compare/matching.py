@@ -1,0 +1,186 @@
+"""The matched baseline: `wide-mlp:match=ARM` gets the width at which it has as many parameters, or FLOPs, as that arm.
+
+Without it a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The width is found
+before anything is trained, on models without memory, and is the smallest whole one that is not below the other arm's
+count. Both counts grow with the MLP's width, along a line where the arm is a wider MLP alone: the plain width and the
+next one give a guess, two more models check it, and where methods that are joined to it bend the line the width is
+bisected. Such a method may refuse widths: those that are too narrow for its rank are below the search, and groups that
+must divide the width make its step. (A joined budget's whole ranks let the count dip now and then; the width is then
+the smallest up to such a dip, and one narrower has less in any case.)
+
+Parameters are all of the model's. FLOPs are forward, per token, of `analysis.model_cost`; the backward pass costs twice
+the forward in both arms, but for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from nlr_lab.tasks.task import tokens_per_example
+from nlr_lab.training.recipe import Arm, Recipe
+from nlr_lab.training.run import apply_arm, count_parameters
+from nlr_lab.training.widening import WideMlp, mlp_width
+from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import SineLowRankLinear
+
+_WIDE = WideMlp.name
+_WIDEST = 4096  # times the plain width: so far a match is looked for beyond the guess
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """How wide a matched arm is, and why."""
+
+    arm: str
+    """The arm that was given its width."""
+    target: str
+    """The arm it is matched to."""
+    by: str
+    """"parameters" or "flops"."""
+    hidden: int
+    """The MLP's width."""
+    plain_hidden: int
+    """That of the recipe's model."""
+
+    def describe(self, counts: Mapping[str, float | None]) -> str:
+        """A sentence for the report, with what was counted of both arms."""
+        what = "parameters" if self.by == "parameters" else "FLOPs per token"
+        own, other = counts[self.arm], counts[self.target]
+        figures = f": {own:,.0f} for {other:,.0f}" if own is not None and other is not None else ""
+        return (
+            f"`{self.arm}` has MLPs of width {self.hidden} ({self.plain_hidden} in the recipe's model), the smallest "
+            f"with no fewer {what} than `{self.target}`{figures}."
+        )
+
+
+def settle_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], tuple[Match, ...]]:
+    """The arms with every `wide-mlp:match=` given its width.
+
+    Args:
+        recipe: whose model the arms change.
+        arms: of one comparison.
+
+    Raises:
+        UserError: there is no such arm, it is a matched one itself, or it cannot be matched by width.
+    """
+    named = {arm.name: arm for arm in arms}
+    settled, matches = [], []
+    for arm in arms:
+        wanted = _own(arm).get("match")
+        if wanted is None:
+            settled.append(arm)
+            continue
+        target = named.get(wanted)
+        if target is None:
+            others = ", ".join(name for name in named if name != arm.name)
+            raise UserError(f"{arm.name} is to match an arm {wanted!r}, and there is none; there are {others}")
+        if "match" in _own(target):
+            raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name the arm that is not")
+        match = _match(recipe, arm, target)
+        given = _own(arm).get("hidden", match.hidden)
+        if given != match.hidden:
+            raise UserError(
+                f"{arm.name} says hidden={given}, and {match.hidden} is what matches {wanted}; leave it out"
+            )
+        settled.append(_with_hidden(arm, match.hidden))
+        matches.append(match)
+    return tuple(settled), tuple(matches)
+
+
+def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
+    by = _own(arm).get("by", "parameters")
+    plain, wanted = _plain_width(recipe), _count(recipe, target, by)
+    found: dict[int, int] = {}
+
+    def count(hidden: int) -> int:
+        if hidden not in found:
+            found[hidden] = _count(recipe, _with_hidden(arm, hidden), by)
+        return found[hidden]
+
+    count(plain)  # what does not fit the model as it is says so here
+    step = _step(count, plain)
+    hidden = _narrowest(count, plain, step, wanted)
+    too_few, too_many = count(hidden) < wanted, count(hidden) > wanted and hidden - step not in found
+    if too_few or too_many:
+        raise UserError(
+            f"{arm.name} cannot match {target.name}: even with MLPs of width {hidden} it has {count(hidden):,} {by}, "
+            f"and {target.name} has {wanted:,}"
+        )
+    return Match(arm=arm.name, target=target.name, by=by, hidden=hidden, plain_hidden=plain)
+
+
+def _plain_width(recipe: Recipe) -> int:
+    """Raises UserError where the model's MLPs are not known, or it is a pretrained one."""
+    apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
+    return mlp_width(recipe.task.build_on_meta())
+
+
+def _step(count: Callable[[int], int], plain: int) -> int:
+    """How far apart the widths are that the arm can have: groups that divide the plain width divide its step too."""
+    steps = [each for each in range(1, plain + 1) if plain % each == 0]
+    for step in steps[:-1]:
+        try:
+            count(plain + step)
+        except UserError:
+            continue
+        return step
+    return plain
+
+
+def _narrowest(count: Callable[[int], int], plain: int, step: int, wanted: int) -> int:
+    """The smallest width with the wanted count; the widest that is tried where none has it."""
+
+    def enough(number: int) -> bool:
+        try:
+            return count(plain + number * step) >= wanted
+        except UserError:
+            if number > 0:
+                raise
+            return False  # too narrow for a method that is joined to it
+
+    low = -((plain - 1) // step) - 1
+    slope = count(plain + step) - count(plain)
+    guess = max(low + 1, -(-(wanted - count(plain)) // slope) if slope > 0 else 0)
+    high = max(guess, _WIDEST * plain // step)
+    while high - low > 1:
+        middle = next((each for each in (guess, guess - 1) if low < each < high), (low + high) // 2)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return plain + high * step
+
+
+def _count(recipe: Recipe, arm: Arm, by: str) -> int:
+    """Parameters, or forward FLOPs per token, of an arm's model on the meta device."""
+    plain = recipe.task.build_on_meta()
+    known = set(model_cost(plain, tokens_per_example(recipe.task)).notes) if by == "flops" else set()
+    try:
+        model = apply_arm(recipe, arm, plain)
+    except UserError:
+        raise
+    except Exception as error:  # a user's function need not know of models without memory
+        raise UserError(f"{arm.name} cannot be matched: {arm.method} fails on the meta device ({error})") from error
+    if by == "parameters":
+        return count_parameters(model)
+    cost = model_cost(model, tokens_per_example(recipe.task))
+    if set(cost.notes) - known or any(_forms_its_weight(module) for module in model.modules()):
+        raise UserError(f"{arm.name} cannot be matched by FLOPs: its cost is not one per token; match its parameters")
+    return cost.flops
+
+
+def _forms_its_weight(module: nn.Module) -> bool:
+    """Whether a layer makes its weight anew in each step, which costs by the batch."""
+    return isinstance(module, SineLowRankLinear) and module.sine_config.activation != "identity"
+
+
+def _own(arm: Arm) -> dict[str, Any]:
+    """The settings of an arm's wider MLP; empty where it has none."""
+    if arm.method == _WIDE:
+        return arm.settings
+    return arm.settings.get(_WIDE, {}) if _WIDE in arm.method.split("+") else {}
+
+
+def _with_hidden(arm: Arm, hidden: int) -> Arm:
+    settings = {**_own(arm), "hidden": hidden}
+    return replace(arm, settings=settings if arm.method == _WIDE else {**arm.settings, _WIDE: settings})

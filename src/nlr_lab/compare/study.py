@@ -1,0 +1,188 @@
+"""What the scripts under studies/ share around their designs: the command line, going on, copies, one-line errors.
+
+parser = study_parser(__doc__, "rates", "data")
+given = parser.parse_args()
+with one_line_errors():
+    run_study(recipe(given.data), given.work / "table", HERE, "table", arms=ARMS, seeds=given.seeds, command=...)
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.training.arms import Arm
+from nlr_lab.training.recipe import Recipe
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import read_json
+
+from .field_plan import FieldArm
+from .fields import FieldComparison, compare_fields
+from .report import p_text
+from .run import Comparison, compare
+from .statistics import holm, paired_mean
+
+
+def study_parser(
+    doc: str | None, name: str, *data: str, seeds: int = 3, sized: bool = False
+) -> argparse.ArgumentParser:
+    """A study's options: its data, `--seeds`, `--threads` and `--work`; the script adds those of its own.
+
+    Args:
+        doc: the script's docstring, printed by `--help` as it is.
+        name: of the study; it works in runs/`name` unless `--work` says otherwise.
+        data: names of the files or folders to give first, in order; each becomes an absolute Path, of which records
+            keep the last name alone: from wherever the script is started, its settings are the same.
+        seeds: the default of `--seeds`.
+        sized: whether the study has two sizes (`--size`) and can be tried in a few steps (`--smoke`).
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for each in data:
+        parser.add_argument(each, type=absolute)
+    if sized:
+        parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
+        parser.add_argument("--smoke", action="store_true", help="a few steps of everything; copies nothing")
+    parser.add_argument("--seeds", type=int, default=seeds, help="beside the one that rates are tuned on")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs") / name, help="where finished runs are kept")
+    return parser
+
+
+def absolute(path: str) -> Path:
+    """Of a path given on the command line."""
+    return Path(path).absolute()
+
+
+@contextmanager
+def one_line_errors(part: str = "") -> Iterator[None]:
+    """Ends the script with what a UserError says, after the name of the study's part if one is given.
+
+    Raises:
+        SystemExit: in the place of a UserError.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"{part}: {error}" if part else str(error)) from None
+
+
+def run_study(
+    recipe: Recipe | FieldRecipe, out: Path, into: Path, name: str, *, smoke: bool = False, **options: Any
+) -> None:
+    """Compares in `out`, going on with what is there and with the finished runs kept in `into`; prints the tables.
+
+    Args:
+        recipe: what the arms share; a recipe of a field is compared by `compare_fields`, any other by `compare`.
+        out: the comparison's folder.
+        into: where record, report and pictures are copied, and where `name`-runs.jsonl keeps the finished runs, so that
+            a study goes on from a checkout; an existing folder.
+        name: how the copies' names begin.
+        smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two rates, no step times, and nothing
+            copied.
+        options: what `compare` or `compare_fields` takes besides: arms, seeds, rates, the command.
+
+    Raises:
+        UserError: as `compare` and `compare_fields`.
+    """
+    if smoke:
+        out = out.with_name(f"{out.name}-smoke")
+        options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
+        options["max_extensions"] = 0
+        if isinstance(recipe, Recipe):
+            recipe = _few_steps(recipe)
+    else:
+        options["kept_runs"] = into / f"{name}-runs.jsonl"
+    resume = out.exists()
+    found: Comparison | FieldComparison
+    if isinstance(recipe, FieldRecipe):
+        found = compare_fields(recipe, out, resume=resume, **options)
+    else:
+        found = compare(recipe, out, resume=resume, **options)
+    if not smoke:
+        found.copy_to(into, name)
+    print(found)
+
+
+def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
+    """NOBLE at some ranks, behind the baseline with three dense inits and one whose MLPs are `wider` times as wide."""
+    texts = ("baseline", "baseline:init=noble", "baseline:init=kaiming", f"wide-mlp:ratio={wider}")
+    return [Arm.parse(text) for text in (*texts, *(f"noble:rank={rank}" for rank in ranks))]
+
+
+def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
+    """The arms of a finished comparison of fields, each at the init and rate that were best there, to run for longer.
+
+    Args:
+        record: the comparison's record, results.json or a copy of it; arms that diverged at every rate are left out.
+        rates: whether the rates are taken too; if not, the arms keep their inits and are tuned over rates again, which
+            a run many times as long may need.
+
+    Raises:
+        UserError: there is no such file, or it is no record.
+    """
+    if not record.is_file():
+        raise UserError(f"there is no {record}: run the stage it is copied from first")
+    return [
+        FieldArm(
+            method=FieldMethod(**{**arm["method"], "init": arm["init"]}),
+            inits=(arm["init"],),
+            lr=arm["lr"] if rates else None,
+            name=arm["name"],
+        )
+        for arm in read_json(record, arms=list)["arms"]
+        if arm["lr"] is not None
+    ]
+
+
+def record_arms(record: Path) -> dict[str, dict[str, Any]]:
+    """The arms of a comparison's record by name.
+
+    Raises:
+        UserError: it is damaged, or no record.
+    """
+    return {arm["name"]: arm for arm in read_json(record, arms=list)["arms"]}
+
+
+def score_text(arm: Mapping[str, Any]) -> str:
+    """`12.64 +- 0.06 (3)`: an arm's mean, standard deviation over seeds and n."""
+    if arm["mean"] is None:
+        return "diverged"
+    return f"{arm['mean']:.2f}" + (f" +- {arm['sd']:.2f}" if arm["sd"] is not None else "") + f" ({arm['n']})"
+
+
+def interval_text(delta: Mapping[str, Any]) -> str:
+    """`+4.82 [+4.61, +5.03]`; without an interval the value alone."""
+    interval = "" if delta["low"] is None else f" [{delta['low']:+.2f}, {delta['high']:+.2f}]"
+    return f"{delta['value']:+.2f}{interval}"
+
+
+def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
+    """First arm minus second, paired by the seeds that both finished: delta with its interval, p, p by Holm over all.
+
+    Args:
+        pairs: arms as records have them, which may be of different records.
+    """
+    deltas = [
+        paired_mean([value - other["scores"][seed] for seed, value in arm["scores"].items() if seed in other["scores"]])
+        for arm, other in pairs
+    ]
+    adjusted = holm([delta.p_value for delta in deltas])
+    return [
+        (delta.note if delta.value is None else interval_text(delta.to_json()), p_text(delta.p_value), p_text(p_holm))
+        for delta, p_holm in zip(deltas, adjusted, strict=True)
+    ]
+
+
+def _few_steps(recipe: Recipe) -> Recipe:
+    """The recipe over four steps, or one pass over a few hundred images."""
+    task, train = recipe.task, recipe.train
+    if isinstance(task, ImagePretrainingTask):
+        task = replace(task, images=replace(task.images, train_rows=300, test_rows=100))
+    if train.steps:
+        return replace(recipe, task=task, train=replace(train, steps=4, warmup_steps=1, eval_every=2, save_every=4))
+    return replace(recipe, task=task, train=replace(train, epochs=1))

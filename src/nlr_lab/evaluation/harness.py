@@ -1,0 +1,217 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on a live model, by name or over rows of one's own."""
+
+import contextlib
+import io
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nonlinear_lowrank.errors import UserError
+
+from .batches import check_batch
+from .task_file import LocalGroup, LocalTask, LocalTasks
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, first wins
+
+Metrics = dict[str, Any]
+"""As lm-eval names them: "acc,none", "acc_stderr,none"; "n" is the number of questions that were scored."""
+
+
+def score_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str] = (),
+    *,
+    local: LocalTasks | None = None,
+    include_path: str | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, Metrics]:
+    """Runs tasks of lm-eval.
+
+    Args:
+        model: a causal language model, with or without an adapter of peft; left in evaluation mode.
+        tokenizer: the one it was trained with.
+        tasks: names of lm-eval's tasks or groups, e.g. "hellaswag".
+        local: tasks over rows of one's own, from `find_local_tasks`; these read nothing over the network.
+        include_path: a folder with task files of your own.
+        shots: examples in front of each question of `tasks`; None: as the task has it, mostly zero.
+        limit: at most this many questions of each task.
+        batch_size: requests per forward pass.
+
+    Returns:
+        Metrics by task and group. "truncated" is there, in tasks of `local`, when questions were longer than
+        the model's positions and lost their beginning.
+
+    Raises:
+        UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
+            takes; a batch takes more memory than is free.
+    """
+    harness = _harness(model, tokenizer, batch_size)
+    scores: dict[str, Metrics] = {}
+    with _only_errors():
+        if local is not None and local.tasks:
+            scores |= _score_local(harness, local, limit)
+        if tasks:
+            scores |= _score_named(harness, tasks, include_path, shots, limit)
+    return scores
+
+
+def group_metrics(group: LocalGroup, scores: Mapping[str, Metrics]) -> Metrics:
+    """A group's accuracy over its members.
+
+    By questions it is the share p of the right ones, with the standard error sqrt(p (1 - p) / (n - 1)) that
+    lm-eval gives a single task. By members it is the mean of theirs, whose errors are independent.
+
+    Args:
+        group: the group.
+        scores: of its members, by name; each with "acc,none" and "n".
+    """
+    members = [scores[name] for name in group.members]
+    n = sum(member["n"] for member in members)
+    if group.by == "questions":
+        value = sum(member["acc,none"] * member["n"] for member in members) / n
+        error = math.sqrt(value * (1 - value) / (n - 1)) if n > 1 else None
+    else:
+        value = sum(member["acc,none"] for member in members) / len(members)
+        errors = [member["acc_stderr,none"] for member in members]
+        known = all(isinstance(each, float) for each in errors)
+        error = math.sqrt(sum(each**2 for each in errors)) / len(errors) if known else None
+    metrics = {f"{group.metric},none": value, f"{group.metric}_stderr,none": "N/A" if error is None else error}
+    truncated = sum(member.get("truncated", 0) for member in members)
+    return {**metrics, "n": n, "published_n": group.published, **({"truncated": truncated} if truncated else {})}
+
+
+def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None:
+    """Puts the groups behind their members; two of one name share an entry."""
+    for group in groups:
+        scores[group.name] = {**scores.get(group.name, {}), **group_metrics(group, scores)}
+
+
+def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
+    """The model as lm-eval takes it; it counts what it truncates instead of warning once for each."""
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise UserError(f"lm-eval is needed for tasks ({error}); pip install 'nonlinear-lowrank[eval]'") from None
+
+    class CountingHFLM(HFLM):  # type: ignore[misc]
+        truncated: frozenset[str] = frozenset()
+        """Contexts that were longer than the model's positions."""
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            for strings, _, tail in requests:
+                if len(tail) > self.max_length:
+                    raise UserError(
+                        f"the model has {self.max_length:,} positions, and the answer {strings[1][:40]!r} alone takes "
+                        f"{len(tail):,}: evaluate a model with more, or leave its task out of --tasks"
+                    )
+            longest = self.max_length + 1
+            self.truncated |= {strings[0] for strings, head, tail in requests if len(head) + len(tail) > longest}
+            # Requests that differ in their last token alone are one row of a batch.
+            rows = {hash(tuple(head + tail[:-1])): len(head) + len(tail) - 1 for _, head, tail in requests}
+            if rows:
+                check_batch(model, min(batch_size, len(rows)), min(self.max_length, max(rows.values())))
+            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            for request in requests:
+                asked = [request.args[1][name] for name in _LENGTHS if request.args[1].get(name) is not None]
+                if (length := int(asked[0]) if asked else self.max_gen_toks) >= self.max_length:
+                    raise UserError(
+                        f"the model has {self.max_length:,} positions, and {request.task_name} asks for {length:,} new "
+                        "tokens: evaluate a model with more than that, or lower max_gen_toks in the task's file"
+                    )
+            if requests:
+                longest = len(self.tok_encode(max((request.args[0] for request in requests), key=len)))
+                check_batch(model, min(batch_size, len(requests)), min(self.max_length, longest), beams=1)
+            return super().generate_until(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+
+    with _only_errors():
+        return CountingHFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+
+
+def _score_local(harness: Any, local: LocalTasks, limit: int | None) -> dict[str, Metrics]:
+    from lm_eval.evaluator import evaluate
+
+    # evaluate, not simple_evaluate: that one starts programs to describe the machine, and asks the hub for a hash.
+    loaded = {task.name: _load(task) for task in local.tasks}
+    results = evaluate(harness, loaded, limit=limit, log_samples=True)
+    scores = {}
+    for task in local.tasks:
+        scores[task.name] = {
+            **_metrics(results["results"][task.name]),
+            "n": len(results["samples"][task.name]),
+            "published_n": task.published,
+            "shots": len(task.shots),
+        }
+        contexts = {sample["arguments"][0][0] for sample in results["samples"][task.name]}
+        if truncated := len(contexts & harness.truncated):
+            scores[task.name]["truncated"] = truncated
+    add_groups(scores, local.groups)
+    return scores
+
+
+def _load(task: LocalTask) -> Any:
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    class QuietTask(ConfigurableTask):  # type: ignore[misc]
+        def build_all_requests(self, **kwargs: Any) -> None:
+            with contextlib.redirect_stderr(io.StringIO()):  # a bar for each of 57 subjects
+                super().build_all_requests(**kwargs)
+
+    parts = {"test": Dataset.from_list(list(task.docs))}
+    if task.shots:
+        parts["dev"] = Dataset.from_list(list(task.shots))
+    config = {**task.config, "task": task.name, "custom_dataset": lambda **_: parts}
+    if not task.shots:  # lm-eval looks for the examples' part also where none are taken
+        config = {key: value for key, value in config.items() if not key.startswith("fewshot_")}
+    return QuietTask(config=config)
+
+
+def _score_named(
+    harness: Any, tasks: Sequence[str], include_path: str | None, shots: int | None, limit: int | None
+) -> dict[str, Metrics]:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # lm-eval reads 10,000 task files at every start (12 seconds); a task of one's own does not need them.
+    manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    if manager is None or not set(tasks) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=include_path)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        raise UserError(f"lm-eval has no task {', '.join(unknown)}; a task file of your own needs --include-path")
+    results = simple_evaluate(
+        model=harness, tasks=list(tasks), task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
+    )
+    counts = {name: count["effective"] for name, count in results.get("n-samples", {}).items()}
+    return {
+        name: {**_metrics(metrics), **({"n": counts[name]} if name in counts else {})}
+        for name, metrics in results["results"].items()
+    }
+
+
+def _metrics(metrics: Mapping[str, Any]) -> Metrics:
+    return {key: value for key, value in metrics.items() if "," in key}
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """lm-eval warns of what is meant: a live model, a task without a version, each number of examples."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

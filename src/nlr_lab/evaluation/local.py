@@ -1,0 +1,48 @@
+"""Tasks over files of one's own, by name."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from nonlinear_lowrank.errors import UserError
+
+from . import commonsense, mmlu
+from .task_file import LocalGroup, LocalTask, LocalTasks
+
+__all__ = ["LocalGroup", "LocalTask", "LocalTasks", "find_local_tasks", "is_local"]
+
+
+def is_local(name: str) -> bool:
+    """Whether a task of that name reads its questions from a folder (lm-eval has none of such a name).
+
+    Raises:
+        UserError: it is like one of ours but none; the message names the nearest.
+    """
+    if name in mmlu.NAMES or name in commonsense.NAMES:
+        return True
+    if name.endswith("_local") or name.startswith((mmlu.ALL, commonsense.ALL)):
+        near = difflib.get_close_matches(name, (*commonsense.NAMES, *mmlu.NAMES), n=1, cutoff=0.0)
+        raise UserError(f"there is no local task {name!r}; did you mean {near[0]!r}?")
+    return False
+
+
+def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | None = None) -> LocalTasks:
+    """Reads and checks the rows of local tasks, before any model is loaded.
+
+    Args:
+        names: as `is_local` knows them, e.g. "mmlu_local", "mmlu_local_stem", "piqa_local".
+        folder: see `mmlu.find` and `commonsense.find`; with both kinds, it holds `mmlu` and `commonsense`.
+        shots: examples in front of each question of MMLU; None: five. The commonsense tests have none.
+
+    Raises:
+        UserError: a file is missing, or a row is malformed; the message names file and line.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder} (--data)")
+    found = LocalTasks()
+    if set(names) & set(commonsense.NAMES):
+        found += commonsense.find(names, folder)
+    if set(names) & set(mmlu.NAMES):
+        found += mmlu.find(names, folder, shots)
+    return found

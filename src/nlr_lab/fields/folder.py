@@ -1,0 +1,139 @@
+"""The folder of one fit: may it be written to, and what is in it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.runtime.environment import provenance
+from nlr_lab.runtime.settings import flatten
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
+
+SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
+
+# SETTINGS goes last: while it is there, the folder can still be resumed or overwritten.
+_OURS = (RESULT, "model", PICTURES, CHECKPOINTS, SETTINGS)
+OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
+"""Settings of a problem that change its pictures and meshes and no number."""
+# Settings that a resumed fit may have otherwise: they change no number, or only by rounding.
+_FREE = {
+    *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+    *(f"problem.{name}" for name in OF_PICTURES),
+    # of where the data lie: what they are, the fingerprint says
+    *("problem.name", "problem.source"),
+}
+# What result.json has, of which kind.
+_KINDS: dict[str, type] = {
+    "score": str,
+    "metrics": dict,
+    "curve": list,
+    "parameters": int,
+    "factored": int,
+    "steps": int,
+    "seconds": float,
+    "files": list,
+}
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What a finished fit wrote of itself: what `FitResult` has but the model.
+
+    Args:
+        folder: the fit's, with a result.json.
+
+    Raises:
+        UserError: result.json is damaged.
+    """
+    found = read_json(folder / RESULT, **_KINDS)
+    score, curve = found["score"], found["curve"]
+    scored = [(found["metrics"], (score,)), *((entry, ("step", "loss", score)) for entry in curve)]
+    if not curve or not all(
+        isinstance(each, dict) and all(isinstance(each.get(key), int | float) for key in keys) for each, keys in scored
+    ):
+        raise UserError(f"{folder / RESULT} lacks scores or losses that ours has; use another folder, or --overwrite")
+    return {key: found[key] for key in _KINDS}
+
+
+class FitFolder:
+    """One fit's folder.
+
+    Args:
+        path: new, empty, or an earlier fit's.
+        settings: what is to be fitted in it; nested JSON values.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.checkpoints = path / CHECKPOINTS
+
+    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Any] | None:
+        """Refuses a folder that may not be used, changing nothing.
+
+        Returns:
+            The contents of result.json when a finished fit is resumed, else None.
+
+        Raises:
+            UserError: the folder is not empty, not a fit's, or of another fit; or a file in it is damaged.
+        """
+        if is_free(self.path, resume=resume, overwrite=overwrite):
+            return None
+        ours = (self.path / SETTINGS).is_file()
+        if not resume and not overwrite:
+            more = ", --resume to go on or --overwrite to start anew" if ours else ""
+            raise UserError(f"{self.path} is not empty; choose another folder{more}")
+        if not ours:
+            raise UserError(f"{self.path} holds no fit (it has no {SETTINGS}); choose another folder")
+        if overwrite:
+            return None
+        before = flatten(read_json(self.path / SETTINGS, settings=dict)["settings"])
+        for name, value in flatten(self.settings).items():
+            if name in _FREE or before.get(name) == value:
+                continue
+            if name == "problem.fingerprint":
+                raise UserError(
+                    f"the fit in {self.path} was started on other data; bring it back or choose another folder"
+                )
+            raise UserError(
+                f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
+                "go on with that, or choose another folder"
+            )
+        return read_result(self.path) if (self.path / RESULT).is_file() else None
+
+    @contextlib.contextmanager
+    def opened(self, *, overwrite: bool) -> Iterator[None]:
+        """Makes the folder this fit's while it runs.
+
+        Raises:
+            UserError: another process fits in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(self.path)
+        try:
+            if overwrite:
+                clear_folder(self.path, *_OURS)
+            remove_temporaries(self.path)
+            remove_temporaries(self.checkpoints)
+            if not (self.path / SETTINGS).is_file():
+                write_json(self.path / SETTINGS, {"settings": self.settings, **provenance()})
+            yield
+        finally:
+            lock.release()
+
+    def shows_otherwise(self) -> bool:
+        """Whether the pictures that are there were asked for with other settings."""
+        return _of_pictures(read_json(self.path / SETTINGS, settings=dict)) != _of_pictures(vars(self))
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """The last file of a fit: while it is missing, the fit is not finished."""
+        write_json(self.path / RESULT, result)
+        if self.shows_otherwise():
+            about = read_json(self.path / SETTINGS, settings=dict)
+            about["settings"]["problem"].update(_of_pictures(vars(self)))
+            write_json(self.path / SETTINGS, about)
+
+
+def _of_pictures(about: Mapping[str, Any]) -> dict[str, Any]:
+    problem = about["settings"]["problem"]
+    return {name: problem[name] for name in OF_PICTURES if name in problem}

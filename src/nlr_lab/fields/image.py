@@ -1,0 +1,217 @@
+"""An image as a function of position: what it takes to hold a photograph in a network's weights.
+
+Positions are pixel centres, the longer side from -1 to 1 and pixels square. Values are red, green, blue from 0 to 1.
+
+| metric               | what it is                                                                              |
+|----------------------|-----------------------------------------------------------------------------------------|
+| psnr                 | dB, of the image as it is written: clipped, and rounded to 8 bits                       |
+| bits_per_pixel       | 32 x parameters / pixels: weights and biases as they are, float32, no entropy coding    |
+| psnr_half            | psnr with every parameter rounded to float16                                            |
+| bits_per_pixel_half  | 16 x parameters / pixels, to which psnr_half belongs                                    |
+
+Nothing else is counted: the network's shape, omega and the image's size are a few bytes.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from nonlinear_lowrank.errors import UserError
+
+from .model import Field, FieldConfig
+from .picture_files import over_white, read_pixels
+from .problem import FieldMethod
+
+EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
+"""scikit-learn's photographs, 640 x 427, for which nothing is downloaded."""
+
+_CHUNK = 1 << 15  # pixels that an evaluation takes at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """Which image is fitted, and by what network."""
+
+    source: str = "china"
+    """An image file, or one of the embedded photographs: china, flower."""
+    crop: int = 0
+    """Side of a square out of the middle; 0: the whole image."""
+    size: int = 0
+    """The longer side is brought down to so many pixels, after the crop; 0: as it is."""
+    points: int = 16384
+    """Pixels of a step, drawn anew in each; 0: all of them."""
+    field: FieldConfig = field(default_factory=lambda: FieldConfig(in_features=2, out_features=3))
+    """The network."""
+
+    def __post_init__(self) -> None:
+        for name in ("crop", "size", "points"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UserError(f"{name} must be a whole number of at least 0, not {value!r}")
+
+    def prepare(self) -> "ImageProblem":
+        """Reads the image.
+
+        Raises:
+            UserError: there is no such file, it is no image or an empty one, or the crop is larger than it.
+        """
+        image = read_image(self.source)
+        if self.crop:
+            if self.crop > min(image.size):
+                raise UserError(f"crop {self.crop} is larger than {self.source}, {image.width} x {image.height} pixels")
+            left, top = (image.width - self.crop) // 2, (image.height - self.crop) // 2
+            image = image.crop((left, top, left + self.crop, top + self.crop))
+        longer = max(image.size)
+        if self.size and self.size < longer:
+            width, height = (max(round(side * self.size / longer), 1) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.LANCZOS)
+        return ImageProblem(np.asarray(image), name=Path(self.source).stem, field=self.field, points=self.points)
+
+
+def read_image(source: str) -> Image.Image:
+    """An embedded photograph or an image file, in red, green and blue: upright, and before white where it is clear.
+
+    Raises:
+        UserError: there is no such file, it is no image or an empty one, or its values have more than 16 bits.
+    """
+    if source in EMBEDDED:
+        from sklearn.datasets import load_sample_image
+
+        return Image.fromarray(load_sample_image(EMBEDDED[source]))
+    path = Path(source)
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no such file"
+        raise UserError(f"{source} is {kind}; name an image file, or one of {', '.join(EMBEDDED)}")
+    if path.stat().st_size == 0:
+        raise UserError(f"{source} is an empty file, no image")
+    pixels = read_pixels(path, upright=True)
+    if not pixels.size:
+        raise UserError(f"{source} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
+    return Image.fromarray(np.rint(over_white(pixels) * 255).astype(np.uint8))
+
+
+class ImageProblem:
+    """An image to be fitted (see `problem.Problem`, and this file's table for the metrics).
+
+    Args:
+        pixels: (height, width, 3), uint8, or floats from 0 to 1.
+        name: of the image.
+        field: the network; two inputs and three outputs.
+        points: pixels of a step; 0: all.
+
+    Raises:
+        UserError: an image of zero size or another shape, values that are no numbers from 0 to 1, a network of other
+            inputs or outputs.
+    """
+
+    def __init__(self, pixels: np.ndarray, *, name: str = "image", field: FieldConfig | None = None, points: int = 0):
+        pixels = np.asarray(pixels)
+        if pixels.ndim != 3 or pixels.shape[2] != 3:
+            raise UserError(f"an image is an array (height, width, 3), not {pixels.shape}")
+        if not pixels.size:
+            raise UserError(f"{name} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
+        if pixels.dtype != np.uint8:
+            if not (np.issubdtype(pixels.dtype, np.floating) and (pixels >= 0).all() and (pixels <= 1).all()):
+                raise UserError(f"the values of {name} must be uint8, or floats from 0 to 1")
+            pixels = np.round(pixels * 255).astype(np.uint8)
+        self.name, self.points = name, points
+        self.field = field or FieldConfig(in_features=2, out_features=3)
+        if (self.field.in_features, self.field.out_features) != (2, 3):
+            raise UserError("the network of an image has in_features 2 and out_features 3")
+        self._pixels = pixels
+        height, width = pixels.shape[:2]
+        self._values = torch.from_numpy(pixels.reshape(-1, 3).astype(np.float32) / 255)
+        self._positions = positions(height, width)
+        about = f"{pixels.shape} {points} {self.field}"
+        self.fingerprint = hashlib.sha256(about.encode() + pixels.tobytes()).hexdigest()
+
+    def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
+        """The network; an omega left open is that published for shapes at this rank."""
+        return Field(self.field, method.settled("occupancy"), generator)
+
+    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Positions (points, 2) and values (points, 3)."""
+        if not 0 < self.points < len(self._values):
+            return self._positions, self._values
+        chosen = torch.randint(len(self._values), (self.points,), generator=generator)
+        return self._positions[chosen], self._values[chosen]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean squared error."""
+        positions, values = batch
+        return (model(positions) - values).square().mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """PSNR and bits per pixel, as in this file's table."""
+        parameters = sum(each.numel() for each in model.parameters())
+        per_pixel = parameters / len(self._values)
+        whole = self._psnr(model)
+        with _rounded_to_half(model):
+            half = self._psnr(model)
+        return {
+            "psnr": whole,
+            "bits_per_pixel": 32 * per_pixel,
+            "psnr_half": half,
+            "bits_per_pixel_half": 16 * per_pixel,
+        }
+
+    def picture(self, model: nn.Module | None) -> np.ndarray:
+        """The image as the model has it, or as it is."""
+        if model is None:
+            return self._pixels
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            values = torch.cat([model(part.to(device)).cpu() for part in self._positions.split(_CHUNK)])
+        return (values.clamp(0, 1) * 255).round().to(torch.uint8).numpy().reshape(self._pixels.shape)
+
+    def write(self, model: nn.Module, folder: Path) -> list[Path]:
+        """fitted.png, and truth.png beside it."""
+        written = []
+        for name, shown in (("fitted", model), ("truth", None)):
+            Image.fromarray(self.picture(shown)).save(folder / f"{name}.png")
+            written.append(folder / f"{name}.png")
+        return written
+
+    def _psnr(self, model: nn.Module) -> float:
+        return psnr(self.picture(model), self._pixels)
+
+
+def positions(height: int, width: int) -> Tensor:
+    """Pixel centres, row by row, as (x, y): (height width, 2); the longer side from -1 to 1."""
+    longer = max(height, width)
+    y = (torch.arange(height) + 0.5 - height / 2) * (2 / longer)
+    x = (torch.arange(width) + 0.5 - width / 2) * (2 / longer)
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
+
+
+def psnr(image: np.ndarray, truth: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of 8-bit images, dB; of equal ones as if one of their numbers were off by one.
+
+    So it is finite, and means and differences of it are too.
+    """
+    error = float(np.mean((image.astype(np.float64) - truth.astype(np.float64)) ** 2))
+    return 10 * math.log10(255**2 / (error or 1 / truth.size))
+
+
+class _rounded_to_half:
+    """The model with its parameters rounded to float16, and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self.former = [each.clone() for each in self.parameters]
+        for each in self.parameters:
+            each.copy_(each.half())
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for each, former in zip(self.parameters, self.former, strict=True):
+            each.copy_(former)

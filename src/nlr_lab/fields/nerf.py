@@ -1,0 +1,262 @@
+"""Neural radiance fields: a scene's views, fitted by volume rendering, scored on views that were held out.
+
+Source: Mildenhall et al. 2020, "NeRF"; sine_lowrank.txt, section 4.3 and appendix A.2.4.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nonlinear_lowrank.errors import UserError
+
+from .cameras import Cameras
+from .demo_scene import DEMO_SIZE, demo_scene
+from .nerf_model import Radiance, RadianceConfig
+from .problem import FieldMethod
+from .rendering import Rays, Rendered, ndc_rays, pixel_rays, render
+from .scene import Scene
+from .scenes import read_scene
+
+_POINTS = 1 << 14  # that are evaluated at once where no gradient is needed
+_WINDOW = 11  # pixels of SSIM's window, by side
+_GAP = 4  # pixels between two pictures
+_FRAME_MS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class NerfSettings:
+    """A scene, how its rays are sampled, and the network.
+
+    Raises:
+        UserError: a value is out of range; the message names it.
+    """
+
+    source: str = "demo"
+    """"demo", three balls in formulas; or a folder or .npz file (`fields.scenes` lists the forms)."""
+    downscale: int = 1
+    """How many times smaller pictures get, by side."""
+    held_out: tuple[int, ...] | None = None
+    """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views; those are never
+    trained on, named here or not."""
+    ndc: bool = True
+    """LLFF scenes: rays in normalised device coordinates."""
+    near: float = 2.0
+    """Blender scenes: depth at which rays begin."""
+    far: float = 6.0
+    """Blender scenes: depth at which rays end."""
+    rays: int = 256
+    """Of a training step, drawn from all pixels of all training views."""
+    samples: int = 32
+    """On each ray, stratified."""
+    fine_samples: int = 0
+    """More of them where the coarse ones found something, for a second network. 0: one network, coarse only."""
+    frames: int = 12
+    """Of the path of cameras that is rendered at the end; 0: none."""
+    frame_downscale: int = 2
+    """How many times smaller they are than the views, by side."""
+    field: RadianceConfig = field(default_factory=RadianceConfig)
+    """The network."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("downscale", 1), ("rays", 1), ("samples", 2), ("fine_samples", 0), ("frames", 0)),
+            ("frame_downscale", 1),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if self.held_out is not None:
+            object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
+
+    def prepare(self) -> "NerfProblem":
+        """Reads and checks the scene.
+
+        Raises:
+            UserError: there is no such scene, or it is not what it should be.
+        """
+        if self.source == "demo":
+            return NerfProblem(demo_scene(size=max(DEMO_SIZE // self.downscale, 1), held_out=self.held_out), self)
+        scene = read_scene(
+            self.source,
+            downscale=self.downscale,
+            held_out=self.held_out,
+            ndc=self.ndc,
+            near=self.near,
+            far=self.far,
+        )
+        return NerfProblem(scene, self)
+
+
+class NerfProblem:
+    """A `fields.problem.Problem`: a radiance field for a scene.
+
+    Args:
+        scene: the views.
+        settings: sampling and network; what describes the scene there is not looked at.
+
+    Raises:
+        UserError: the views are too small to be scored, or frames are wanted and no path can be made of the cameras.
+    """
+
+    def __init__(self, scene: Scene, settings: NerfSettings) -> None:
+        height, width = scene.cameras.height, scene.cameras.width
+        if min(height, width) < _WINDOW:
+            raise UserError(
+                f"{scene.name} has views of {width} x {height} pixels; SSIM needs {_WINDOW} x {_WINDOW}: give a "
+                "smaller downscale"
+            )
+        if settings.frames and min(height, width) < settings.frame_downscale:
+            raise UserError(
+                f"{scene.name} has views of {width} x {height} pixels; frames cannot be {settings.frame_downscale} "
+                "times smaller: give a smaller frame_downscale"
+            )
+        _metrics()  # that it is missing is said before the work, not after
+        self.scene, self.settings = scene, settings
+        self._path = self._cameras_of_frames()  # likewise
+        self.name = scene.name
+        said = repr((scene.fingerprint, settings.rays, settings.samples, settings.fine_samples, settings.field))
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        self._images = torch.from_numpy(scene.images)
+        self._trained = torch.tensor(scene.trained)
+
+    def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
+        """A `Radiance`; omega, where it was left open, is the one published for NeRF at this rank."""
+        return Radiance(self.settings.field, method.settled("nerf"), self.settings.fine_samples > 0, generator)
+
+    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Rays through random pixels of training views: origins, directions, views, colours (rays, 3) each; places.
+
+        The places are those of the samples within their bins, (rays, samples), and of the fine ones if there are any.
+        """
+        settings, cameras = self.settings, self.scene.cameras
+        view = self._trained[torch.randint(len(self._trained), (settings.rays,), generator=generator)]
+        row = torch.randint(cameras.height, (settings.rays,), generator=generator)
+        column = torch.randint(cameras.width, (settings.rays,), generator=generator)
+        counts = [settings.samples, settings.fine_samples] if settings.fine_samples else [settings.samples]
+        jitters = [torch.rand(settings.rays, count, generator=generator) for count in counts]
+        return *self._rays(cameras, view, row, column), self._images[view, row, column], *jitters
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean squared error of colour, summed over the coarse and the fine picture (NeRF, equation (6))."""
+        origins, directions, views, colours, *jitters = batch
+        passes = self._render(model, Rays(origins, directions, views), *jitters)
+        return torch.stack([(each.colour - colours).square().mean() for each in passes]).sum()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """PSNR (dB) and SSIM, each the mean over the held-out views.
+
+        SSIM with the Gaussian window of sigma 1.5 of Wang et al. 2004, on colours in [0, 1].
+        """
+        metrics = _metrics()
+        scores = []
+        for view in self.scene.held_out:
+            truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
+            similarity = metrics.structural_similarity(
+                truth,
+                seen,
+                data_range=1.0,
+                channel_axis=-1,
+                gaussian_weights=True,
+                sigma=1.5,
+                use_sample_covariance=False,
+            )
+            with np.errstate(divide="ignore"):  # of equal pictures it is infinite
+                scores.append((metrics.peak_signal_noise_ratio(truth, seen, data_range=1.0), similarity))
+        psnr, ssim = np.mean(scores, axis=0)
+        return {"psnr": float(psnr), "ssim": float(ssim)}
+
+    def picture(self, model: nn.Module | None) -> np.ndarray:
+        """The first held-out view, (height, width, 3) uint8; None: as it is."""
+        view = self.scene.held_out[0]
+        return _bytes(self.scene.images[view] if model is None else self.view(model, self.scene.cameras, view))
+
+    def write(self, model: nn.Module, folder: Path) -> list[Path]:
+        """Each held-out view with the truth to its left, and the path as frames and as one moving picture."""
+        from PIL import Image
+
+        files = []
+        for view in self.scene.held_out:
+            truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
+            between = np.ones((len(truth), _GAP, 3), np.float32)
+            files.append(folder / f"view-{view:03d}.png")
+            Image.fromarray(_bytes(np.concatenate([truth, between, seen], 1))).save(files[-1])
+        cameras = self._path
+        if cameras is None:
+            return files
+        frames = [Image.fromarray(_bytes(self.view(model, cameras, frame))) for frame in range(len(cameras))]
+        (folder / "path").mkdir()
+        for number, frame in enumerate(frames):
+            files.append(folder / "path" / f"frame-{number:03d}.png")
+            frame.save(files[-1])
+        moving = folder / "path.gif"
+        frames[0].save(moving, save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0)
+        return [files[0], moving, *files[1:]]
+
+    @torch.no_grad()
+    def view(self, model: nn.Module, cameras: Cameras, number: int) -> np.ndarray:
+        """What a camera sees, samples at the middles of their bins: (height, width, 3) float32 in [0, 1]."""
+        parameter = next(model.parameters())
+        row, column = torch.meshgrid(torch.arange(cameras.height), torch.arange(cameras.width), indexing="ij")
+        row, column = row.reshape(-1), column.reshape(-1)
+        rays = self._rays(cameras, torch.full_like(row, number), row, column)
+        settings = self.settings
+        at_once = max(1, _POINTS // (settings.samples + settings.fine_samples))
+        colours = []
+        for start in range(0, len(row), at_once):
+            some = Rays(*(each[start : start + at_once].to(parameter.device) for each in rays))
+            counts = [settings.samples] + ([settings.fine_samples] if settings.fine_samples else [])
+            middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in counts]
+            colours.append(self._render(model, some, *middles)[-1].colour.clamp(0, 1).cpu())
+        return torch.cat(colours).reshape(cameras.height, cameras.width, 3).numpy()
+
+    def _cameras_of_frames(self) -> Cameras | None:
+        """The path that is rendered at the end."""
+        settings = self.settings
+        if not settings.frames:
+            return None
+        try:
+            return self.scene.path(settings.frames).reduced(settings.frame_downscale)
+        except UserError as error:
+            raise UserError(
+                f"no path can be made for the frames of {self.scene.name}: {error}, or set frames to 0"
+            ) from error
+
+    def _rays(self, cameras: Cameras, view: Tensor, row: Tensor, column: Tensor) -> Rays:
+        """In the coordinates that the network sees, float32."""
+        rays = pixel_rays(cameras, view, row, column)
+        if self.scene.ndc:
+            # The views' own cameras say what the box is, so that all pictures of the scene share it.
+            box = self.scene.cameras
+            focal_x, focal_y = (float(each) for each in box.intrinsics[0, :2])
+            rays = ndc_rays(rays, 2 * focal_x / box.width, 2 * focal_y / box.height)
+        return Rays(*(each.float() for each in rays))
+
+    def _render(
+        self, model: nn.Module, rays: Rays, jitter: Tensor, fine_jitter: Tensor | None = None
+    ) -> list[Rendered]:
+        scene = self.scene
+        fine = None if fine_jitter is None else partial(model, fine=True)
+        return render(
+            model, fine, rays, jitter, fine_jitter, near=scene.near, far=scene.far, background=scene.background
+        )
+
+
+def _metrics() -> Any:
+    try:
+        from skimage import metrics
+    except ImportError as error:
+        raise UserError(
+            f"PSNR and SSIM need scikit-image ({error}); pip install 'nonlinear-lowrank[fields]'"
+        ) from error
+    return metrics
+
+
+def _bytes(colours: np.ndarray) -> np.ndarray:
+    """[0, 1] to uint8, rounded."""
+    return np.rint(colours * 255).astype(np.uint8)

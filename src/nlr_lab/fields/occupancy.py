@@ -1,0 +1,256 @@
+"""A shape as a function of position: which points of its box are inside (sine_lowrank.txt, sections 4.4 and A.2.5).
+
+The network's output is the log-odds of being inside. It is fitted, by binary cross-entropy, to points drawn from a
+lattice over the tight box of a mesh (`surface_sampling` has which), and judged off it:
+
+| metric | what it is                                                                                            |
+|--------|-------------------------------------------------------------------------------------------------------|
+| iou    | percent: points inside both over points inside either, of random places of `held_out`^3 equal cells   |
+
+The places are the same in every fit, and what is inside is asked of the mesh there, not of the lattice.
+
+The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussian. 132,865 parameters dense; 2,817 /
+3,841 / 6,913 / 22,273 at rank 1 / 2 / 5 / 20 (table 13 prints 22.8K for the last).
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+
+from nonlinear_lowrank.errors import UserError
+
+from .mesh_files import import_trimesh, read_mesh
+from .mesh_picture import Axis, View, render
+from .model import Field, FieldConfig
+from .occupancy_grid import Frame, OccupancyGrid, check_memory, occupancy_grid
+from .problem import FieldMethod
+from .surface_sampling import LatticePoints, lattice_bytes
+
+if TYPE_CHECKING:
+    from trimesh import Trimesh
+
+_HOLLOW = 0.05  # above what sampling explains
+_CHUNK = 1 << 15  # points that an evaluation takes at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class OccupancySettings:
+    """Which shape is fitted, and by what network."""
+
+    source: str = "knot"
+    """A mesh file (.obj, .ply, .stl, .npz), or the embedded shape: knot."""
+    repair: bool = False
+    """Close the mesh's holes, each by a fan of triangles to its middle."""
+    resolution: int = 128
+    """n: training points are drawn from a lattice of n^3; the paper has 512."""
+    points: int = 8192
+    """Points of a step, drawn anew in each."""
+    surface_share: float = 0.7
+    """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
+    them evenly."""
+    surface_band: float = 0.03
+    """How far the band reaches to both sides, along each axis; the box has sides of 2."""
+    held_out: int = 96
+    """IoU is measured at so many points, cubed, at random places off the lattice."""
+    mesh_resolution: int = 128
+    """Points along each axis where the field is read for the mesh that is written."""
+    field: FieldConfig = field(default_factory=FieldConfig)
+    """The network."""
+    up: Axis = "y"
+    """The axis that points up in pictures."""
+    azimuth: float = 30.0
+    """Degrees that the eye is turned about it."""
+    elevation: float = 15.0
+    """Degrees that the eye is raised."""
+    picture_height: int = 480
+    """Pixels; the width follows from the shape."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("points", 1), ("picture_height", 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if not 0 <= self.surface_share < 1:
+            raise UserError(f"surface_share must be at least 0 and below 1, not {self.surface_share!r}")
+        if not 0 < self.surface_band <= 2:
+            raise UserError(f"surface_band must be above 0 and at most 2, not {self.surface_band!r}")
+        for name in ("azimuth", "elevation"):
+            if not -360 <= getattr(self, name) <= 360:
+                raise UserError(f"{name} must be degrees from -360 to 360, not {getattr(self, name)!r}")
+        if self.up not in get_args(Axis):
+            raise UserError(f"unknown up {self.up!r}; choose one of {', '.join(get_args(Axis))}")
+        if (self.field.in_features, self.field.out_features) != (3, 1):
+            raise UserError("the network of a shape has in_features 3 and out_features 1")
+
+    def prepare(self) -> "OccupancyProblem":
+        """Reads the mesh and finds out what is inside.
+
+        Raises:
+            UserError: there is no such mesh, it is not closed, or a grid does not fit memory.
+        """
+        import_trimesh()
+        check_memory(resolution=(self.resolution, 1))  # that it is a number
+        # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
+        check_memory(
+            resolution=(self.resolution, lattice_bytes(self.resolution, self.surface_share, self.surface_band)),
+            held_out=(self.held_out, 1),
+            mesh_resolution=(self.mesh_resolution, 8),
+        )
+        return OccupancyProblem(read_mesh(self.source, repair=self.repair), self, name=Path(self.source).stem)
+
+
+class OccupancyProblem:
+    """A shape to be fitted (see `problem.Problem`, and this file's table for the metric).
+
+    Args:
+        mesh: watertight.
+        settings: all but `source` and `repair` count.
+        name: of the shape.
+
+    Raises:
+        UserError: a grid does not fit memory, or rays find the mesh open.
+    """
+
+    def __init__(self, mesh: "Trimesh", settings: OccupancySettings, *, name: str = "shape") -> None:
+        self.name, self.settings, self.mesh = name, settings, mesh
+        self.grid = occupancy_grid(mesh, settings.resolution)
+        self.held_out = occupancy_grid(mesh, settings.held_out, jitter=np.random.default_rng(0))
+        if min(self.grid.hollow, self.held_out.hollow) > _HOLLOW:
+            warnings.warn(
+                f"{name}: bodies overlap, and {self.grid.hollow:.0%} of the volume is hollow for it; unite them in a "
+                "mesh editor if that is not meant",
+                stacklevel=2,
+            )
+        # The mesh that is written comes after the band, and is not to fail for want of memory at the end of a fit.
+        later = 8 * settings.mesh_resolution**3
+        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band, spare=later)
+        self._view = View(
+            up=settings.up, azimuth=settings.azimuth, elevation=settings.elevation, height=settings.picture_height
+        )
+        drawn = settings.points, settings.surface_share, settings.surface_band
+        digest = hashlib.sha256(f"{drawn} {settings.field}".encode())
+        for grid in (self.grid, self.held_out):
+            digest.update(np.packbits(grid.inside).tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
+        """The network; an omega left open is the published one for this rank."""
+        return Field(self.settings.field, method.settled("occupancy"), generator)
+
+    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Points of the lattice (points, 3), whether they are inside (points,), as 0 and 1, and weights (points,)."""
+        return self.lattice.draw(self.settings.points, generator)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Binary cross-entropy, nats: an estimate of its mean over the box."""
+        points, inside, weight = batch
+        return F.binary_cross_entropy_with_logits(model(points).squeeze(-1), inside, weight)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """IoU off the lattice, percent."""
+        both = either = 0
+        for start, stop in _slabs(self.held_out):
+            truth = self.held_out.inside[start:stop]
+            found = log_odds(model, self.held_out.points(start, stop)) > 0
+            both += int(np.count_nonzero(found & truth))
+            either += int(np.count_nonzero(found | truth))
+        return {"iou": 100 * both / either if either else 100.0}
+
+    def picture(self, model: nn.Module | None) -> np.ndarray:
+        """The shape as the model has it, or as it is: one view, one size."""
+        return render(self.mesh if model is None else self.surface(model), self.mesh.bounds, self._view)
+
+    def surface(self, model: nn.Module) -> "Trimesh | None":
+        """Where the log-odds are 0, as a closed mesh in the coordinates of the mesh fitted; None: nothing is inside."""
+        return surface(model, self.settings.mesh_resolution, self.grid.frame)
+
+    def write(self, model: nn.Module, folder: Path) -> list[Path]:
+        """picture.png, the true shape beside the field's, and mesh.ply, the field's."""
+        found = self.surface(model)
+        parameters = sum(each.numel() for each in model.parameters())
+        pictures = [render(mesh, self.mesh.bounds, self._view) for mesh in (self.mesh, found)]
+        labels = f"{self.name}: {len(self.mesh.faces):,} faces", f"field: {parameters:,} parameters"
+        _beside(pictures, labels).save(folder / "picture.png")
+        written = [folder / "picture.png"]
+        if found is not None:
+            found.export(folder / "mesh.ply")
+            written.append(folder / "mesh.ply")
+        return written
+
+
+@torch.no_grad()
+def log_odds(model: nn.Module, points: np.ndarray) -> np.ndarray:
+    """The field at points (..., 3) of [-1, 1]^3: (...) float32."""
+    device = next(model.parameters()).device
+    flat = torch.from_numpy(points.reshape(-1, 3))
+    values = [model(part.to(device)).float().cpu().squeeze(-1) for part in flat.split(_CHUNK)]
+    return torch.cat(values).numpy().reshape(points.shape[:-1])
+
+
+def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None":
+    """Marching cubes over the field's log-odds at a lattice of the box; the box's sides close what reaches them.
+
+    Args:
+        model: log-odds of points in [-1, 1]^3.
+        resolution: points along each axis.
+        frame: the box in the coordinates that the mesh is to have.
+
+    Returns:
+        a closed mesh, its faces turned outwards, or None where no point is inside.
+
+    Raises:
+        UserError: the lattice does not fit memory, or scikit-image is not installed.
+    """
+    trimesh = import_trimesh()
+    try:
+        from skimage.measure import marching_cubes
+    except ImportError as error:
+        raise UserError(f"meshes need scikit-image ({error}); pip install 'nonlinear-lowrank[fields]'") from None
+    check_memory(mesh_resolution=(resolution, 8))
+    n = resolution
+    values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
+    axis = ((np.arange(n, dtype=np.float32) + 0.5) * (2 / n) - 1).astype(np.float32)
+    step = max(1, _CHUNK // (n * n))
+    for start in range(0, n, step):
+        part = np.stack(np.meshgrid(axis[start : start + step], axis, axis, indexing="ij"), axis=-1)
+        values[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
+    # Outside mirrors the nearest point with the sign of outside: a surface there lies on the side of the box.
+    for side in range(3):
+        for outer, inner in ((0, 1), (-1, -2)):
+            rim: list = [slice(None)] * 3
+            near = list(rim)
+            rim[side], near[side] = outer, inner
+            values[tuple(rim)] = -abs(values[tuple(near)]) - 1e-6
+    if not (values > 0).any():
+        return None
+    points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
+    mesh = trimesh.Trimesh(frame.to_mesh((points.astype(np.float64) - 0.5) * (2 / n) - 1), faces, process=False)
+    return mesh
+
+
+def _slabs(grid: OccupancyGrid) -> Iterator[tuple[int, int]]:
+    """Ranges of planes of about a chunk."""
+    step = max(1, _CHUNK // grid.resolution**2)
+    for start in range(0, grid.resolution, step):
+        yield start, min(start + step, grid.resolution)
+
+
+def _beside(pictures: list[np.ndarray], labels: tuple[str, ...]) -> Image.Image:
+    """Pictures of one size in a row, each with a line under it."""
+    height, width = pictures[0].shape[:2]
+    cell = max(width, 260)
+    sheet = Image.new("RGB", (cell * len(pictures), height + 28), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
+    for place, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        sheet.paste(Image.fromarray(picture), (place * cell + (cell - width) // 2, 0))
+        draw.text((place * cell + cell // 2, height + 14), label, "black", font, anchor="mm")
+    return sheet

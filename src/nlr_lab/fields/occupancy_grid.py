@@ -1,0 +1,187 @@
+"""Which points a closed mesh has inside: one ray a column, all its hits, parity.
+
+The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowrank.txt, section 4.4, after Saragadam et
+al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells:
+
+    x_i = (2 i + 1) / n - 1,    i = 0 .. n - 1
+
+A point is inside where a ray from below it has crossed the surface an odd number of times. Rays run along z, one for
+all n points of a column, n columns by n in slabs. A ray that runs along an edge may hit one of its triangles, both or
+none: rays are moved off the lattice by up to a hundredth of a cell (those of random places start where they are), and
+a ray that crosses the surface an odd number of times all in all is cast again from a little further off, and counted.
+Bodies that overlap are hollow where they do: `hollow` of the grid says how much volume that is.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nlr_lab.runtime.resources import RESERVE, free_memory
+from nonlinear_lowrank.errors import UserError
+
+from .mesh_winding import signed_volumes
+
+if TYPE_CHECKING:
+    from trimesh import Trimesh
+
+_SLAB = 8_192
+_NUDGE = 0.01  # of a cell, 1.6 times as far each time
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The box of a mesh, whose axes run from -1 to 1 in a field."""
+
+    middle: np.ndarray
+    """(3,)"""
+    half: np.ndarray
+    """(3,) half the sides."""
+
+    @classmethod
+    def of(cls, mesh: "Trimesh") -> "Frame":
+        """The tight box."""
+        low, high = np.asarray(mesh.bounds, dtype=np.float64)
+        return cls((low + high) / 2, (high - low) / 2)
+
+    def to_field(self, points: np.ndarray) -> np.ndarray:
+        """(..., 3) in the mesh's own coordinates -> in [-1, 1]^3."""
+        return (points - self.middle) / self.half
+
+    def to_mesh(self, points: np.ndarray) -> np.ndarray:
+        """The inverse."""
+        return points * self.half + self.middle
+
+
+@dataclass(frozen=True)
+class OccupancyGrid:
+    """Occupancy at the n^3 points of a lattice, or near them."""
+
+    inside: np.ndarray
+    """(n, n, n) bool; axes x, y, z."""
+    recast: int
+    """Rays that were cast again."""
+    frame: Frame
+    volume: float
+    """Share of the box that the mesh encloses, by its faces (divergence theorem): the mean of `inside` comes near."""
+    jitter: np.ndarray | None = None
+    """(n, n, 3) float32, of a grid off the lattice: in each column's cell x and y, and how far up each cell of the
+    column its point is; all in [0, 1]. None: the points of the lattice."""
+
+    @property
+    def resolution(self) -> int:
+        """n."""
+        return len(self.inside)
+
+    @property
+    def hollow(self) -> float:
+        """Share of the volume that the faces enclose but parity does not: 0 but for sampling, unless bodies overlap."""
+        return 1 - float(self.inside.mean()) / self.volume
+
+    def points(self, start: int, stop: int) -> np.ndarray:
+        """Coordinates in [-1, 1] of planes start .. stop - 1 of the grid: (stop - start, n, n, 3) float32."""
+        n = self.resolution
+        planes = np.arange(start, stop)
+        within = np.float32(0.5) if self.jitter is None else self.jitter[start:stop, :, None, :]
+        index = np.stack(np.meshgrid(planes, np.arange(n), np.arange(n), indexing="ij"), axis=-1)
+        return ((index + within) * (2 / n) - 1).astype(np.float32)
+
+
+def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Generator | None = None) -> OccupancyGrid:
+    """Occupancy of a closed mesh on a lattice, or at random places of its cells.
+
+    Args:
+        mesh: watertight, as `read_mesh` gives it.
+        resolution: n, points along each axis.
+        jitter: if given, column (i, j) is at a random place of its cell, and its points are as far up each cell as a
+            random number of the column says: points off the lattice, evenly over the box.
+
+    Raises:
+        UserError: the grid does not fit memory, the faces enclose no volume, or rays find the mesh open.
+    """
+    from trimesh.ray.ray_pyembree import RayMeshIntersector
+
+    check_memory(resolution=(resolution, 1))
+    frame, n = Frame.of(mesh), resolution
+    unit = mesh.copy(include_cache=False, include_visual=False)
+    unit.vertices = frame.to_field(np.asarray(mesh.vertices, dtype=np.float64))
+    volume = abs(float(signed_volumes(unit.triangles).sum())) / 8
+    if not volume > 1e-12:
+        raise UserError(
+            "the mesh's faces enclose no volume, or their bodies' volumes cancel out; turn the faces of all bodies "
+            "outwards, as read_mesh does"
+        )
+    caster = RayMeshIntersector(unit)
+    nudge = np.random.default_rng(0)
+    inside = np.empty((n * n, n), dtype=bool)
+    places = None if jitter is None else jitter.random((n * n, 3), dtype=np.float32)
+    recast = 0
+    for start in range(0, n * n, _SLAB):
+        cells = np.arange(start, min(start + _SLAB, n * n))
+        low = np.stack(np.divmod(cells, n), axis=1)
+        within = np.full((len(cells), 3), 0.5) if places is None else places[cells].astype(np.float64)
+        column, height = np.zeros(0, dtype=np.int64), np.zeros(0)
+        todo = np.arange(len(cells))
+        for attempt in range(_TRIES + 1):
+            # A random place is on no edge but by chance; moved, it might leave the mesh that it is in.
+            span = _NUDGE * 1.6**attempt if places is None or attempt else 0.0
+            aim = within[todo, :2] + nudge.uniform(-span, span, (len(todo), 2))
+            hit, at = _hits(caster, (low[todo] + aim) * (2 / n) - 1)
+            odd = np.bincount(hit, minlength=len(todo)) % 2 == 1
+            good = ~odd[hit]
+            column, height = np.append(column, todo[hit[good]]), np.append(height, at[good])
+            todo = todo[odd]
+            if not len(todo):
+                break
+            recast += len(todo)
+        else:
+            raise UserError(
+                f"{len(todo)} of {len(cells):,} rays cross the mesh an odd number of times wherever they are cast: it "
+                "is open; close it in a mesh editor"
+            )
+        # The first point above a hit, by cell and then by the place within it; each hit turns all points above it.
+        above = (height + 1) * (n / 2) - within[column, 2]
+        first = np.clip(np.ceil(above), 0, n).astype(np.int64)
+        turns = np.zeros((len(cells), n + 1), dtype=bool)
+        np.logical_xor.at(turns, (column, first), True)
+        np.logical_xor.accumulate(turns[:, :n], axis=1, out=inside[start : start + len(cells)])
+    grid = inside.reshape(n, n, n)
+    return OccupancyGrid(grid, recast, frame, volume, None if places is None else places.reshape(n, n, 3))
+
+
+def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rays up through (C, 2) places -> of all hits, in any order, the ray and the height."""
+    origins = np.concatenate([xy, np.full((len(xy), 1), -1.01)], axis=1)
+    upward = np.zeros_like(origins)
+    upward[:, 2] = 1
+    # A ray crosses a face once at most, and may need some more tries to leave one: trimesh stops after 100 of both.
+    _, ray, where = caster.intersects_id(
+        origins, upward, multiple_hits=True, max_hits=len(caster.mesh.faces) + 100, return_locations=True
+    )
+    return ray, where[:, 2]
+
+
+def check_memory(**grids: tuple[int, float]) -> None:
+    """Asks whether grids fit the memory that is free, all together.
+
+    Args:
+        grids: points along each axis and bytes a point, by the name of the setting.
+
+    Raises:
+        UserError: they do not; the message names the largest, and what would fit.
+    """
+    for name, (resolution, _) in grids.items():
+        if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 2:
+            raise UserError(f"{name} must be a whole number of at least 2, not {resolution!r}")
+    taken = {name: resolution**3 * size for name, (resolution, size) in grids.items()}
+    needed, free = sum(taken.values()) + RESERVE, free_memory()
+    if needed <= free:
+        return
+    largest = max(taken, key=taken.__getitem__)
+    resolution, size = grids[largest]
+    left = max(free - needed + taken[largest], 0)
+    raise UserError(
+        f"{largest} {resolution}: a grid of {resolution}^3 takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+        f"free; {int((left / size) ** (1 / 3))} would fit"
+    )

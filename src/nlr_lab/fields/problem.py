@@ -1,0 +1,213 @@
+"""What is fitted (`Problem`), by which linears (`FieldMethod`).
+
+A problem is pure: whatever is random in it comes from the generators it is handed, so that a fit can be killed and
+taken up bit by bit. Settings, as a user gives them, are a frozen dataclass with `prepare()` (`ProblemSettings`);
+reading and checking data is done there.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
+
+Kind = Literal["dense", "low-rank", "sine"]
+Init = Literal["kaiming_sqrt5", "kaiming_zero"]
+
+_ACTIVATIONS: dict[str, Literal["identity", "sine"]] = {"low-rank": "identity", "sine": "sine"}
+_SQUARED_SLOPE = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldMethod:
+    """The linears that a field is made of.
+
+    Raises:
+        UserError: a value is out of range, or has no meaning for this kind; the message names it.
+
+    Source: sine_lowrank.txt, equations (2) and (3).
+    """
+
+    kind: Kind = "dense"
+    """Dense weights W; low-rank U V; sine low-rank sin(omega U V) / g."""
+    rank: int | None = None
+    """k of the factored kinds."""
+    omega: float | str | None = None
+    """Of the sine: a number, or a published table (`layers.sine.OMEGA_BY_RANK`). None: the problem's own table."""
+    gain: float | None = None
+    """g of the sine. None: sqrt(d_in)."""
+    init: Init = "kaiming_sqrt5"
+    """Of dense weights and of factors: Kaiming uniform with a = sqrt(5) or a = 0. Biases are nn.Linear's in either."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", get_args(Kind)), ("init", get_args(Init))):
+            if getattr(self, name) not in known:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        if isinstance(self.gain, str):
+            raise UserError(f"gain must be a number, not {self.gain!r}")
+        meant = {"dense": (), "low-rank": ("rank",), "sine": ("rank", "omega", "gain")}[self.kind]
+        for name in ("rank", "omega", "gain"):
+            if name not in meant and getattr(self, name) is not None:
+                raise UserError(f"{name} has no meaning for {self.kind} linears; leave it out")
+        if self.kind != "dense":
+            if self.rank is None:
+                raise UserError(f"{self.kind} linears need a rank, as in {self.kind}:rank=5")
+            self.factors_config()
+
+    @classmethod
+    def parse(cls, text: str) -> "FieldMethod":
+        """Reads the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`.
+
+        Raises:
+            UserError: an unknown kind or setting, or a bad value.
+        """
+        kind, _, rest = text.strip().partition(":")
+        settings: dict[str, Any] = {}
+        for option in filter(None, rest.split(",")):
+            key, separator, value = (part.strip() for part in option.partition("="))
+            if not separator or not value:
+                raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
+            if key not in ("rank", "omega", "gain", "init"):
+                raise UserError(f"{kind} linears have no setting {key!r}; there are rank, omega, gain and init")
+            if key in settings:
+                raise UserError(f"{text!r} has {key} twice; leave one out")
+            settings[key] = _read(key, value)
+        return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
+
+    def __str__(self) -> str:
+        """The short form; `parse` reads it back."""
+        options = [
+            f"{name}={_short(value)}"
+            for name in ("rank", "omega", "gain")
+            if (value := getattr(self, name)) is not None
+        ]
+        if self.init != "kaiming_sqrt5":
+            options.append(f"init={self.init}")
+        return ":".join(filter(None, (self.kind, ",".join(options))))
+
+    def settled(self, table: str) -> "FieldMethod":
+        """The method with omega as a number, where it was left open taken from a published table."""
+        if self.kind != "sine":
+            return self
+        config = replace(self, omega=self.omega or table).factors_config()
+        assert config is not None
+        return replace(self, omega=config.omega)
+
+    def factors(self, d_in: int, d_out: int) -> bool:
+        """Whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
+        return self.rank is not None and self.rank * (d_in + d_out) < d_in * d_out
+
+    def linear(self, d_in: int, d_out: int, bias: bool = True, *, generator: torch.Generator) -> nn.Module:
+        """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where a factored one is no smaller."""
+        if not self.factors(d_in, d_out):
+            return dense_linear(d_in, d_out, bias, init=self.init, generator=generator)
+        config = self.factors_config()
+        assert config is not None
+        layer = SineLowRankLinear(d_in, d_out, bias, config=config)
+        _draw(layer.sine_up, config.rank, self.init, generator)
+        _draw(layer.sine_down, d_in, self.init, generator)
+        if layer.bias is not None:
+            _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
+        return layer
+
+    def factors_config(self) -> SineLowRankConfig | None:
+        """The settings of a factored linear; None for dense ones."""
+        if self.rank is None:
+            return None
+        return SineLowRankConfig(
+            rank=self.rank,
+            omega=self.omega,
+            gain=self.gain,
+            activation=_ACTIVATIONS[self.kind],
+            init=self.init,
+        )
+
+
+def dense_linear(
+    d_in: int, d_out: int, bias: bool = True, *, init: Init = "kaiming_sqrt5", generator: torch.Generator
+) -> nn.Linear:
+    """A dense linear drawn from the generator; with the default init as nn.Linear draws it."""
+    layer = nn.Linear(d_in, d_out, bias)
+    _draw(layer.weight, d_in, init, generator)
+    if bias:
+        _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
+    return layer
+
+
+def _short(value: float | str) -> str:
+    """A number in six digits where they are all it has, or in all of its own."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+
+
+def _read(key: str, value: str) -> Any:
+    """A setting's value: a number where it is one, a whole one for the rank."""
+    try:
+        return int(value) if key == "rank" else float(value)
+    except ValueError:
+        return value
+
+
+@torch.no_grad()
+def _draw(tensor: Tensor, fan: int, init: str, generator: torch.Generator) -> None:
+    bound = (6 / ((1 + _SQUARED_SLOPE[init]) * fan)) ** 0.5
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+class Problem(Protocol):
+    """Something to be fitted, its data loaded and checked.
+
+    Models are float32 modules on the CPU when they are built; `loss` may get the compiled model and finds it and the
+    batch on one device. `evaluate`, `picture` and `write` get the plain model, on any device, under no_grad, and do
+    in pieces what would not fit memory whole.
+    """
+
+    name: str
+    """Of what is fitted, e.g. "kodim05": for titles and files."""
+    fingerprint: str
+    """Hash of the data and of what a model's numbers depend on; a fit goes on with the same one alone."""
+
+    def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
+        """The network for this problem, drawn from the generator."""
+        ...
+
+    def batch(self, step: int, generator: torch.Generator) -> Any:
+        """What training step `step` (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
+
+        The generator is seeded by the fit's seed and the step: no state is carried from step to step.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """What is minimised: a scalar."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Numbers by name, e.g. {"psnr": 31.2, "ssim": 0.93}. The first is the score, and higher is better."""
+        ...
+
+    def picture(self, model: nn.Module | None) -> np.ndarray:
+        """What a comparison shows of the model, (height, width, 3) uint8, one size for all; None: the ground truth."""
+        ...
+
+    def write(self, model: nn.Module, folder: Path) -> list[Path]:
+        """Writes pictures, meshes, frames into an existing folder; their paths, the most telling first."""
+        ...
+
+
+class ProblemSettings(Protocol):
+    """A frozen keyword-only dataclass of plain fields, each documented: the options of `nlr fit`."""
+
+    def prepare(self) -> Problem:
+        """Reads and checks the data.
+
+        Raises:
+            UserError: there is no such data, or it is not what it should be.
+        """
+        ...

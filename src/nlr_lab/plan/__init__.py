@@ -1,0 +1,1 @@
+"""Parameters, FLOPs, memory and hours of a model before it is built."""

@@ -1,0 +1,364 @@
+"""What training a model takes on given GPUs: bytes, FLOPs, communication, hours. Only shapes are needed.
+
+Counted exactly, from the model's modules on the meta device and one traced pass (`cost`, `inspect`):
+
+| what                | how                                                                                       |
+|---------------------|-------------------------------------------------------------------------------------------|
+| parameters          | their bytes, in their own type; gradients the same for those that are trained             |
+| optimizer           | AdamW: two moments and a step number a tensor; Muon: one moment of its matrices           |
+| activations         | bytes kept for backward of 1 and of 2 sequences, and a straight line through them         |
+| FLOPs of training   | forward, as much for the gradient of what goes in, and again for that of trained weights; |
+|                     | attention's scores and values 3 times. Recomputing adds a forward pass                    |
+
+Estimated, each assumption in `ASSUMPTIONS`: what collectives move and how fast, the share of the peak rate that is
+reached, and what lies in memory beside the above. Layouts are DDP (whole on each GPU), FSDP2 over all GPUs, and FSDP2
+over groups of GPUs that hold copies of each other.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from nonlinear_lowrank.analysis.cost import LayerCost
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.optim import param_groups
+
+from .hardware import Hardware
+from .inspect import inspect_model
+
+GIB = 1 << 30
+_RUNTIME = GIB  # CUDA's context, cuBLAS's and NCCL's buffers
+
+ASSUMPTIONS = (
+    "matrix products reach the stated share of the data sheet's rate, narrow ones too (nlr bench step measures that)",
+    "collectives hide behind computing as far as they are shorter; rings at the link's or the network's full rate",
+    "DDP keeps its buckets beside the gradients, and under bfloat16 autocast a 16-bit copy of every linear",
+    "FSDP2 gathers one block at a time, and the next while that one computes; once forward, once backward",
+    "1 GiB a GPU for the runtime, and the loss's share of the activations once more for their gradients",
+    "sequences of full length; data and checkpoints cost no time; forming sine weights is not in the FLOPs",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """The GPUs, and how it is to be trained.
+
+    Raises:
+        UserError: a number is out of range, or the batch does not split over the GPUs.
+    """
+
+    hardware: Hardware
+    gpus: int = 1
+    memory: float | None = None
+    """GiB of a GPU; None: the hardware's."""
+    utilization: float = 0.4
+    """Share of the peak rate of matrix products that is reached."""
+    batch_size: int
+    """Sequences of a step, over all GPUs."""
+    steps: int
+    bf16: bool = True
+    """Autocast; else in the parameters' own type."""
+    recompute: bool = False
+    """Activation checkpointing in any case; else only where nothing fits without."""
+    muon: bool = False
+    """Muon for the dense matrices, AdamW for the rest."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch_size", "steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not 0 < self.utilization <= 1:
+            raise UserError(f"utilization must be above 0 and at most 1, not {self.utilization!r}")
+        if self.memory is not None and not 0 < self.memory < math.inf:
+            raise UserError(f"memory must be a finite number of GiB above 0, not {self.memory!r}")
+        if self.batch_size % self.gpus:
+            raise UserError(
+                f"a batch of {self.batch_size:,} sequences does not split over {self.gpus:,} GPUs; give --batch-size a "
+                f"multiple of them, such as {self.gpus * math.ceil(self.batch_size / self.gpus):,}"
+            )
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU."""
+        return (self.hardware.memory if self.memory is None else self.memory) * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes kept for backward, a straight line in the number of sequences: (at none, for each)."""
+
+    blocks: tuple[tuple[float, float], ...]
+    """Of each block of the stack."""
+    outside: tuple[float, float]
+    """Of all else."""
+    loss: tuple[float, float]
+    """The part of `outside` that follows the last layer."""
+    stream: float
+    """Bytes of what a block is given, for each sequence."""
+
+    def kept(self, sequences: int, *, recompute: bool = False) -> float:
+        """Bytes of so many sequences; recomputed: of every block its input, and one block whole."""
+        sizes = [fixed + each * sequences for fixed, each in self.blocks]
+        outside = self.outside[0] + self.outside[1] * sequences
+        if not recompute or not sizes:
+            return sum(sizes) + outside
+        return outside + len(sizes) * self.stream * sequences + max(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmCost:
+    """What one arm costs wherever it runs."""
+
+    name: str
+    parameters: int
+    branch_parameters: int
+    """Those that methods added."""
+    trainable: int
+    tokens: int
+    """Of a sequence."""
+    forward_flops: int
+    """Per token."""
+    training_flops: int
+    """Per token, forward and backward."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    copy_bytes: int
+    """Of the linears' weights in 16 bits, which autocast makes."""
+    block_parameters: int
+    """Of the largest block."""
+    outside_parameters: int
+    """Outside of all blocks."""
+    activations: Activations
+    notes: tuple[str, ...] = ()
+    """What could not be counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to lay a run over the GPUs."""
+
+    sharding: int
+    """GPUs that share one copy of the weights; 1: DDP."""
+    micro_batch: int
+    """Sequences that a GPU takes at once."""
+    accumulation: int
+    """Micro-batches of a step."""
+    recompute: bool
+    memory: dict[str, float]
+    """Bytes on each GPU, by what they are."""
+    fits: bool
+    moved: float
+    """Bytes that each GPU sends in a step."""
+    compute_seconds: float
+    """Of a step."""
+    communication_seconds: float
+    optimizer_seconds: float
+    hours: float
+    """Of all steps."""
+
+    @property
+    def total(self) -> float:
+        """Bytes on each GPU."""
+        return sum(self.memory.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step: computing or communicating, whichever is longer, and the optimizer."""
+        return max(self.compute_seconds, self.communication_seconds) + self.optimizer_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmPlan:
+    """An arm's costs and the layout chosen for it; where none fits, the one that comes nearest."""
+
+    cost: ArmCost
+    layout: Layout
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        costs = {name: value for name, value in asdict(self.cost).items() if name != "activations"}
+        layout = {**asdict(self.layout), "total": self.layout.total, "step_seconds": self.layout.step_seconds}
+        kept = self.cost.activations.kept(self.layout.micro_batch, recompute=self.layout.recompute)
+        return {**costs, "activation_bytes": kept, "layout": layout}
+
+
+def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = True, muon: bool = False) -> ArmCost:
+    """Counts a model; see this file's table.
+
+    Args:
+        model: on any device, meta too; neither run nor changed.
+        name: of the arm.
+        sequence_length: tokens of a sequence; models of images take it from their config.
+        bf16: trained under bfloat16 autocast.
+        muon: Muon for the dense matrices.
+
+    Raises:
+        UserError: no pass could be traced, so that nothing is known of the activations.
+    """
+    one, two = (inspect_model(model, sequence_length, size, bf16=bf16) for size in (1, 2))
+    if one.kept_bytes is None or two.kept_bytes is None:
+        raise UserError(f"{name} cannot be planned: {'; '.join(one.notes)}")
+    groups = param_groups(model, 1.0, 0.0, muon=muon, verbose=False)
+    trained = {id(each) for group in groups for _, each in group["params"]}
+    parameters = [(path, each) for path, each in model.named_parameters() if each is not None]
+    blocks: dict[str, int] = {}
+    for path, each in parameters:
+        blocks[_block(path)] = blocks.get(_block(path), 0) + each.numel()
+    outside = blocks.pop("", 0)
+    element = next(iter(model.parameters())).element_size()
+    linears = [
+        each.weight for each in model.modules() if isinstance(each, nn.Linear) and each.weight.element_size() > 2
+    ]
+    return ArmCost(
+        name=name,
+        parameters=one.parameters,
+        branch_parameters=one.branch_parameters,
+        trainable=sum(each.numel() for _, each in parameters if id(each) in trained),
+        tokens=one.sequence_length,
+        forward_flops=one.flops,
+        training_flops=sum(_training_flops(model, row, trained) for row in one.rows),
+        parameter_bytes=sum(each.numel() * each.element_size() for _, each in parameters),
+        gradient_bytes=sum(each.numel() * each.element_size() for _, each in parameters if id(each) in trained),
+        optimizer_bytes=sum(
+            each.numel() * each.element_size() * (1 if group.get("optimizer") == "muon" else 2)
+            + (0 if group.get("optimizer") == "muon" else 4)
+            for group in groups
+            for _, each in group["params"]
+        ),
+        copy_bytes=2 * sum(weight.numel() for weight in linears) if bf16 else 0,
+        block_parameters=max(blocks.values(), default=0),
+        outside_parameters=outside,
+        activations=_activations(model, one.rows, two.rows, one.sequence_length * element),
+        notes=tuple(one.notes),
+    )
+
+
+def plan_arm(cost: ArmCost, config: PlanConfig) -> ArmPlan:
+    """The layout with the least sharding that fits, with as many sequences at once as fit in it.
+
+    Recomputing activations costs a third more time, sharding hardly any: it is tried where no sharding helps.
+    """
+    for recompute in (True,) if config.recompute else (False, True):
+        for sharding in _divisors(config.gpus):
+            for micro in reversed(_divisors(config.batch_size // config.gpus)):
+                found = lay_out(cost, config, sharding=sharding, micro_batch=micro, recompute=recompute)
+                if found.fits:
+                    return ArmPlan(cost=cost, layout=found)
+    return ArmPlan(cost=cost, layout=lay_out(cost, config, sharding=config.gpus, micro_batch=1, recompute=True))
+
+
+def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: int, recompute: bool) -> Layout:
+    """Memory, traffic and time of one layout.
+
+    Args:
+        cost: of the arm.
+        config: the GPUs and the training.
+        sharding: GPUs that share one copy; divides their number.
+        micro_batch: sequences at once; divides a GPU's share of the batch.
+        recompute: activation checkpointing.
+    """
+    own = config.batch_size // config.gpus
+    accumulation = own // micro_batch
+    width = 2 if config.bf16 else cost.parameter_bytes / max(1, cost.parameters)
+    loss = cost.activations.loss
+    memory = {
+        "parameters": cost.parameter_bytes / sharding,
+        "gradients": cost.gradient_bytes / sharding,
+        "optimizer": cost.optimizer_bytes / sharding,
+        "activations": cost.activations.kept(micro_batch, recompute=recompute),
+        "copies and buffers": _buffers(cost, config.gpus, sharding, width),
+        "runtime and loss": _RUNTIME + loss[0] + loss[1] * micro_batch,
+    }
+    moved, communication = _traffic(cost, config, sharding, accumulation, width)
+    flops = cost.training_flops + (cost.forward_flops if recompute else 0)
+    compute = flops * cost.tokens * own / (config.hardware.rate(config.bf16) * config.utilization)
+    touched = 2 * cost.gradient_bytes + cost.gradient_bytes + 2 * cost.optimizer_bytes
+    optimizer = touched / sharding / config.hardware.bandwidth
+    return Layout(
+        sharding=sharding,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        recompute=recompute,
+        memory=memory,
+        fits=sum(memory.values()) <= config.room,
+        moved=moved,
+        compute_seconds=compute,
+        communication_seconds=communication,
+        optimizer_seconds=optimizer,
+        hours=(max(compute, communication) + optimizer) * config.steps / 3600,
+    )
+
+
+def _buffers(cost: ArmCost, gpus: int, sharding: int, width: float) -> float:
+    if sharding > 1:
+        return width * (cost.outside_parameters + 3 * cost.block_parameters)  # two gathered, one's gradients
+    return cost.copy_bytes + (cost.gradient_bytes if gpus > 1 else 0)
+
+
+def _traffic(cost: ArmCost, config: PlanConfig, sharding: int, accumulation: int, width: float) -> tuple[float, float]:
+    """Bytes that a GPU sends in a step, and the seconds that takes."""
+    hardware, copies = config.hardware, config.gpus // sharding
+    moved = seconds = 0.0
+    if sharding > 1:  # gather forward and backward, scatter the gradients' sums: in every micro-batch
+        ring = (sharding - 1) / sharding * width
+        shared = accumulation * ring * (2 * cost.parameters + cost.trainable)
+        # A ring through whole nodes leaves and enters each by all of its adapters.
+        rate = hardware.link if sharding <= hardware.node else min(hardware.link, hardware.network * hardware.node)
+        moved, seconds = shared, shared / rate
+    if copies > 1:  # sum the gradients over the copies, once a step
+        summed = 2 * (copies - 1) / copies * cost.gradient_bytes / sharding
+        inside = config.gpus <= hardware.node
+        beside = max(1.0, hardware.node / sharding)  # GPUs of a node that one copy's ring has to itself
+        rate = hardware.link if inside else min(hardware.link, hardware.network * beside)
+        moved, seconds = moved + summed, seconds + summed / rate
+    return moved, seconds
+
+
+def _training_flops(model: nn.Module, row: LayerCost, trained: set[int]) -> int:
+    """Forward and backward FLOPs per token of a module: what is frozen needs no gradient of its weight."""
+    own = list(model.get_submodule(row.name).parameters(recurse=False)) if row.name else []
+    if not own or all(id(each) in trained for each in own if each.ndim >= 2):
+        return 3 * row.flops
+    # Of a layer whose weight is frozen and whose branch is trained, the branch's share is trained.
+    branch = row.branch_flops if any(id(each) in trained for each in own) else 0
+    return 2 * row.flops + branch
+
+
+def _activations(
+    model: nn.Module, one: Sequence[LayerCost], two: Sequence[LayerCost], stream_of_width_1: int
+) -> Activations:
+    """Lines through the bytes of one and of two sequences."""
+    sums: dict[str, list[float]] = {}
+    for place, rows in enumerate((one, two)):
+        for row in rows:
+            for key in (_block(row.name), *(["loss"] if not row.name else [])):
+                sums.setdefault(key, [0.0, 0.0])[place] += row.kept_bytes or 0
+    lines = {key: (2 * first - second, second - first) for key, (first, second) in sums.items()}
+    loss, outside = lines.pop("loss", (0.0, 0.0)), lines.pop("", (0.0, 0.0))
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or max((each.shape[-1] for each in model.parameters()), default=0)
+    return Activations(
+        blocks=tuple(lines.values()), outside=outside, loss=loss, stream=float(stream_of_width_1 * width)
+    )
+
+
+def _block(name: str) -> str:
+    """The block of a stack that a module or parameter is in, by its name up to its first number; "": in none."""
+    match = re.match(r"((?:[^.]+\.)*?\d+)(\.|$)", name)
+    return match[1] if match else ""
+
+
+def _divisors(number: int) -> list[int]:
+    return list(_ascending(number))
+
+
+def _ascending(number: int) -> Iterator[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    yield from small
+    yield from (number // each for each in reversed(small) if each * each != number)

@@ -1,0 +1,1 @@
+"""Stable and effective ranks of weights, and the theory's bounds on them."""

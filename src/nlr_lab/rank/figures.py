@@ -1,0 +1,124 @@
+"""Figures 2 and 3 of sine_lowrank.txt again: what an activation does to the rank of a low-rank product.
+
+Figure 2: |weights| of 128 x 128 matrices: Kaiming uniform, U V at k = 1, and its sine at omega = 100 and 2000.
+Figure 3: normalised singular values of 256 x 256 matrices: Kaiming uniform, U V at k = 5, and phi(omega U V); left
+for each phi, right for the sine at several omegas. The paper says Kaiming uniform and gives no omega for Figure 3;
+here every phi is measured at every one of `OMEGAS`, and the left side shows `LEFT_OMEGA`.
+
+Everything is float64 and a function of the seeds alone.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .measures import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
+
+HEAT_SIZE, HEAT_RANK, HEAT_OMEGAS = 128, 1, (100.0, 2000.0)
+SIZE, RANK = 256, 5
+OMEGAS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+LEFT_OMEGA = 300.0
+TOLERANCES = (0.1, 0.01)
+
+_Make = Callable[[Tensor, Tensor], Tensor]
+"""(the dense matrix, the product U V) -> the matrix that is measured."""
+
+
+def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, Any]:
+    """Both figures as a record of numbers, ready for JSON.
+
+    Args:
+        seeds: draws, seeds 0 to seeds - 1; every number is mean, lowest and highest over them, a spectrum the mean.
+        init: of the factors and of the dense matrix, "kaiming_sqrt5" or "kaiming_zero".
+
+    Returns:
+        "figure_2" and "figure_3", each with "size", "rank" and "matrices": name -> what was measured. A "spectrum" is
+        [i, s_i / s_1] at places i from 1.
+    """
+    lines = _plain()
+    for name in ACTIVATIONS:
+        for omega in OMEGAS:
+            lines[f"{name}, omega={omega:g}"] = _activated(name, omega)
+    return {
+        "source": "sine_lowrank.txt, Figures 2 and 3",
+        "init": init,
+        "seeds": seeds,
+        "tolerances": list(TOLERANCES),
+        "left_omega": LEFT_OMEGA,
+        "omegas": list(OMEGAS),
+        "figure_2": _figure(HEAT_SIZE, HEAT_RANK, _heats(), seeds, init),
+        "figure_3": _figure(SIZE, RANK, lines, seeds, init, with_spectrum=True),
+    }
+
+
+def heat_maps(init: str, seed: int = 0) -> dict[str, Tensor]:
+    """Figure 2's pictures: |entries| over the largest, (128, 128) each, of one draw."""
+    dense, product = _draw(HEAT_SIZE, HEAT_RANK, seed, init)
+    shown = {name: make(dense, product).abs() for name, make in _heats().items()}
+    return {name: each / each.max() for name, each in shown.items()}
+
+
+def format_figures(figures: Mapping[str, Any]) -> str:
+    """The numbers of both figures as text."""
+    lines = []
+    for title, figure in (("Figure 2", figures["figure_2"]), ("Figure 3", figures["figure_3"])):
+        lines.append(
+            f"{title}: {figure['size']} x {figure['size']}, k = {figure['rank']}, {figures['init']}, "
+            f"n = {figures['seeds']} draws; mean (lowest to highest)"
+        )
+        heads = ["stable rank", *(f"rank({each:g})" for each in figures["tolerances"])]
+        lines.append(f"  {'matrix':<22}" + "".join(f"{head:>26}" for head in heads))
+        for name, measured in figure["matrices"].items():
+            cells = [measured["stable_rank"], *(measured["ranks"][f"{each:g}"] for each in figures["tolerances"])]
+            texts = [f"{cell['mean']:.1f} ({cell['low']:.1f} to {cell['high']:.1f})" for cell in cells]
+            lines.append(f"  {name:<22}" + "".join(f"{text:>26}" for text in texts))
+        lines.append(f"  independent entries would have stable rank {figure['independent']:.1f}")
+    return "\n".join(lines)
+
+
+def _plain() -> dict[str, _Make]:
+    return {"dense": lambda dense, product: dense, "U V": lambda dense, product: product}
+
+
+def _heats() -> dict[str, _Make]:
+    return _plain() | {f"sine, omega={omega:g}": _activated("sine", omega) for omega in HEAT_OMEGAS}
+
+
+def _activated(name: str, omega: float) -> _Make:
+    phi = ACTIVATIONS[name]
+    return lambda dense, product: phi(omega * product)
+
+
+def _draw(size: int, rank: int, seed: int, init: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dense = kaiming_uniform((size, size), size, generator, init=init)
+    up, down = kaiming_factors((size, size), rank, generator, init=init)
+    return dense, up @ down
+
+
+def _figure(
+    size: int, rank: int, matrices: Mapping[str, _Make], seeds: int, init: str, *, with_spectrum: bool = False
+) -> dict[str, Any]:
+    found: dict[str, list] = {name: [] for name in matrices}
+    for seed in range(seeds):
+        dense, product = _draw(size, rank, seed, init)
+        for name, make in matrices.items():
+            found[name].append(spectrum(make(dense, product)))
+    measured = {}
+    for name, spectra in found.items():
+        entry: dict[str, Any] = {
+            "stable_rank": _spread([each.stable_rank for each in spectra]),
+            "ranks": {f"{each:g}": _spread([one.rank(each) for one in spectra]) for each in TOLERANCES},
+        }
+        if with_spectrum:
+            mean = torch.stack([each.normalised for each in spectra]).mean(0)
+            entry["spectrum"] = [[place, float(f"{mean[place - 1]:.4g}")] for place in curve_places(len(mean))]
+        measured[name] = entry
+    return {"size": size, "rank": rank, "independent": random_stable_rank((size, size)), "matrices": measured}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}

@@ -1,0 +1,196 @@
+"""How much rank a matrix has: its singular values, and what low-rank products gain by an activation.
+
+A matrix (m, n) with singular values s_1 >= s_2 >= ... has
+
+    rank at tolerance t    the number of s_i > t s_1; numpy's "numerical rank" with a stated tolerance
+    stable rank            ||W||_F^2 / ||W||_op^2 = sum(s_i^2) / s_1^2, at least 1 and at most the rank
+    normalised spectrum    s_i / s_1
+
+The rank of exact arithmetic says nothing here: sin(omega U V) has full rank for almost all U and V at every omega
+above 0, and so have tanh and the sigmoid (docs/theory.md). What omega changes is how fast the spectrum falls.
+
+Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nonlinear_lowrank.errors import UserError
+
+ACTIVATIONS = {"sine": torch.sin, "sigmoid": torch.sigmoid, "relu": torch.relu, "tanh": torch.tanh}
+"""phi of Figure 3; tanh is here as a sigmoid without its constant."""
+
+DIRECT = 512
+"""Up to so many singular values come from an SVD in float64."""
+EXACT = 2048
+"""Up to so many from the float64 Gram matrix of the smaller side; above, only the leading ones."""
+LEADING = 256
+"""How many a sketch finds."""
+LEAST_TOLERANCE = 1e-7
+"""Gram matrices square the singular values, so float64 tells them apart down to about 1e-8 of the largest."""
+
+_SPARE, _ROUNDS = 32, 4  # directions of a sketch beyond the LEADING, and its power iterations
+_BLOCK = 2**24  # numbers that are held in float64 at a time
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values of a matrix, or its leading ones."""
+
+    values: Tensor
+    """Descending, float64, on the CPU; all of them if `exact`, else the leading ones."""
+    frobenius: float
+    """The norm of the whole matrix."""
+    size: int
+    """min(m, n)."""
+    exact: bool
+    """False: `values` are a randomised sketch's, each at most the true one."""
+
+    @property
+    def norm(self) -> float:
+        """The operator norm, the largest singular value."""
+        return float(self.values[0])
+
+    @property
+    def stable_rank(self) -> float:
+        """||W||_F^2 / ||W||_op^2; NaN for the zero matrix. Source: sine_lowrank.txt, equation (24)."""
+        return (self.frobenius / self.norm) ** 2 if self.norm else math.nan
+
+    @property
+    def normalised(self) -> Tensor:
+        """s_i / s_1."""
+        return self.values / self.values[0]
+
+    def rank(self, tolerance: float) -> int:
+        """The number of singular values above `tolerance` times the largest.
+
+        Of a sketch it is a lower bound; where it is as large as the sketch, nothing more is known.
+
+        Raises:
+            UserError: the tolerance is not between `LEAST_TOLERANCE` and 1.
+        """
+        check_tolerance(tolerance)
+        return int((self.values > tolerance * self.values[0]).sum())
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raises UserError unless it is one that the singular values can be held to."""
+    if not LEAST_TOLERANCE <= tolerance < 1:
+        raise UserError(f"a tolerance must be at least {LEAST_TOLERANCE:g} and below 1, not {tolerance:g}")
+
+
+@torch.no_grad()
+def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spectrum:
+    """Singular values of a matrix (m, n) of any floating type, on its device.
+
+    | min(m, n)                         | how                                                                      |
+    |-----------------------------------|--------------------------------------------------------------------------|
+    | up to `DIRECT`                    | SVD in float64                                                           |
+    | up to `exact_up_to`               | eigenvalues of the float64 Gram matrix, summed over blocks of rows       |
+    | above                             | the `LEADING` by a randomised range finder with power iterations, float32 |
+
+    Args:
+        matrix: finite. It is not copied whole to float64 above `DIRECT`.
+        exact_up_to: where the sketch begins.
+        seed: of the sketch.
+
+    Raises:
+        UserError: a number that is not finite, no number at all, or not two dimensions.
+
+    Source of the sketch: N. Halko, P. Martinsson, J. Tropp, SIAM Review 53, 2011, algorithm 4.4.
+    """
+    if matrix.ndim != 2 or matrix.numel() == 0:
+        raise UserError(f"a spectrum needs a matrix with numbers in it, not shape {tuple(matrix.shape)}")
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    size = tall.shape[1]
+    squares = sum(float(block.double().square().sum()) for block in _blocks(tall))
+    if not math.isfinite(squares):
+        raise UserError("the matrix has numbers that are not finite (NaN or infinite)")
+    exact = size <= max(exact_up_to, DIRECT)
+    if size <= DIRECT:
+        values = torch.linalg.svdvals(tall.double())
+    elif exact:
+        gram = torch.zeros(size, size, dtype=torch.float64, device=tall.device)
+        for block in _blocks(tall):
+            gram.addmm_((wide := block.double()).T, wide)
+        values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(0)
+    else:
+        values = _leading(tall.float(), seed).double()
+    return Spectrum(values.cpu(), math.sqrt(squares), size, exact)
+
+
+@torch.no_grad()
+def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
+    """Singular values of scale * up @ down without forming it; as many as the product can have.
+
+    Args:
+        up: (m, k).
+        down: (k, n).
+        scale: a factor.
+
+    Raises:
+        UserError: a number that is not finite.
+    """
+    if not (up.isfinite().all() and down.isfinite().all()):
+        raise UserError("the factors have numbers that are not finite (NaN or infinite)")
+    left = torch.linalg.qr(up.double(), mode="r")[1]
+    right = torch.linalg.qr(down.double().T, mode="r")[1]
+    values = torch.linalg.svdvals(left @ right.T).cpu() * abs(scale)
+    return Spectrum(values, float(values.square().sum().sqrt()), min(up.shape[0], down.shape[1]), True)
+
+
+def kaiming_factors(
+    shape: tuple[int, int], rank: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
+) -> tuple[Tensor, Tensor]:
+    """U (m, k) and V (k, n) in float64 as `layers.sine` draws them: Kaiming uniform with fans k and n.
+
+    Args:
+        shape: (m, n).
+        rank: k.
+        generator: the draw.
+        init: "kaiming_sqrt5" (a = sqrt 5) or "kaiming_zero" (a = 0).
+    """
+    m, n = shape
+    return kaiming_uniform((m, rank), rank, generator, init=init), kaiming_uniform((rank, n), n, generator, init=init)
+
+
+def kaiming_uniform(
+    shape: tuple[int, int], fan: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
+) -> Tensor:
+    """A matrix of Kaiming uniform draws, float64: U(-b, b) with b = sqrt(6 / ((1 + a^2) fan))."""
+    bound = math.sqrt({"kaiming_sqrt5": 1.0, "kaiming_zero": 6.0}[init] / fan)
+    return (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) * bound
+
+
+def random_stable_rank(shape: tuple[int, int]) -> float:
+    """Stable rank of a large matrix of independent entries with mean 0: m n / (sqrt m + sqrt n)^2.
+
+    About the most that a weight can have whose entries do not depend on each other; orthogonal matrices have more.
+    Source: the Marchenko-Pastur law's edge.
+    """
+    m, n = shape
+    return m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
+
+
+def curve_places(count: int, points: int = 64) -> list[int]:
+    """At most `points` of 1, ..., count to draw a spectrum by, both ends among them: half of them even, half by log."""
+    half = points // 2 - 1
+    even = {round(1 + (count - 1) * step / half) for step in range(half + 1)}
+    return sorted(even | {round(count ** (step / half)) for step in range(half + 1)})
+
+
+def _blocks(tall: Tensor) -> tuple[Tensor, ...]:
+    return tall.split(max(1, _BLOCK // tall.shape[1]))
+
+
+def _leading(tall: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(tall.shape[1], LEADING + _SPARE, generator=generator).to(tall.device)
+    basis = torch.linalg.qr(tall @ draw)[0]
+    for _ in range(_ROUNDS):
+        basis = torch.linalg.qr(tall.T @ basis)[0]
+        basis = torch.linalg.qr(tall @ basis)[0]
+    return torch.linalg.svdvals(basis.T @ tall)[:LEADING]

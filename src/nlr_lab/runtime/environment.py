@@ -1,0 +1,179 @@
+"""What a result depends on beside its settings: versions, the kind of machine, the state of the user's code, how
+many threads compute, and whether every kernel repeats its bits.
+"""
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nonlinear_lowrank.errors import UserError
+
+_PACKAGES = (
+    *("nonlinear-lowrank", "torch", "triton", "transformers", "accelerate", "peft", "trl", "tokenizers", "datasets"),
+    *("safetensors", "numpy", "scipy", "scikit-learn", "scikit-image", "pillow"),
+)
+_FORMS = 4096  # more compiled forms of one function than a process has time to make
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that a loss may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """The kind of machine: never its name, its user or a path on it.
+
+    Args:
+        threads: CPU threads that the runs set; None: torch's own choice.
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": threads or torch.get_num_threads(),
+        "device": device,
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def provenance(threads: int | None = None) -> dict[str, Any]:
+    """What the folder of a run says of where it was made: `versions`, `machine` and `git_state`.
+
+    Args:
+        threads: see `machine`.
+    """
+    return {"versions": versions(), "machine": machine(threads), "git": git_state()}
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """The commit that a folder's checkout is at, and whether a tracked file differs from it ("dirty").
+
+    Never fails: None where there is no git, no repository or no commit. Runs none of the repository's own programs.
+
+    Args:
+        folder: None: the working directory.
+    """
+
+    def ask(*command: str) -> str:
+        # A checkout's settings may name a program that watches its files: not ours to start.
+        quiet = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=", *command]
+        lockless = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        done = subprocess.run(quiet, cwd=folder, env=lockless, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit = ask("rev-parse", "--verify", "HEAD")
+        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only kernels that repeat their bits inside it, where that is wanted; the process's settings are put back after.
+
+    Sets torch.use_deterministic_algorithms, cuDNN's deterministic mode without its search for fast kernels, and
+    cuBLAS's workspace of a fixed size (unless the environment has chosen one).
+
+    Raises:
+        UserError: something in it has no such kernel; the message names the operation.
+    """
+    if not wanted:
+        yield
+        return
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    flags, workspace = (cudnn.deterministic, cudnn.benchmark), os.environ.get(_CUBLAS)
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    cudnn.deterministic, cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _NO_KERNEL.search(str(error))) is None:
+            raise
+        raise UserError(
+            f"{found[1]} has no deterministic kernel on this device; leave --deterministic out, or use another arm"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+        cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+def determinism() -> dict[str, Any]:
+    """The process's settings that decide whether kernels repeat their bits, for the record."""
+    return {
+        "algorithms": torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cublas_workspace": os.environ.get(_CUBLAS),
+    }
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """So many of torch's CPU threads inside it; None leaves them."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterator[None]:
+    """Every model that torch.compile meets inside it is compiled, for its own shapes, however many there are.
+
+    torch keeps 8 compiled forms of a function, and runs further ones uncompiled. Arms of a comparison are models of one
+    class, so of one function: without this, arms from the eighth form on would be timed and trained uncompiled beside
+    compiled ones. Nor are shapes made general once they have been seen to differ: what is compiled does not depend on
+    what ran before, nor on where a run was resumed.
+
+    Args:
+        wanted: False: nothing changes.
+        lengths_vary: a model meets batches of many lengths: one form serves them all, in the place of one for each.
+    """
+    if not wanted:
+        yield
+        return
+    with torch._dynamo.config.patch(
+        recompile_limit=_FORMS,
+        accumulated_recompile_limit=_FORMS,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=not lengths_vary,
+    ):
+        yield
+
+
+def _processor() -> str:
+    # platform.processor() is empty or only the architecture on Linux.
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()

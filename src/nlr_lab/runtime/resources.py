@@ -1,0 +1,91 @@
+"""What this machine lets a process use: its devices and its memory. Asked before anything is taken or written."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from nonlinear_lowrank.errors import UserError
+
+RESERVE = 100_000_000
+"""Bytes that are left free."""
+
+
+def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.device:
+    """The device of that name; by default the GPU where there is one.
+
+    Args:
+        name: as torch has it, "cuda:0" for example; empty: the default.
+        dtype: of numbers that it must hold.
+
+    Raises:
+        UserError: there is no such device here, or it holds no such numbers.
+    """
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
+    try:
+        torch.zeros((), dtype=dtype, device=device).item()  # "meta" gives nothing back
+    except Exception as error:  # each backend has errors of its own
+        words = str(error).partition("\n")[0].partition(". ")[0]
+        raise UserError(f"device {name} cannot be used here ({words}); leave --device away") from error
+    return device
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its group's where that is less."""
+    free = psutil.virtual_memory().available
+    for limit, used, prefix in _CGROUPS:
+        try:
+            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
+            parts = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # given up on demand
+        free = min(free, max(0, most - now + cached))
+    return free
+
+
+# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
+)
+
+
+def check_bytes(needed: int, what: str, mend: str) -> None:
+    """Asks whether so many bytes fit the memory that is free.
+
+    Raises:
+        UserError: they do not.
+    """
+    free = free_memory()
+    if needed + RESERVE > free:
+        raise UserError(f"{what} takes {(needed + RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {mend}")
+
+
+# On the CPU torch has no class for it.
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size calculation overflowed|Overflow when")
+
+
+@contextlib.contextmanager
+def told_of_memory(what: str) -> Iterator[None]:
+    """Says in one line what did not fit memory.
+
+    Raises:
+        UserError: it did not.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        raise UserError(f"{what} does not fit memory; choose a smaller width, or fewer points or rays") from error

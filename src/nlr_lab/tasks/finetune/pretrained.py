@@ -1,0 +1,277 @@
+"""The pretrained model that a task tunes: found by name or folder, loaded, and given a new head.
+
+Init of a new head, drawn from the run's seed, the same in every arm:
+
+| tensor                                    | distribution                    |
+|-------------------------------------------|---------------------------------|
+| linears outside the pretrained part       | N(0, initializer_range^2)       |
+| their biases                              | 0                               |
+| norms                                     | weight 1, bias 0                |
+
+A head that comes with the checkpoint is drawn anew as well: two checkpoints then start alike.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from nlr_lab.tasks.images import digits_vit
+from nlr_lab.tasks.task import AdapterSetup
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification, find_encoder, quiet_loading
+from nonlinear_lowrank.hub.pooled_config import MeanPooledConfig
+
+_UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
+
+# The architectures of the published recipes, so that arms can be checked and counted before a download.
+_KNOWN: dict[str, dict[str, Any]] = {
+    "microsoft/deberta-v3-base": {
+        "model_type": "deberta-v2",
+        "vocab_size": 128100,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "pooler_hidden_size": 768,
+    },
+    "meta-llama/Meta-Llama-3-8B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
+    "facebook/deit-tiny-patch16-224": {
+        "model_type": "vit",
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 3,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Which pretrained model, and what adapters go on."""
+
+    checkpoint: str
+    """"minilm" (a packaged sentence encoder), "digits-vit" (a tiny ViT that is trained here on first use), a
+    folder as save_pretrained or `nlr train` writes it, or a hub name."""
+    targets: tuple[str, ...] = ()
+    """Ends of the names of the modules that adapters go on unless an arm names its own; empty: peft's choice."""
+    pooling: Literal["auto", "own", "mean"] = "auto"
+    """Head of a text classifier: the architecture's own, or the mean over tokens and one linear. "auto" takes
+    the mean for sentence encoders, whose own pooler was never trained."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the pretrained weights; adapters are float32 in any case."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if not self.checkpoint:
+            raise UserError("checkpoint is empty; give a folder, a hub name, or minilm")
+        for name, choices in (("pooling", ("auto", "own", "mean")), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+
+    def where(self) -> str:
+        """The folder or hub name that transformers loads.
+
+        Raises:
+            UserError: the checkpoint is a path at which there is no model, or a package is not installed.
+        """
+        name = self.checkpoint
+        if name == digits_vit.NAME:
+            return str(digits_vit.folder())
+        if name == "minilm":
+            return find_encoder(name)
+        path = Path(name).expanduser()
+        for folder in (path, path / "model"):
+            if (folder / "config.json").is_file():
+                return str(folder.resolve())
+            if (folder / "adapter_config.json").is_file():
+                raise UserError(f"{folder} is an adapter; merge it into its base first, or name the base")
+        if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
+            raise UserError(
+                f"no model in {name}: neither config.json nor model/config.json is there; "
+                "train one there first, or give another folder or a hub name (--checkpoint)"
+            )
+        return name
+
+    def config(self) -> Any:
+        """The architecture's config, without the weights."""
+        from transformers import AutoConfig
+
+        if self.checkpoint in _KNOWN:
+            values = dict(_KNOWN[self.checkpoint])
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        if self.checkpoint == digits_vit.NAME:
+            return digits_vit.config()
+        return self._loaded(lambda where: AutoConfig.from_pretrained(where, trust_remote_code=False))
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, with a token to pad with."""
+        from transformers import AutoTokenizer
+
+        found: Any = self._loaded(lambda where: AutoTokenizer.from_pretrained(where, trust_remote_code=False))
+        if found.pad_token is None:
+            found.pad_token = found.eos_token or found.unk_token
+        return found
+
+    def text_classifier(self, labels: int, seed: int) -> Any:
+        """A text classifier with a new head of so many labels (1: a regression), in evaluation mode."""
+        from transformers import AutoModelForSequenceClassification
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self._mean_pooled():
+                kind = MeanPooledForSequenceClassification.from_encoder
+                model = self._loaded(
+                    lambda where: kind(where, checkpoint=self._lasting(where), num_labels=labels, dtype=self._dtype())
+                )
+            else:
+                model = self._new_head(AutoModelForSequenceClassification, labels)
+            _draw_head(model)
+        return model
+
+    def image_classifier(self, labels: int, seed: int) -> Any:
+        """An image classifier with a new head, in evaluation mode."""
+        from transformers import AutoModelForImageClassification
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self._new_head(AutoModelForImageClassification, labels)
+            _draw_head(model)
+        return model
+
+    def causal(self) -> Any:
+        """A language model, in evaluation mode."""
+        from transformers import AutoModelForCausalLM
+
+        return self._loaded(
+            lambda where: AutoModelForCausalLM.from_pretrained(where, dtype=self._dtype(), use_safetensors=True)
+        )
+
+    def on_meta(self, kind: Literal["text", "image", "causal"], labels: int = 2) -> Any:
+        """The same shapes on the meta device."""
+        import transformers
+
+        classes = {
+            "text": transformers.AutoModelForSequenceClassification,
+            "image": transformers.AutoModelForImageClassification,
+            "causal": transformers.AutoModelForCausalLM,
+        }
+        config = self.config()
+        with torch.device("meta"):
+            if kind == "text" and self._mean_pooled():
+                return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
+            if kind != "causal":
+                config.num_labels = labels
+            try:
+                return classes[kind].from_config(config)
+            except ValueError as error:  # transformers' list of all types is pages long
+                what = {"text": "text classifier", "image": "image classifier", "causal": "language model"}[kind]
+                raise UserError(
+                    f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}; "
+                    "give another checkpoint (--checkpoint)"
+                ) from error
+
+    def adapters(self, model: nn.Module, task_type: str | None) -> AdapterSetup:
+        """What an adapter needs to know of the loaded model."""
+        return AdapterSetup(head=head_modules(model), targets=self.targets, task_type=task_type)
+
+    def _new_head(self, kind: Any, labels: int) -> Any:
+        def load(where: str) -> Any:
+            config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
+            config.problem_type = None  # of an earlier task; the loss follows the labels
+            config.num_labels = labels
+            return kind.from_pretrained(
+                where,
+                config=config,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                dtype=self._dtype(),
+                use_safetensors=True,
+            )
+
+        from transformers import AutoConfig
+
+        model, info = self._loaded(load)
+        inside = f"{model.base_model_prefix}."
+        lacking = {key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)}
+        for name in sorted(lacking):
+            if "pooler" not in name:
+                raise UserError(f"{self.checkpoint} lacks weights of {name}: it is no checkpoint of this architecture")
+        setattr(model, _UNTRAINED, tuple(sorted({_up_to_pooler(name) for name in lacking})))
+        return model
+
+    def _mean_pooled(self) -> bool:
+        if self.pooling != "auto":
+            return self.pooling == "mean"
+        return self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
+
+    def _lasting(self, where: str) -> str:
+        """The name by which an adapter finds the encoder again: a package's by its name, a folder's in full."""
+        if self.checkpoint == "minilm":
+            return self.checkpoint
+        return str(Path(where).resolve()) if Path(where).is_dir() else where
+
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def _loaded(self, load: Callable[[str], Any]) -> Any:
+        where = self.where()
+        try:
+            with quiet_loading():
+                return load(where)
+        except UserError:
+            raise
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise UserError(f"cannot load the checkpoint {self.checkpoint!r}: {text}") from error
+
+
+def head_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that no checkpoint has: those outside the pretrained part, and an untrained pooler."""
+    inner = getattr(model, "base_model_prefix", "")
+    outside = [
+        name for name, child in model.named_children() if name != inner and any(True for _ in child.parameters())
+    ]
+    if not hasattr(model, "num_labels") or hasattr(model, "lm_head"):
+        return ()
+    return (*outside, *getattr(model, _UNTRAINED, ()))
+
+
+@torch.no_grad()
+def _draw_head(model: Any) -> None:
+    """Draws this file's table, in place, from the global generator."""
+    std = getattr(model.config, "initializer_range", None) or 0.02
+    for name in head_modules(model):
+        for module in model.get_submodule(name).modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, std)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+
+def _up_to_pooler(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[: next(i for i, part in enumerate(parts) if "pooler" in part) + 1])

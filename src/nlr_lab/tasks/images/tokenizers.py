@@ -1,0 +1,356 @@
+"""Images <-> grids of codes, behind one interface: patches and their nearest of K means, or diffusers' VQModel.
+
+| tokenizer  | a token is                               | made from                                              |
+|------------|------------------------------------------|--------------------------------------------------------|
+| "patches"  | the nearest of K mean patches            | scikit-learn's MiniBatchKMeans on the training images  |
+| VQModel    | a code of a VQGAN (amused-512: 8192,     | a folder of diffusers, or a hub name; the optional     |
+|            | 32 x 32 of them for 512 x 512 pixels)    | extra `images`                                         |
+
+Images are (N, H, W, C) uint8, C = 1 or 3; codes are (N, rows, columns) int64. A saved tokenizer is image_tokenizer.json
+and its weights as safetensors beside it; a VQModel is saved whole, so that a model's folder draws pictures anywhere.
+"""
+
+import hashlib
+import json
+import shutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
+
+from nonlinear_lowrank.errors import UserError
+
+CONFIG = "image_tokenizer.json"
+_MEANS = "image_tokenizer.safetensors"
+_VQ_FOLDER = "image_tokenizer"
+_VQ_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+_FIT_PATCHES = 100_000  # patches that the means are fitted on; more change the error by hundredths of a dB
+_CHUNK = 16_384  # patches whose distances are held at once
+_VQ_BATCH = 16  # images that a VQModel takes at once
+
+
+class ImageTokenizer(ABC):
+    """What encodes and decodes."""
+
+    kind: str
+    codes: int
+    """Different tokens."""
+    patch: int
+    """Pixels of the square that a token stands for, by side."""
+    channels: int
+    """1 or 3."""
+
+    @abstractmethod
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """(N, H, W, C) uint8 -> (N, H / patch, W / patch) int64.
+
+        Raises:
+            UserError: the sides do not divide into patches, or the channels are others.
+        """
+
+    @abstractmethod
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """(N, rows, columns) -> (N, rows x patch, columns x patch, C) uint8."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Writes the weights and returns what CONFIG says of it beside its kind."""
+
+    def check(self, images: np.ndarray) -> None:
+        """Raises UserError unless images have the right channels, and sides that divide into patches."""
+        check_side(min(images.shape[1:3]), self.patch)
+        check_side(max(images.shape[1:3]), self.patch)
+        if images.shape[-1] != self.channels:
+            raise UserError(f"the image tokenizer takes {self.channels} channels, and these have {images.shape[-1]}")
+
+
+def check_side(side: int, patch: int) -> None:
+    """Raises UserError unless a side of so many pixels divides into patches."""
+    if side % patch:
+        raise UserError(f"images of {side} pixels do not divide into patches of {patch}; choose a multiple of {patch}")
+
+
+# --- patches -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PatchTokenizer(ImageTokenizer):
+    """A patch becomes the nearest of the mean patches, by squared error."""
+
+    means: np.ndarray
+    """(K, patch x patch x C) float32, in units of a pixel's 0 to 255."""
+    patch: int
+    channels: int
+    kind = "patches"
+
+    @property
+    def codes(self) -> int:  # type: ignore[override]
+        return len(self.means)
+
+    @classmethod
+    def fit(cls, images: np.ndarray, *, codes: int, patch: int, seed: int = 0) -> "PatchTokenizer":
+        """Means of the patches of some images; the same images and seed give the same means.
+
+        Args:
+            images: (N, H, W, C) uint8.
+            codes: means, K.
+            patch: pixels of a patch's side.
+            seed: of the choice of patches and of the first means.
+
+        Raises:
+            UserError: the images do not divide into patches, or have fewer different ones than codes.
+        """
+        from sklearn.cluster import MiniBatchKMeans
+        from threadpoolctl import threadpool_limits
+
+        check_side(min(images.shape[1:3]), patch)
+        check_side(max(images.shape[1:3]), patch)
+        patches = _to_patches(images, patch).reshape(-1, patch * patch * images.shape[-1])
+        if len(patches) > _FIT_PATCHES:
+            chosen = np.random.default_rng(seed).choice(len(patches), _FIT_PATCHES, replace=False)
+            patches = patches[np.sort(chosen)]
+        different = len(np.unique(patches, axis=0))
+        if different < codes:
+            raise UserError(
+                f"the images have {different} different patches, fewer than the {codes} codes; choose --codes of at "
+                f"most {different}"
+            )
+        means = MiniBatchKMeans(
+            codes, batch_size=4096, max_iter=20, n_init=1, max_no_improvement=None, random_state=seed
+        )
+        with threadpool_limits(1):  # sums over threads would depend on their number
+            means.fit(patches.astype(np.float32))
+        return cls(np.ascontiguousarray(means.cluster_centers_, dtype=np.float32), patch, images.shape[-1])
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        self.check(images)
+        patches = _to_patches(images, self.patch)
+        grid, flat = patches.shape[:3], patches.reshape(-1, self.means.shape[1])
+        norms = (self.means**2).sum(1)
+        nearest = np.empty(len(flat), dtype=np.int64)
+        for start in range(0, len(flat), _CHUNK):
+            part = flat[start : start + _CHUNK].astype(np.float32)
+            # The patch's own norm is the same for every mean.
+            nearest[start : start + _CHUNK] = (norms - 2 * (part @ self.means.T)).argmin(1)
+        return nearest.reshape(grid)
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        pixels = np.rint(self.means).clip(0, 255).astype(np.uint8)[codes]
+        count, rows, columns, _ = pixels.shape
+        pixels = pixels.reshape(count, rows, columns, self.patch, self.patch, self.channels).transpose(0, 1, 3, 2, 4, 5)
+        return pixels.reshape(count, rows * self.patch, columns * self.patch, self.channels)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        save_file({"means": self.means}, folder / _MEANS)
+        return {"patch": self.patch, "channels": self.channels}
+
+    @classmethod
+    def load(cls, folder: Path, facts: dict[str, Any]) -> "PatchTokenizer":
+        """The reverse of `save`."""
+        means = load_file(folder / _MEANS)["means"]
+        patch, channels = int(facts["patch"]), int(facts["channels"])
+        if means.ndim != 2 or means.shape[1] != patch * patch * channels:
+            raise UserError(f"{folder / _MEANS} does not fit {CONFIG}; copy both again")
+        return cls(means, patch, channels)
+
+
+def _to_patches(images: np.ndarray, patch: int) -> np.ndarray:
+    """(N, H, W, C) -> (N, rows, columns, patch x patch x C)."""
+    count, height, width, channels = images.shape
+    rows, columns = height // patch, width // patch
+    split = images.reshape(count, rows, patch, columns, patch, channels).transpose(0, 1, 3, 2, 4, 5)
+    return split.reshape(count, rows, columns, -1)
+
+
+# --- diffusers' VQModel --------------------------------------------------------------------------------------
+
+
+class VQTokenizer(ImageTokenizer):
+    """A VQGAN in diffusers' form. Its weights are read when something is encoded or decoded.
+
+    Pixels go in and come out as 0 to 1, as amused's own pipelines have it.
+
+    Args:
+        folder: holds config.json and diffusion_pytorch_model.safetensors.
+
+    Raises:
+        UserError: it is no folder of a VQModel.
+    """
+
+    kind = "vq"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            config = json.loads((folder / _VQ_FILES[0]).read_text(encoding="utf-8"))
+            name = config.get("_class_name")
+            self.codes, self.channels = int(config["num_vq_embeddings"]), int(config["in_channels"])
+            # Every block but the last halves the sides.
+            self.patch = 2 ** (len(config["block_out_channels"]) - 1)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{folder} holds no VQModel of diffusers: {' '.join(str(error).split())}") from error
+        if name != "VQModel" or self.channels not in (1, 3):
+            raise UserError(f"{folder} holds a {name} of {self.channels} channels, no VQModel for images")
+        if not (folder / _VQ_FILES[1]).is_file():
+            raise UserError(f"{folder} has no {_VQ_FILES[1]}; pickled weights are never read")
+
+    @cached_property
+    def model(self) -> Any:
+        """The VQModel, in float32 on the GPU where there is one."""
+        try:
+            from diffusers import VQModel
+        except ImportError:
+            raise UserError("a VQModel needs diffusers; pip install 'nonlinear-lowrank[images]'") from None
+        try:
+            model = VQModel.from_pretrained(
+                str(self.folder), use_safetensors=True, low_cpu_mem_usage=False, torch_dtype=torch.float32
+            )
+        except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
+            raise UserError(f"{self.folder} cannot be loaded as a VQModel: {' '.join(str(error).split())}") from error
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        self.check(images)
+        found = []
+        for start in range(0, len(images), _VQ_BATCH):
+            part = torch.from_numpy(images[start : start + _VQ_BATCH]).to(self.model.device)
+            latents = self.model.encode(part.permute(0, 3, 1, 2).float() / 255).latents
+            codes = self.model.quantize(latents)[2][2]
+            found.append(codes.reshape(len(part), *latents.shape[2:]).cpu().numpy())
+        return np.concatenate(found).astype(np.int64)
+
+    @torch.no_grad()
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        found = []
+        for start in range(0, len(codes), _VQ_BATCH):
+            part = torch.from_numpy(codes[start : start + _VQ_BATCH]).to(self.model.device)
+            shape = (*part.shape, self.model.quantize.vq_embed_dim)
+            latents = self.model.quantize.get_codebook_entry(part.reshape(-1), shape)
+            # Given the codebook's own vectors, decode() finds the same codes again; this skips the search.
+            pixels = self.model.decoder(self.model.post_quant_conv(latents), self._norms(latents))
+            found.append((pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy())
+        return np.concatenate(found)
+
+    def _norms(self, latents: torch.Tensor) -> torch.Tensor | None:
+        return latents if self.model.config.norm_type == "spatial" else None
+
+    def check_weights(self) -> None:
+        """Raises UserError where the file of weights is shorter than its header says, or has none."""
+        try:
+            with safe_open(self.folder / _VQ_FILES[1], framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.folder / _VQ_FILES[1]} is damaged ({error}); copy it again") from error
+
+    def identity(self) -> str:
+        """A hash of its files."""
+        digest = hashlib.sha256()
+        for name in _VQ_FILES:
+            with (self.folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        (folder / _VQ_FOLDER).mkdir(exist_ok=True)
+        for name in _VQ_FILES:
+            shutil.copyfile(self.folder / name, folder / _VQ_FOLDER / name)
+        return {}
+
+
+def find_vq(name: str) -> VQTokenizer:
+    """A VQModel by folder or hub name; in either it may lie in the folder `vqvae`, as amused's does.
+
+    Raises:
+        UserError: there is none of that name, or it cannot be had.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UserError(f"no such image tokenizer: {name!r}; give patches, a folder with a VQModel, or a hub name")
+        from huggingface_hub import snapshot_download
+
+        wanted = [place + file for place in ("", "vqvae/") for file in _VQ_FILES]
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=wanted))
+        except Exception as error:  # the hub, the network and the cache each have errors of their own
+            raise UserError(
+                f"cannot get the image tokenizer {name!r} ({' '.join(str(error).split())[:200]}); give a folder that "
+                "holds the VQModel (--tokenizer)"
+            ) from error
+    return VQTokenizer(folder / "vqvae" if (folder / "vqvae").is_dir() else folder)
+
+
+# --- what is saved beside a model ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageCodec:
+    """A tokenizer, the grid that a model was trained on, and the names of its classes."""
+
+    tokenizer: ImageTokenizer
+    rows: int
+    columns: int
+    classes: tuple[str, ...]
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Writes CONFIG and the weights; the folder is made if it is not there."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "kind": self.tokenizer.kind,
+            "codes": self.tokenizer.codes,
+            **self.tokenizer.save(place),
+            "rows": self.rows,
+            "columns": self.columns,
+            "classes": list(self.classes),
+        }
+        (place / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "ImageCodec":
+        """The reverse of `save_pretrained`.
+
+        Raises:
+            UserError: a file is missing, damaged, or does not fit the others.
+        """
+        try:
+            facts = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            tokenizer: ImageTokenizer
+            if facts["kind"] == PatchTokenizer.kind:
+                tokenizer = PatchTokenizer.load(folder, facts)
+            elif facts["kind"] == VQTokenizer.kind:
+                tokenizer = VQTokenizer(folder / _VQ_FOLDER)
+            else:
+                raise UserError(f"{folder / CONFIG} names an image tokenizer that is not known: {facts['kind']!r}")
+            codec = cls(tokenizer, int(facts["rows"]), int(facts["columns"]), tuple(map(str, facts["classes"])))
+            codes = int(facts["codes"])
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise UserError(
+                f"the image tokenizer in {folder} cannot be read ({' '.join(str(error).split())}); copy it again"
+            ) from error
+        if codes != tokenizer.codes:
+            raise UserError(f"the image tokenizer in {folder} has {tokenizer.codes} codes, and {CONFIG} says {codes}")
+        return codec
+
+    def find_class(self, name: str) -> int:
+        """The number of a class, given by name or by number.
+
+        Raises:
+            UserError: there is no such class.
+        """
+        if name in self.classes:
+            return self.classes.index(name)
+        if name.isdecimal() and int(name) < len(self.classes):
+            return int(name)
+        some = ", ".join(self.classes[:12]) + (", ..." if len(self.classes) > 12 else "")
+        raise UserError(f"there is no class {name!r}; the model has {len(self.classes)}: {some}")

@@ -1,0 +1,183 @@
+"""Files of tokens, and of documents on their way to become tokens."""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import zstandard
+from transformers import PreTrainedTokenizerBase
+
+from nonlinear_lowrank.errors import UserError
+
+from .tokenizers import boundary_id, byte_lengths, encode, encode_with_bytes, has_normalizer, is_fast, vocabulary_size
+
+PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
+_BATCH = 4_000_000  # characters that are gathered before they are encoded
+_UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
+
+
+def pieces(document: str, size: int) -> Iterator[str]:
+    """Cuts at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
+    start = 0
+    while start < len(document):
+        end = start + size
+        if end < len(document):
+            cut = document.find("\n", end, end + size) + 1 or document.find(" ", end, end + size)
+            end = cut if cut > 0 else end + size
+        yield document[start:end]
+        start = end
+
+
+class TokenWriter:
+    """Tokens of documents, each followed by the boundary, as one array on disk."""
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, bytes_path: Path | None = None) -> None:
+        """Opens the file.
+
+        Args:
+            path: of the tokens.
+            tokenizer: what makes them.
+            bytes_path: where the bytes of each token go, for tokenizers whose tokens do not tell.
+        """
+        self._tokenizer = tokenizer
+        boundary = boundary_id(tokenizer)
+        assert boundary is not None
+        self._boundary = boundary
+        self._file = _Array(path, "<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
+        self._lengths = byte_lengths(tokenizer)
+        self._complete = self._lengths is not None and not has_normalizer(tokenizer)
+        offsets = bytes_path is not None and self._lengths is None and is_fast(tokenizer)
+        self._bytes = _Array(bytes_path, "<u4") if bytes_path is not None and offsets else None
+        self._batch: list[str] = []
+        self._waiting = 0
+        self._lost = 0
+        self.documents = 0
+        self._size = 0
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            self._file.close()
+            if self._bytes is not None:
+                self._bytes.close()
+
+    def add(self, document: str) -> None:
+        """Appends a document."""
+        self._batch.append(document)
+        self._waiting += len(document)
+        if self._waiting > _BATCH:
+            self._flush()
+
+    def facts(self) -> dict[str, Any]:
+        """What was written, after the end. The hash is of the tokens alone."""
+        return {
+            "documents": self.documents,
+            "bytes": self._size,
+            "tokens": self._file.count,
+            "sha256": self._file.digest.hexdigest(),
+        }
+
+    def _flush(self) -> None:
+        texts = [piece for document in self._batch for piece in pieces(document, PIECE)]
+        counts: Iterator[np.ndarray] = iter(())
+        if self._bytes is None:
+            encoded = iter(encode(self._tokenizer, texts))
+        else:
+            both = encode_with_bytes(self._tokenizer, texts)
+            encoded, counts = iter([ids for ids, _ in both]), iter([sizes for _, sizes in both])
+        for document in self._batch:
+            size = covered = 0
+            for piece in pieces(document, PIECE):
+                tokens = np.array(next(encoded), dtype=self._file.dtype)
+                self._file.append(tokens)
+                size += len(piece.encode())
+                self._lost += self._losses(tokens, piece)
+                if self._bytes is not None:
+                    sizes = next(counts)
+                    self._bytes.append(sizes)
+                    covered += int(sizes.sum())
+            self._file.append(np.array([self._boundary], dtype=self._file.dtype))
+            if self._bytes is not None:
+                self._bytes.append(np.array([size - covered]))
+            self.documents += 1
+            self._size += size
+        self._batch, self._waiting = [], 0
+        whole = self._size if self._complete else self._file.count
+        if self._lost > _UNFIT * whole:
+            raise UserError(
+                f"the tokenizer does not fit the text: {100 * self._lost / whole:.1f} % of its "
+                f"{'bytes are lost' if self._complete else 'tokens are unknown'}; choose another tokenizer, or 'bpe' "
+                "to train one"
+            )
+
+    def _losses(self, tokens: np.ndarray, text: str) -> int:
+        """Unknown tokens; of a byte-level tokenizer, which has none, the bytes that its tokens lack."""
+        if self._complete:
+            assert self._lengths is not None
+            return max(0, len(text.encode()) - int(self._lengths[tokens].sum()))
+        unknown = self._tokenizer.unk_token_id
+        return 0 if unknown is None or unknown == self._boundary else int((tokens == unknown).sum())
+
+
+class _Array:
+    """An .npy file of one axis that grows."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.count = 0
+        self.digest = hashlib.sha256()
+        self._file = path.open("wb")
+        self._write_header()
+
+    def append(self, values: np.ndarray) -> None:
+        data = values.astype(self.dtype, copy=False).tobytes()
+        self._file.write(data)
+        self.digest.update(data)
+        self.count += len(values)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            end = self._file.tell()
+            self._file.seek(0)
+            self._write_header()  # numpy pads it, so that its length is the same for every count
+            assert self._file.tell() == end - self.count * self.dtype.itemsize
+            self._file.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class DocumentFile:
+    """The documents of a stream, compressed on disk, so that it is read over the network once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, documents: Iterator[str]) -> Iterator[str]:
+        """Passes the documents on and keeps them."""
+        with zstandard.open(self.path, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file:
+            for document in documents:
+                data = document.encode()
+                file.write(struct.pack("<Q", len(data)) + data)
+                yield document
+
+    def documents(self) -> Iterator[str]:
+        with zstandard.open(self.path, "rb") as file:
+            while head := _exactly(file, 8):
+                yield _exactly(file, struct.unpack("<Q", head)[0]).decode()
+
+
+def _exactly(file: IO[bytes], count: int) -> bytes:
+    data = b""
+    while len(data) < count and (more := file.read(count - len(data))):
+        data += more
+    return data

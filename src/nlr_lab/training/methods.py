@@ -1,0 +1,245 @@
+"""What an arm can be: nothing, a method built into the model before training (or several), a way to tune a
+pretrained model, or a function of the user's own. `Arm` knows them only through `ArmMethod`, by the table at the end.
+"""
+
+import dataclasses
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nonlinear_lowrank.analysis.importance import PARTS, part_of
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import METHODS, Method
+from nonlinear_lowrank.methods.qk_norm import layer as qk_norm_layers
+from nonlinear_lowrank.methods.query import layer as query_layers
+from nonlinear_lowrank.methods.sine import layer as sine_layers
+from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.surgery.budget import parse_budget
+from nonlinear_lowrank.surgery.targets import dense_parts
+
+from .composition import Composed, split_parts
+from .context import ArmContext, ArmMethod
+from .tuning import TUNINGS
+from .values import as_text, one_line
+from .widening import WideMlp
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """The model as the task builds it."""
+
+    name: str = "baseline"
+    control: bool = True
+    own_init: bool = False
+    stage: int | None = None
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        if settings:
+            raise UserError(f"a baseline has no setting {next(iter(settings))!r}; it takes init=, lr= and name=")
+        return {}
+
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        return [self.name]
+
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+        return model
+
+
+# Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
+_CHOICES = ("include", "exclude", "select", "budget")
+_OF_LINEARS = ("select", "budget")
+_ALIASES = {"r": "rank"}
+_SHORT = {
+    "rank": "r",
+    "activation": "",
+    "depth": "d",
+    "omega": "w",
+    "include": "on-",
+    "exclude": "not-",
+    "select": "on-",
+}
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """A method that swaps modules of the model (`layers.METHODS`), or a control made of one.
+
+    Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`; one that takes
+    linears also `budget=` (in place of the rank), and `select=query/feed_forward`: parts of a block by
+    `analysis.part_of`.
+    """
+
+    method: Method
+    alias: str = ""
+    """Of a control; empty: the method's own name."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config that make the control what it is."""
+
+    @property
+    def name(self) -> str:
+        return self.alias or self.method.name
+
+    @property
+    def control(self) -> bool:
+        return bool(self.alias)
+
+    @property
+    def own_init(self) -> bool:
+        return "init" in self._fields()
+
+    @property
+    def stage(self) -> int | None:
+        if self.method.wraps:
+            return 3
+        return 2 if self.method.include is None else 1
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        choices = _CHOICES if self.method.find is None else [each for each in _CHOICES if each not in _OF_LINEARS]
+        known = (*self._fields(), *choices)
+        full = {_ALIASES.get(key, key) if key not in known else key: value for key, value in settings.items()}
+        for key in full:
+            if key not in known:
+                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
+        if "budget" in full:
+            parse_budget(full["budget"])
+            if self.method.added is None:
+                raise UserError(f"{self.name} cannot choose ranks for a budget; give the rank itself")
+            if "rank" in full or "rank_ratio" in full:
+                raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
+        if "rank" in full and "rank_ratio" in full:
+            raise UserError(f"{self.name}: rank_ratio takes the place of rank; give one of them")
+        if "select" in full:
+            _read_parts(full["select"])
+        for key in ("include", "exclude"):
+            patterns = full.get(key, ())
+            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
+            if not all(isinstance(each, str) for each in listed):
+                raise UserError(f"{key} must be a pattern of names, or a list of them, not {patterns!r}")
+        self._config(full)
+        return full
+
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        return [self.name, *(f"{_SHORT.get(key, key + '-')}{_shown(key, value)}" for key, value in settings.items())]
+
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+        choice = {key: settings[key] for key in _CHOICES if key in settings}
+        if "select" in choice:
+            choice["select"] = _select(model, self.name, choice["select"])
+        augment(model, self._config(settings), verbose=context.verbose, **choice)
+        return model
+
+    def _fields(self) -> list[str]:
+        return [each.name for each in dataclasses.fields(self.method.config_class) if each.name not in self.fixed]
+
+    def _config(self, settings: Mapping[str, Any]) -> Any:
+        own = {key: value for key, value in settings.items() if key not in _CHOICES}
+        return self.method.config_class(**self.fixed, **own)
+
+
+def _shown(key: str, value: Any) -> str:
+    """A setting in the arm's name."""
+    if key == "budget":
+        return "-".join(re.findall(r"[\w.]+", str(value)))
+    return "-".join(re.findall(r"\w+", str(value))) if key in _CHOICES else as_text(value)
+
+
+def _read_parts(text: Any) -> list[str]:
+    parts = text.split("/") if isinstance(text, str) else []
+    for part in parts or [text]:
+        if part not in PARTS:
+            raise UserError(f"select={text} names no part of a block; choose from {', '.join(PARTS)}, joined by '/'")
+    return parts
+
+
+def _select(model: nn.Module, method: str, text: str) -> list[str]:
+    """Names of the plain linears that are such parts of a block."""
+    inside = dense_parts(model)
+    plain = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module not in inside
+    ]
+    chosen = [name for name in plain if part_of(name) in _read_parts(text)]
+    if not chosen:
+        raise UserError(f"{method}: no plain linear of this {type(model).__name__} is {text} by its name")
+    return chosen
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's own function, "module:function": model in, model out."""
+
+    name: str
+    control: bool = False
+    own_init: bool = False
+    stage: int | None = None
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(settings)
+
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
+
+    def function(self) -> Callable[..., Any]:
+        """The function itself.
+
+        Raises:
+            UserError: it cannot be imported or called.
+        """
+        module_name, _, name = self.name.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # the command's own path does not hold the user's folder
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise UserError(f"cannot import {module_name!r} of the arm {self.name!r}: {one_line(error)}") from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise UserError(f"{module_name!r} has no function {name!r}; the arm {self.name!r} needs one")
+        return function
+
+    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+        changed = self.function()(model, **settings)
+        if not isinstance(changed, nn.Module):
+            raise UserError(f"{self.name} gave back {type(changed).__name__}, not a module; return the changed model")
+        return changed
+
+
+# One factor is changed in each, and the rest kept.
+_CONTROLS = (
+    Augmented(sine_layers.METHOD, "low-rank", {"activation": "identity"}),
+    Augmented(sine_layers.METHOD, "sigmoid-low-rank", {"activation": "sigmoid"}),
+    Augmented(sine_layers.METHOD, "relu-low-rank", {"activation": "relu"}),
+    Augmented(qk_norm_layers.METHOD, "qk-norm"),
+    Augmented(query_layers.METHOD, "identity-query", {"kind": "identity"}),
+    Augmented(query_layers.METHOD, "residual-linear-query", {"kind": "linear"}),
+)
+
+_OWN = [method for method in METHODS.values() if not method.wraps]
+_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, _OWN), *_CONTROLS, WideMlp(), *TUNINGS)
+ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
+"""Every kind of arm by its name; functions of the user's own come on top."""
+
+
+def find_method(name: str) -> ArmMethod:
+    """The kind of arm of that name, several joined by "+", or the function it names.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in ARM_METHODS:
+        return ARM_METHODS[name]
+    if len(parts := split_parts(name, list(ARM_METHODS))) > 1:
+        return Composed(tuple(find_method(part) for part in parts))
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise UserError(
+            f"unknown arm {name!r}; choose {', '.join(ARM_METHODS)}, or a function of your own as module:function"
+        )
+    return Function(name)

@@ -1,0 +1,96 @@
+"""What a training run shows while it runs: a bar on a terminal, else lines; with the time to go."""
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from nlr_lab.runtime.time_limit import duration
+
+_SILENT = 20.0  # seconds after which a line is due, also without an evaluation
+
+
+class ProgressLines(TrainerCallback):
+    """Shows step, losses and speed. Of several processes only the first shows anything.
+
+    Args:
+        title: stands before the numbers, e.g. the arm's name.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.console = Console(stderr=True, highlight=False)
+        self.bar: Progress | None = None
+        self.task: Any = None
+        self.train_loss = float("nan")
+        self.first_step = 0
+        self.started = self.printed = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the bar at the step that is resumed from."""
+        if not state.is_world_process_zero:
+            return
+        self.first_step, self.started = state.global_step, time.monotonic()
+        self.printed = self.started
+        if sys.stderr.isatty():
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            self.task = self.bar.add_task(self.title, total=state.max_steps, completed=state.global_step, numbers="")
+            self.bar.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Moves the bar; where there is none, prints a line when there has been none for long."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=state.global_step)
+        elif state.is_world_process_zero and time.monotonic() - self.printed > _SILENT:
+            self._print(f"{self.title}  step {state.global_step}/{state.max_steps}", state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Notes the training loss; prints a line when there is an evaluation loss."""
+        if not state.is_world_process_zero or not logs:
+            return
+        self.train_loss = logs.get("loss", self.train_loss)
+        if self.bar is not None:
+            self.bar.update(self.task, numbers=f"loss {self.train_loss:.4f}")
+        if "eval_loss" not in logs:
+            return
+        line = (
+            f"{self.title}  step {state.global_step}/{state.max_steps}  train {self.train_loss:.4f}  "
+            f"eval {logs['eval_loss']:.4f}"
+        )
+        for key, value in logs.items():
+            if key == "eval_bits_per_byte":
+                line += f"  {value:.4f} bits/byte"
+            elif key == "plain_loss":
+                line += f"  plain train {value:.4f}"
+            elif key.startswith("eval_") and key != "eval_loss":
+                line += f"  {key.removeprefix('eval_')} {value:.4f}"
+        self._print(line, state)
+
+    def _print(self, line: str, state: Any) -> None:
+        self.printed = time.monotonic()
+        speed = (state.global_step - self.first_step) / max(self.printed - self.started, 1e-9)
+        left = state.max_steps - state.global_step
+        to_go = f"  {duration(left / speed)} to go" if left and speed else ""
+        # Without wrapping, so that a log file has whole lines.
+        self.console.print(f"{line}  {speed:.2f} steps/s{to_go}", soft_wrap=True, markup=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stops the bar."""
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back; also when training was cut short."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

@@ -1,0 +1,276 @@
+"""How a run trains, and the whole of it as a recipe: a task, an arm, and what it is compared with.
+
+All are frozen dataclasses of plain fields, so that any field can be given on the command line and a recipe
+survives JSON exactly.
+"""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import tyro
+
+from nlr_lab.tasks.finetune.glue import GlueTask
+from nlr_lab.tasks.finetune.image_classification import ImageTask
+from nlr_lab.tasks.finetune.instructions import InstructionTask
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.text.language_model import LanguageModelTask
+from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
+from nlr_lab.tasks.text.opt_language_model import OptLanguageModelTask
+from nonlinear_lowrank.errors import UserError
+
+from .arms import Arm, ArmOption, Optimizer
+from .values import check_number, check_whole, one_line
+
+__all__ = ["Arm", "Recipe", "TrainConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained. Nothing here depends on the number of processes."""
+
+    steps: int = 0
+    """Optimizer steps; 0: as many as `epochs` gives."""
+    epochs: float | None = None
+    """Passes over the training data, where steps is 0."""
+    batch_size: int
+    """Sequences per optimizer step, over all processes and micro-batches."""
+    gradient_accumulation: int = 1
+    """Micro-batches that a process splits its share of the batch into; only memory and rounding change."""
+    lr: float
+    """Peak learning rate of multiplier 1."""
+    head_lr: float | None = None
+    """Of a new head that is trained beside other weights; None: lr. Fixes it while arms have rates of their own."""
+    weight_decay: float = 0.01
+    """Of the roles that decay."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    warmup_share: float = 0.0
+    """The same as a share of all steps, where warmup_steps is 0."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """After the warm-up; linear and cosine end at 0."""
+    group_by_length: bool = False
+    """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
+    optimizer: Optimizer = "adamw"
+    """"muon": dense matrices by Muon, the rest by AdamW. An arm may name its own."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0: not clipped."""
+    bf16: bool = False
+    """Autocast to bfloat16; weights and optimizer stay as they are (float32, unless a checkpoint's dtype says so)."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, a block at a time: less memory, a third more time."""
+    compile: bool = False
+    """torch.compile the model."""
+    deterministic: bool = False
+    """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
+    one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
+    stop_diverged: bool = False
+    """Stop a run whose training loss rose and did not come back (`training.divergence` has the rule); one whose loss
+    is no longer a number always stops."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always evaluated. 0 with epochs: after each epoch."""
+    save_every: int = 1000
+    """Steps between checkpoints; the last step is always saved. 0 with epochs: after each epoch."""
+    keep_checkpoints: int = 2
+    """How many of the newest complete checkpoints are kept."""
+    log_every: int = 10
+    """Steps between entries of the training curve (also written at every evaluation and checkpoint)."""
+    seed: int = 0
+    """Of the init, the order of the data, and dropout."""
+    tracker: str = "tensorboard"
+    """"tensorboard", "none", or any tracker that transformers knows ("wandb", "mlflow", ...)."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    eval_batch_size: int | None = None
+    """Sequences per process in evaluation; None: as in training."""
+    dataloader_workers: int = 0
+    """Processes that read data ahead, for each training process."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
+        if self.epochs is not None:
+            check_number("epochs", self.epochs, above=0)
+        by_epochs = self.epochs is not None
+        for name in ("batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"):
+            check_whole(name, getattr(self, name), least=1)
+        for name in ("steps", "eval_every", "save_every"):
+            check_whole(name, getattr(self, name), least=0 if by_epochs else 1)
+        for name in ("warmup_steps", "seed", "dataloader_workers"):
+            check_whole(name, getattr(self, name), least=0)
+        for name in ("threads", "eval_batch_size"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1)
+        if self.seed >= 2**31:
+            raise UserError(f"seed must be below 2**31, not {self.seed}")
+        check_number("lr", self.lr, above=0)
+        if self.head_lr is not None:
+            check_number("head_lr", self.head_lr, above=0)
+        check_number("weight_decay", self.weight_decay, least=0)
+        check_number("max_grad_norm", self.max_grad_norm, least=0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
+        check_number("warmup_share", self.warmup_share, least=0)
+        if self.warmup_share >= 1 or (self.warmup_share and self.warmup_steps):
+            raise UserError("warmup_share must be below 1, and not be given beside warmup_steps")
+        if self.steps and self.warmup_steps > self.steps:
+            raise UserError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
+        if self.batch_size % self.gradient_accumulation:
+            raise UserError(
+                f"batch_size {self.batch_size} does not split into gradient_accumulation "
+                f"{self.gradient_accumulation} equal micro-batches"
+            )
+        for name, choices in (
+            ("schedule", ("linear", "cosine", "constant")),
+            ("optimizer", get_args(Optimizer)),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+
+    def resolved(self, examples: int) -> "TrainConfig":
+        """The same with all lengths in steps, for so many training examples.
+
+        An epoch is the number of steps that see as many examples as there are, rounded up.
+        """
+        per_epoch = math.ceil(examples / self.batch_size)
+        steps = self.steps or max(1, round(per_epoch * (self.epochs or 0)))
+        warmup = self.warmup_steps or round(self.warmup_share * steps)
+        if warmup > steps:
+            raise UserError(f"warmup_steps ({warmup}) must not exceed the {steps} steps of {self.epochs:g} epochs")
+        return replace(
+            self,
+            steps=steps,
+            epochs=None,
+            warmup_steps=warmup,
+            warmup_share=0.0,
+            eval_every=self.eval_every or per_epoch,
+            save_every=self.save_every or per_epoch,
+        )
+
+    @property
+    def length(self) -> str:
+        """In words, e.g. "300 steps" or "3 epochs"."""
+        return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
+
+
+if TYPE_CHECKING:
+    Task = Any  # each task is used through the functions of `tasks.task`, or by code that knows which it is
+else:
+    # Of a recipe's task the command line shows the fields; it offers no other task.
+    Task = tyro.conf.AvoidSubcommands[
+        OptLanguageModelTask
+        | LanguageModelTask
+        | GlueTask
+        | InstructionTask
+        | ImageTask
+        | MaskedLanguageModelTask
+        | ImagePretrainingTask
+        | ImageTokenTask
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A task, an arm, how it trains, and what it is compared with."""
+
+    name: str
+    """Of the recipe."""
+    description: str = ""
+    """One line."""
+    task: Task
+    """What is trained on what."""
+    arm: ArmOption = field(default_factory=Arm)
+    """The change to the model, as in "noble:rank=64", "baseline:init=kaiming" or "module:function"."""
+    train: TrainConfig
+    """How it trains."""
+    arms: tuple[str, ...] = ("baseline",)
+    """The arms of a comparison; the first is the baseline of all deltas."""
+    seeds: int = 3
+    """Seeds of a comparison."""
+    tune_lr: tuple[float, ...] = ()
+    """Learning rates of which each arm of a comparison takes its own best; empty: the recipe's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arms", tuple(self.arms))
+        object.__setattr__(self, "tune_lr", tuple(self.tune_lr))
+        check_whole("seeds", self.seeds, least=1)
+        for lr in self.tune_lr:
+            check_number("tune_lr", lr, above=0)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the arm trains at."""
+        return self.train.lr if self.arm.lr is None else self.arm.lr
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Exact: `Recipe.from_json(recipe.to_json()) == recipe`."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
+        """The reverse of `to_dict`.
+
+        Raises:
+            UserError: a field is missing, unknown, or of the wrong kind.
+        """
+        return _from_plain(cls, data, "recipe")
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """The reverse of `to_json`; also takes the contents of a run's recipe.json.
+
+        Raises:
+            UserError: not the JSON of a recipe.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"not a recipe: {one_line(error)}") from error
+        if isinstance(data, dict) and isinstance(data.get("recipe"), dict):
+            data = data["recipe"]
+        return cls.from_dict(data)
+
+
+def _from_plain(kind: Any, value: Any, where: str) -> Any:
+    """Builds a value of the annotated kind from JSON's."""
+    if typing.get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} must be a JSON object, not {value!r}")
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for name in value:
+            if name not in hints:
+                raise UserError(f"{where} has an unknown field {name!r}; it was written by another version")
+        try:
+            return kind(**{name: _from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+        except TypeError as error:
+            raise UserError(f"{where} is incomplete: {one_line(error)}") from error
+    origin = typing.get_origin(kind)
+    if origin is tuple and isinstance(value, list):
+        return tuple(value)
+    if origin in (typing.Union, types.UnionType):
+        choices = [choice for choice in get_args(kind) if dataclasses.is_dataclass(choice)]
+        if choices and (isinstance(value, Mapping) or len(choices) == len(get_args(kind))):
+            return _from_plain(_choice(choices, value), value, where)
+    return value
+
+
+def _choice(choices: list[Any], value: Any) -> Any:
+    """The dataclass that has all the fields of a JSON object, and no others if there is one; else the first."""
+    fields = {choice: {each.name for each in dataclasses.fields(choice)} for choice in choices}
+    given = set(value) if isinstance(value, Mapping) else set()
+    exact = [choice for choice in choices if fields[choice] == given]
+    able = [choice for choice in choices if given and given <= fields[choice]]
+    return [*exact, *able, choices[0]][0]

@@ -1,0 +1,1 @@
+"""Other trainers and parallelisms: the Hugging Face Trainer, torchtitan, tensor parallelism."""

@@ -1,0 +1,229 @@
+"""Tensor parallelism of NOBLE layers, as two more styles of transformers' plans.
+
+P devices hold the parts of each dense weight that the model's own plan gives them; the branch goes along:
+
+| tensor                             | "colwise" layer (d_out split) | "rowwise" layer (d_in split) |
+|------------------------------------|-------------------------------|------------------------------|
+| noble_down (r, d_in)               | whole                         | by columns                   |
+| noble_up (d_out, r)                | by rows                       | by columns (r split)         |
+| last mix (r, r), frequency, phase  | whole                         | by rows (r split)            |
+| other mixes, frequencies, phases   | whole                         | whole                        |
+| noble_up_bias (d_out)              | split                         | whole                        |
+
+In a colwise layer every device has all of x, so h needs no exchange; gradients of what it holds whole are sums over
+the devices. In a rowwise layer each device's x down^T is a part of h only, and the cosine of a sum is not the sum of
+cosines: h, r numbers a token, is summed over the devices before the bottleneck, whose last step each then does for its
+own share of r. The output's sum, which the dense layer needs anyhow, adds the shares up.
+
+The forms are those of one device in exact arithmetic; sums over devices round in another order.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import NobleConfig, NobleConv1D, NobleLinear
+
+COLWISE, ROWWISE = "nlr_noble_colwise", "nlr_noble_rowwise"
+_STYLES = {"colwise": COLWISE, "rowwise": ROWWISE}
+
+
+def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[str, str]:
+    """A plan of concrete names in which layers with a branch, and their tensors, have our styles.
+
+    Args:
+        model: with layers that `augment` put in.
+        plan: {module or parameter: style}, as transformers resolved it.
+        devices: P, over which tensors are split.
+
+    Raises:
+        UserError: a layer of the plan cannot be split; the message names it and why.
+    """
+    changed = dict(plan)
+    for name, layer in model.named_modules():
+        if name in plan and isinstance(layer, NobleLinear | NobleConv1D):
+            if why := _why_not(layer, plan[name], devices):
+                raise UserError(f"{name} cannot be split by tensor parallelism: {why}")
+            style = _STYLES[plan[name]]
+            changed[name] = style
+            changed |= {f"{name}.{own}": style for own, _ in layer.named_parameters()}
+    return changed
+
+
+def _why_not(layer: Any, style: str, devices: int) -> str:
+    config: NobleConfig = layer.noble_config
+    if style not in _STYLES:
+        return f"the model's plan has it as {style!r}, which NOBLE has no form of; use data parallelism"
+    if not hasattr(layer, "in_features"):
+        return "it is a Conv1D; use data parallelism"
+    if config.fusion != "add" or config.dropout:
+        return "fusion='gated' and dropout work on one device; use data parallelism"
+    if layer.noble_shared is not None or layer.noble_group is not None:
+        return "it shares its input's work with its neighbours (share_down, fuse_shared_inputs); augment without that"
+    if layer.noble_rank < devices:
+        return f"its rank {layer.noble_rank} is below the {devices} devices; raise the rank"
+    return ""
+
+
+class _NobleStyle(TensorParallelLayer):
+    """What both styles share: where each tensor lies, and a forward on local tensors."""
+
+    split: Callable[[nn.Module, str], int | None]
+    """The dimension in which a tensor is split; None: every device has all of it."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """Replaces a parameter by its distributed form."""
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        whole = module._parameters.get(param)
+        if whole is None:
+            return
+        dim = type(self).split(module, param)
+        placement = Replicate() if dim is None else Shard(dim)
+        local = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(local, requires_grad=whole.requires_grad)
+
+
+def _last(module: Any, name: str) -> bool:
+    """Whether a tensor is of the bottleneck's last step: its rows are u's columns."""
+    depth = module.noble_config.depth
+    return name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}")
+
+
+def _split_colwise(module: nn.Module, name: str) -> int | None:
+    return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
+
+
+def _split_rowwise(module: nn.Module, name: str) -> int | None:
+    if name in ("weight", "noble_down", "noble_up"):
+        return 1
+    return 0 if _last(module, name) else None
+
+
+class NobleColwise(_NobleStyle):
+    """x whole -> this device's columns of y."""
+
+    split = staticmethod(_split_colwise)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        """Replaces the layer's forward."""
+        plain, group = module.forward, mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            with _local(module, group, self):
+                return plain(_SumGradient.apply(_plain(x), group))
+
+        module.forward = forward
+        return module
+
+
+class NobleRowwise(_NobleStyle):
+    """This device's columns of x -> y whole."""
+
+    split = staticmethod(_split_rowwise)
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        """Replaces the layer's forward."""
+        plain, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
+        share = math.ceil(module.noble_rank / mesh.size())  # as distribute_tensor splits
+
+        def whole_h(h: Tensor) -> Tensor:
+            h = _SumBoth.apply(h, group)
+            # Without a mix the last step is the first, and takes its own columns.
+            return h if module.noble_config.depth > 1 else h[..., rank * share : (rank + 1) * share]
+
+        module.noble_reduce = whole_h
+
+        def forward(x: Tensor) -> Tensor:
+            with _local(module, group, self) as biases:
+                y = _Sum.apply(plain(_plain(x)), group)
+            return y + sum(biases[1:], biases[0]).to(y.dtype) if biases else y
+
+        module.forward = forward
+        return module
+
+
+@contextlib.contextmanager
+def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]]:
+    """The layer's own tensors are this device's; in a rowwise layer biases are taken out, and given."""
+    kept = [(each, dict(each._parameters)) for each in (module, module.dense)]
+    biases: list[Tensor] = []
+    try:
+        for holder, parameters in kept:
+            for name, parameter in parameters.items():
+                if parameter is None:
+                    continue
+                local: Any = _plain(parameter)
+                if isinstance(style, NobleRowwise) and name in ("bias", "noble_up_bias"):
+                    if name == "bias" or module.branch_enabled:
+                        biases.append(local)
+                    local = None
+                elif type(style).split(module, name) is None:
+                    local = _SumGradient.apply(local, group)
+                holder._parameters[name] = local
+        yield biases
+    finally:
+        for holder, parameters in kept:
+            holder._parameters.update(parameters)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """This device's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _summed(tensor: Tensor, group: Any) -> Tensor:
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same forward; gradients are summed over the devices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return _summed(dy, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Summed over the devices; the gradient of the sum is every part's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy, None
+
+
+class _SumBoth(torch.autograd.Function):
+    """Summed over the devices, as are the gradients: each device uses the sum in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return _summed(dy, ctx.group), None
+
+
+_OURS: dict[str, Any] = {COLWISE: NobleColwise(), ROWWISE: NobleRowwise()}
+for _name, _style in _OURS.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)

@@ -1,0 +1,163 @@
+"""The learning-rate table under transformers' Trainer: a mixin for its class, a callback where that cannot be changed.
+
+Trainer's own groups have one learning rate, and what it decays it finds by names: frequencies and phases with it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import TrainerCallback
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.learning_rates import Mismatch, mismatches, multiplier_roles, warn_once
+from nonlinear_lowrank.optim import param_groups
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class TrainerMixin(_Trainer):
+    """Give a Trainer's optimizer the groups of `param_groups`, with args.learning_rate and args.weight_decay.
+
+        class MyTrainer(nlr.TrainerMixin, Trainer): ...      # or trl's SFTTrainer, or any other subclass
+
+    The optimizer is the one that the TrainingArguments name; schedules, resuming and DDP, FSDP2 and DeepSpeed are
+    Trainer's. An optimizer that the user hands over (`optimizers=`, `optimizer_cls_and_kwargs=`) is used as it is.
+    One that makes groups of its own (GaLore, Apollo, LOMO) keeps them, which is warned of.
+    """
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer, unless the user gave one.
+
+        Args:
+            model: what is trained, where it was wrapped first; default: the Trainer's model.
+
+        Raises:
+            UserError: FSDP1, which flattens tensors.
+        """
+        of_model = () if model is None else (model,)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            return super().create_optimizer(*of_model)
+        trained: Any = self.model if model is None else model
+        if isinstance(trained, FullyShardedDataParallel):
+            raise UserError(
+                "FSDP1 flattens matrices, so that their roles are lost; use FSDP2 (fsdp_config={'version': 2})"
+            )
+        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, trained)
+        if _takes_groups(kind, settings):
+            groups = param_groups(trained, self.args.learning_rate, self.args.weight_decay, verbose=False)
+            settings = {**settings, "params": groups}
+        else:
+            warn_once(
+                [each for each in trained.modules() if multiplier_roles(each)],
+                f"optim={str(self.args.optim)!r} makes parameter groups of its own: branches are trained without their "
+                "learning-rate multipliers; choose another, such as optim='adamw_torch'",
+            )
+        self.optimizer_cls_and_kwargs = (kind, settings)
+        try:
+            return super().create_optimizer(*of_model)
+        finally:
+            self.optimizer_cls_and_kwargs = None  # Trainer has emptied it
+
+
+class LearningRateCallback(TrainerCallback):
+    """Give branch tensors their multipliers in any Trainer, whose class need not be changed.
+
+        Trainer(..., callbacks=[nlr.LearningRateCallback()])
+
+    Tensors that the optimizer would train at the plain learning rate, or decay against their role, are put into groups
+    of their own for the length of each step: its group's rate at that step times the multiplier, and no decay.
+    Between steps the optimizer has Trainer's groups, so that schedules, checkpoints and logs are as without it. A
+    tensor whose rate differs already is left as it is.
+
+    Raises:
+        UserError: when training begins, the optimizer does not hold the model's tensors (DeepSpeed, FSDP1, layer-wise
+            optimizers) or steps by other optimizers; after the first step, it keeps values in its groups
+            (schedule-free ones).
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, Mismatch] = {}
+        self._between: list[dict[str, Any]] = []
+        self._set: list[dict[str, Any]] = []
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        optimizer = _unwrapped(optimizer)
+        name = type(optimizer).__name__
+        branch = [
+            tensor
+            for layer in model.modules()
+            if (roles := multiplier_roles(layer))
+            for local, tensor in layer.named_parameters()
+            if local in roles and tensor.requires_grad
+        ]
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if branch and not any(id(each) in held for each in branch):
+            raise UserError(f"LearningRateCallback finds no branch tensor in {name}; use nlr.TrainerMixin")
+        self._found = {id(each.tensor): each for each in mismatches(optimizer.param_groups)}
+        if self._found and any(_optimizers_in(value) for value in vars(optimizer).values()):
+            raise UserError(
+                f"LearningRateCallback cannot change the groups of {name}, which steps by others; make it with "
+                "nlr.param_groups"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not self._found:
+            return
+        optimizer = _unwrapped(optimizer)
+        self._between = optimizer.param_groups
+        optimizer.param_groups = [part for group in self._between for part in self._parts(group)]
+        self._set = [dict(group) for group in optimizer.param_groups]
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not self._found:
+            return
+        optimizer = _unwrapped(optimizer)
+        parts, optimizer.param_groups = optimizer.param_groups, self._between
+        for part, before in zip(parts, self._set, strict=True):
+            if part.keys() != before.keys() or any(part[key] is not before[key] for key in part):
+                raise UserError(
+                    f"LearningRateCallback cannot serve {type(optimizer).__name__}, which keeps values in its groups; "
+                    "use nlr.TrainerMixin"
+                )
+
+    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group's tensors by what is changed for them, in groups like it; first those that nothing is."""
+        tensors: dict[tuple[float, bool], list[torch.Tensor]] = {(1.0, False): []}
+        for each in group["params"]:
+            found = self._found.get(id(each))
+            key = (found.role.lr if found.lost else 1.0, found.decayed) if found else (1.0, False)
+            tensors.setdefault(key, []).append(each)
+        shared = {key: value for key, value in group.items() if key != "param_names"}
+        parts = []
+        for (multiplier, decayed), params in tensors.items():
+            part = {**shared, "params": params}
+            if multiplier != 1:
+                part |= {key: group[key] * multiplier for key in ("lr", "initial_lr") if key in group}
+            if decayed:
+                part["weight_decay"] = 0.0
+            parts.append(part)
+        return [part for part in parts if part["params"]]
+
+
+def _takes_groups(kind: Any, settings: dict[str, Any]) -> bool:
+    """Return whether Trainer makes the optimizer of groups, and not of what its settings bring."""
+    brings = {"params", "model", "optimizer_dict"} & settings.keys()
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not brings
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _optimizers_in(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(each, torch.optim.Optimizer) for each in values)

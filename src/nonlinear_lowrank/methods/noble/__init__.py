@@ -1,0 +1,1 @@
+"""NOBLE branches (noble.txt): `y = Wx + b + up(CosNet(down(x)))`."""

@@ -1,0 +1,236 @@
+"""NOBLE as a fine-tuning method: the nonlinear low-rank branch beside frozen linears (noble.txt, section 3).
+
+    y = W x + b + up bottleneck(down x)           W, b frozen, also quantized
+
+Init and learning-rate table; the defaults are the paper's (section 3.3, appendix A), but for the up projection,
+which starts at zero so that the model starts where it stands. s = min(d_in, d_out) / r.
+
+| tensor              | shape           | init                  | lr x     | decay |
+|---------------------|-----------------|-----------------------|----------|-------|
+| nlr_noble_down      | (r, d_in)       | N(0, 1 / d_in)        | 1        | yes   |
+| nlr_noble_up        | (d_out, r)      | 0                     | s ^ 0.6  | yes   |
+| nlr_noble_mix       | (depth-1, r, r) | Xavier uniform, each  | s ^ 0.45 | yes   |
+| nlr_noble_frequency | (depth, r)      | U(0.8, 1.2)           | 3        | no    |
+| nlr_noble_phase     | (depth, r)      | N(0, 0.1^2)           | 5        | no    |
+
+The mixes are there from depth 2, frequencies and phases with the cosine only. The branch is not linear in x, so
+no weight can take it in: a NOBLE adapter does not merge.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nonlinear_lowrank.adapters.config import AdapterConfig, check_dropout, check_whole
+from nonlinear_lowrank.adapters.tuner import AdapterModel
+from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import NobleConfig, Role
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+
+from .layer import Activation
+from .op import noble_branch, noble_linear
+
+
+@dataclass
+class NobleAdapterConfig(AdapterConfig):
+    """Settings of NOBLE adapters, for `peft.get_peft_model`; see also `AdapterConfig`.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    type_name: ClassVar[str] = "NLR_NOBLE"
+    patterns: ClassVar[Mapping[str, str]] = {"r": "rank_pattern"}
+
+    r: int = 16
+    """Width of the bottleneck; must stay below min(d_in, d_out) of every adapted module."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """{module name or regular expression: r} where it differs."""
+    activation: Activation = "cosine"
+    """The bottleneck's nonlinearity; "cosine" at depth 2 is CosNet."""
+    depth: int = 2
+    """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
+    dropout: float = 0.0
+    """Dropout of the branch's input in training."""
+    frequency_range: tuple[float, float] = (0.8, 1.2)
+    """Frequencies start uniform in it."""
+    phase_std: float = 0.1
+    """Phases start with this standard deviation."""
+    up_lr_power: float = 0.6
+    """Learning-rate multiplier of the up projection: (min(d_in, d_out) / r) ** up_lr_power."""
+    mix_lr_power: float = 0.45
+    """The same for the mixing matrices."""
+    frequency_lr: float = 3.0
+    """Learning-rate multiplier of the frequencies."""
+    phase_lr: float = 5.0
+    """Learning-rate multiplier of the phases."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dropout("dropout", self.dropout)
+        # The layer's config has the same fields and checks.
+        checked = NobleConfig(
+            activation=self.activation,
+            depth=self.depth,
+            frequency_range=self.frequency_range,
+            phase_std=self.phase_std,
+            up_lr_power=self.up_lr_power,
+            mix_lr_power=self.mix_lr_power,
+            frequency_lr=self.frequency_lr,
+            phase_lr=self.phase_lr,
+        )
+        self.frequency_range = checked.frequency_range  # JSON has lists only
+
+    def check_value(self, name: str, value: Any, where: str) -> None:
+        """As in `AdapterConfig`."""
+        check_whole(where, value, least=1)
+
+
+class NobleAdapterLinear(WeightLayer):
+    """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
+
+    adapter_layer_names = (
+        "nlr_noble_down",
+        "nlr_noble_up",
+        "nlr_noble_mix",
+        "nlr_noble_frequency",
+        "nlr_noble_phase",
+    )
+    nlr_noble_down: nn.ParameterDict
+    nlr_noble_up: nn.ParameterDict
+    nlr_noble_mix: nn.ParameterDict
+    nlr_noble_frequency: nn.ParameterDict
+    nlr_noble_phase: nn.ParameterDict
+
+    def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
+        """Undrawn tensors of this file's table."""
+        r, depth = config.r, config.depth
+        self.nlr_noble_down[name] = self.parameter(r, self.d_in)
+        self.nlr_noble_up[name] = self.parameter(self.d_out, r)
+        if depth > 1:
+            self.nlr_noble_mix[name] = self.parameter(depth - 1, r, r)
+        if config.activation == "cosine":
+            self.nlr_noble_frequency[name] = self.parameter(depth, r)
+            self.nlr_noble_phase[name] = self.parameter(depth, r)
+
+    def reset_adapter(self, name: str) -> None:
+        """Draws the table; with init_weights=False the up projection too, N(0, 1 / r)."""
+        config: NobleAdapterConfig = self.configs[name]
+        nn.init.normal_(self.nlr_noble_down[name], std=self.d_in**-0.5)
+        if config.init_weights:
+            nn.init.zeros_(self.nlr_noble_up[name])
+        else:
+            nn.init.normal_(self.nlr_noble_up[name], std=config.r**-0.5)
+        if config.depth > 1:
+            for mix in self.nlr_noble_mix[name]:
+                nn.init.xavier_uniform_(mix)
+        if config.activation == "cosine":
+            nn.init.uniform_(self.nlr_noble_frequency[name], *config.frequency_range)
+            nn.init.normal_(self.nlr_noble_phase[name], std=config.phase_std)
+
+    def adapted(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        """(..., d_in) -> (..., d_out); the first branch in one operator with the base where that is plain."""
+        y = None
+        for name in names:
+            config: NobleAdapterConfig = self.configs[name]
+            branch = self._branch(name, x)
+            if config.dropout > 0 and self.training:
+                y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), *branch)
+            elif y is None and self.base_is_plain():
+                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, *branch)  # type: ignore[arg-type]
+            else:
+                y = (self.base_layer(x) if y is None else y) + noble_branch(x, *branch)
+        assert y is not None
+        return y
+
+    def _branch(
+        self, name: str, x: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], str]:
+        """The operators' arguments. Matrices are in the type of x; frequencies and phases keep theirs."""
+        config: NobleAdapterConfig = self.configs[name]
+        mixes = self.nlr_noble_mix[name].to(x.dtype).unbind() if config.depth > 1 else ()
+        cosine = config.activation == "cosine"
+        return (
+            self.nlr_noble_down[name].to(x.dtype),
+            self.nlr_noble_up[name].to(x.dtype),
+            mixes,
+            self.nlr_noble_frequency[name].unbind() if cosine else (),
+            self.nlr_noble_phase[name].unbind() if cosine else (),
+            config.activation,
+        )
+
+    def roles(self, name: str) -> Mapping[str, Role]:
+        """This file's table."""
+        config: NobleAdapterConfig = self.configs[name]
+        ratio = min(self.d_in, self.d_out) / config.r
+        roles = {"nlr_noble_down": Role("noble.down"), "nlr_noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
+        if config.depth > 1:
+            roles["nlr_noble_mix"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
+        if config.activation == "cosine":
+            roles["nlr_noble_frequency"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
+            roles["nlr_noble_phase"] = Role("noble.phase", lr=config.phase_lr, decay=False)
+        return roles
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Raises UserError."""
+        _refuse_merge()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The base module as it was; raises UserError if asked to merge."""
+        if merge:
+            _refuse_merge()
+        return self.get_base_layer()
+
+
+class NobleAdapterConv2d(NobleAdapterLinear):
+    """The same around a 1x1 convolution: (B, d_in, H, W) -> (B, d_out, H', W'), strides as the convolution's."""
+
+    def adapted(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        """(..., d_in, H, W) -> (..., d_out, H', W')."""
+        base = self.get_base_layer()
+        assert isinstance(base, nn.Conv2d)
+        y = self.base_layer(x)
+        pixels = x[..., :: base.stride[0], :: base.stride[1]].movedim(-3, -1)
+        for name in names:
+            dropout = self.configs[name].dropout if self.training else 0.0
+            y = y + noble_branch(F.dropout(pixels, dropout), *self._branch(name, x)).movedim(-1, -3)
+        return y
+
+
+class NobleAdapterModel(AdapterModel):
+    """peft's tuner for NOBLE adapters."""
+
+    prefix = "nlr_noble_"
+    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {
+        "linear": NobleAdapterLinear,
+        "conv1d": NobleAdapterLinear,
+        "conv2d": NobleAdapterConv2d,
+    }
+
+    def check_target(self, name: str, base: nn.Module, config: NobleAdapterConfig) -> None:
+        """Also that r is low."""
+        super().check_target(name, base, config)
+        matrix = matrix_of(base)
+        assert isinstance(matrix, Matrix)
+        d_in, d_out = matrix.d_in, matrix.d_out
+        if config.r >= min(d_in, d_out):
+            raise UserError(
+                f"r={config.r} is not low for {name} ({d_in} -> {d_out}); choose an r below {min(d_in, d_out)}, or "
+                "leave the module out with exclude_modules"
+            )
+
+    def _check_merge_allowed(self) -> None:
+        _refuse_merge()
+
+
+def _refuse_merge() -> None:
+    raise UserError(
+        "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can take it in; keep it "
+        "as an adapter (PeftModel.from_pretrained), or drop it with unload()"
+    )

@@ -1,0 +1,302 @@
+"""CosNet between its projections, c2 = cos(f2 * (M cos(f1 * h + p1)) + p2), on NVIDIA GPUs (noble.txt, (2)).
+
+Shapes: h and every r-wide tensor (T, r); mix M (r, r); f1, p1, f2, p2 (r).
+
+Forward is one kernel at every rank: h is read once, c2 written, nothing else touches memory. Up to rank 128 it may have
+the down projection in it (`down_kernel`: x (T, d_in) is read, h and c2 are written). Backward is one kernel
+for r <= 128 and 16-bit numbers (`backward_kernel`: recomputes c1 and c2 out of h, writes c2 for the up projection's
+gradient and dh; M's gradient stays in registers while a program walks over its tokens) and two kernels otherwise,
+where it does not fit them (`outer_kernel`, `inner_kernel`, and one product in cuBLAS). No atomics: every program
+writes its own partial sums, and one sum over programs in a fixed order ends it, so two runs agree to the bit.
+
+Numbers: arguments of the cosine and all sums are float32. M's products are on the tensor cores, of h's own type; c1
+and the gradient of h2 are rounded to it, as the plain formula rounds them, while h2 and what M returns are not.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nonlinear_lowrank.ops.kernels import processors
+from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, precision, sine
+
+from .down_form import RANK as DOWN_RANK
+from .down_form import TOKENS
+
+ONE_KERNEL_RANK = 128
+"""Up to here backward is one kernel, for 16-bit numbers."""
+
+
+@triton.jit
+def _vector(at, columns, R: tl.constexpr):
+    """A vector of r numbers as a float32 row."""
+    return tl.load(at + columns, mask=columns < R, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _tile(at, first, columns, T, R: tl.constexpr, BT: tl.constexpr):
+    """Rows from `first` on and columns of a (T, r) matrix, zeros outside it. Offsets within a tile are 32 bits."""
+    rows = tl.arange(0, BT)
+    inside = (rows < T - first)[:, None] & (columns < R)[None, :]
+    return tl.load(at + first.to(tl.int64) * R + (rows[:, None] * R + columns[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+def _put(at, value, first, columns, T, R: tl.constexpr, BT: tl.constexpr):
+    rows = tl.arange(0, BT)
+    inside = (rows < T - first)[:, None] & (columns < R)[None, :]
+    place = at + first.to(tl.int64) * R + (rows[:, None] * R + columns[None, :])
+    tl.store(place, value.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _put_sums(sums, row: tl.constexpr, first, second, tile, columns, R: tl.constexpr):
+    """Sums over the rows of two tiles, as rows `row` and `row + 1` of the token tile's four."""
+    place = sums + (tile * 4 + row) * R + columns
+    tl.store(place, tl.sum(first, 0), mask=columns < R)
+    tl.store(place + R, tl.sum(second, 0), mask=columns < R)
+
+
+@triton.jit
+def _mixed(h, mix, f1, p1, first, columns, T, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Columns of h2 = M c1 (BT, BN), c1 made out of h block by block."""
+    h2 = tl.zeros([BT, BN], tl.float32)
+    for start in range(0, R, BK):
+        k = start + tl.arange(0, BK)
+        argument = _tile(h, first, k, T, R, BT).to(tl.float32) * _vector(f1, k, R) + _vector(p1, k, R)
+        c1 = cosine(argument, FAST).to(h.dtype.element_ty)
+        inside = (k < R)[:, None] & (columns < R)[None, :]
+        m = tl.load(mix + columns[None, :] * R + k[:, None], mask=inside, other=0.0).to(h.dtype.element_ty)
+        h2 = tl.dot(c1, m, h2, input_precision=PRECISION)
+    return h2
+
+
+@triton.jit
+def forward_kernel(h, mix, f1, p1, f2, p2, c2, T, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0) * BT
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    h2 = _mixed(h, mix, f1, p1, first, columns, T, R, BT, BN, BK, FAST, PRECISION)
+    value = cosine(h2 * _vector(f2, columns, R) + _vector(p2, columns, R), FAST)
+    _put(c2, value, first, columns, T, R, BT)
+
+
+@triton.jit
+def down_kernel(x, down, mix, f1, p1, f2, p2, h, c2, T, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """h = x Wdown^T and c2 for r <= BN; c1 and c2 are made of h as it is stored, since backward makes them so again."""
+    first = tl.program_id(0) * BT
+    columns = tl.arange(0, BN)
+    total = tl.zeros([BT, BN], tl.float32)
+    for start in range(0, D, BK):
+        k = start + tl.arange(0, BK)
+        inside = (k < D)[:, None] & (columns < R)[None, :]
+        w = tl.load(down + columns[None, :] * D + k[:, None], mask=inside, other=0.0)
+        total = tl.dot(_tile(x, first, k, T, D, BT), w, total, input_precision=PRECISION)
+    stored = total.to(h.dtype.element_ty)
+    _put(h, stored, first, columns, T, R, BT)
+    argument = stored.to(tl.float32) * _vector(f1, columns, R) + _vector(p1, columns, R)
+    c1 = cosine(argument, FAST).to(h.dtype.element_ty)
+    square = (columns < R)[:, None] & (columns < R)[None, :]
+    m = tl.load(mix + columns[None, :] * R + columns[:, None], mask=square, other=0.0).to(h.dtype.element_ty)
+    h2 = tl.dot(c1, m, input_precision=PRECISION)
+    value = cosine(h2 * _vector(f2, columns, R) + _vector(p2, columns, R), FAST)
+    _put(c2, value, first, columns, T, R, BT)
+
+
+@triton.jit
+def backward_kernel(h, du, mix, f1, p1, f2, p2, c2, dh, dmix, sums, T, R: tl.constexpr, BT: tl.constexpr,
+                    BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """All of it for r <= BN; program p walks over token tiles p, p + P, ... writes dmix[p] and each tile's sums."""
+    columns = tl.arange(0, BN)
+    square = (columns < R)[:, None] & (columns < R)[None, :]
+    # M itself (out, in); forward's product takes it transposed
+    m = tl.load(mix + columns[:, None] * R + columns[None, :], mask=square, other=0.0).to(h.dtype.element_ty)
+    dm = tl.zeros([BN, BN], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
+        first = tile * BT
+        argument = _tile(h, first, columns, T, R, BT).to(tl.float32) * _vector(f1, columns, R) + _vector(p1, columns, R)
+        c1 = cosine(argument, FAST).to(h.dtype.element_ty)
+        h2 = tl.dot(c1, tl.trans(m), input_precision=PRECISION)
+        outer = h2 * _vector(f2, columns, R) + _vector(p2, columns, R)
+        _put(c2, cosine(outer, FAST), first, columns, T, R, BT)
+        # du is zero outside the matrix, so everything below is too, though c1 and c2 are not
+        douter = -sine(outer, FAST) * _tile(du, first, columns, T, R, BT).to(tl.float32)
+        # Sums go to memory tile by tile: carried along, they would take more registers than the tile itself.
+        _put_sums(sums, 2, douter * h2, douter, tile, columns, R)
+        dh2 = (douter * _vector(f2, columns, R)).to(h.dtype.element_ty)
+        dm = tl.dot(tl.trans(dh2), c1, dm, input_precision=PRECISION)
+        dc1 = tl.dot(dh2, m, input_precision=PRECISION)
+        # h once more, from the cache, for the same reason
+        h_wide = _tile(h, first, columns, T, R, BT).to(tl.float32)
+        dargument = -sine(h_wide * _vector(f1, columns, R) + _vector(p1, columns, R), FAST) * dc1
+        _put_sums(sums, 0, dargument * h_wide, dargument, tile, columns, R)
+        _put(dh, dargument * _vector(f1, columns, R), first, columns, T, R, BT)
+    place = dmix + tl.program_id(0).to(tl.int64) * R * R + columns[:, None] * R + columns[None, :]
+    tl.store(place, dm, mask=square)
+
+
+@triton.jit
+def outer_kernel(h, du, mix, f1, p1, f2, p2, c2, dh2, sums, T, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """c2, the gradient of h2, and each tile's sums for f2 and p2."""
+    first = tl.program_id(0) * BT
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    h2 = _mixed(h, mix, f1, p1, first, columns, T, R, BT, BN, BK, FAST, PRECISION)
+    outer = h2 * _vector(f2, columns, R) + _vector(p2, columns, R)
+    _put(c2, cosine(outer, FAST), first, columns, T, R, BT)
+    douter = -sine(outer, FAST) * _tile(du, first, columns, T, R, BT).to(tl.float32)
+    _put(dh2, douter * _vector(f2, columns, R), first, columns, T, R, BT)
+    _put_sums(sums, 2, douter * h2, douter, tl.program_id(0), columns, R)
+
+
+@triton.jit
+def inner_kernel(h, dh2, mix, f1, p1, c1, dh, sums, T, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """c1 (M's gradient needs it), dh, and each tile's sums for f1 and p1."""
+    first = tl.program_id(0) * BT
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    dc1 = tl.zeros([BT, BN], tl.float32)
+    for start in range(0, R, BK):
+        k = start + tl.arange(0, BK)
+        inside = (k < R)[:, None] & (columns < R)[None, :]
+        m = tl.load(mix + k[:, None] * R + columns[None, :], mask=inside, other=0.0).to(h.dtype.element_ty)
+        dc1 = tl.dot(_tile(dh2, first, k, T, R, BT), m, dc1, input_precision=PRECISION)
+    h_wide = _tile(h, first, columns, T, R, BT).to(tl.float32)
+    argument = h_wide * _vector(f1, columns, R) + _vector(p1, columns, R)
+    _put(c1, cosine(argument, FAST), first, columns, T, R, BT)
+    dargument = -sine(argument, FAST) * dc1
+    _put(dh, dargument * _vector(f1, columns, R), first, columns, T, R, BT)
+    _put_sums(sums, 0, dargument * h_wide, dargument, tl.program_id(0), columns, R)
+
+
+_VECTORS = dict.fromkeys(("f1", "p1", "f2", "p2"), "*fp32")
+
+
+def _numbers(rank: int, dtype: torch.dtype) -> dict[str, object]:
+    return {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype)}
+
+
+def _tiled(name: str, kernel: object, arguments: dict[str, str], rank: int, dtype: torch.dtype) -> Variant:
+    block = min(power_of_2(rank, 16), 128)
+    shape = {"BT": 64, "BN": block, "BK": min(block, 64 if dtype != torch.float32 else 32)}
+    return Variant(name, kernel, arguments | {"T": "i32"}, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 2, 1)
+
+
+def forward_variant(rank: int, dtype: torch.dtype) -> Variant:
+    """`forward_kernel` as it is launched."""
+    own = pointer(dtype)
+    return _tiled("cosnet forward", forward_kernel, {"h": own, "mix": own, **_VECTORS, "c2": own}, rank, dtype)
+
+
+def down_variant(d_in: int, rank: int, dtype: torch.dtype) -> Variant:
+    """`down_kernel` as it is launched."""
+    own = pointer(dtype)
+    arguments = {"x": own, "down": own, "mix": own, **_VECTORS, "h": own, "c2": own, "T": "i32"}
+    block = power_of_2(rank, 16)
+    shape = {"D": d_in, "BT": TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
+    return Variant(
+        "cosnet with down", down_kernel, arguments, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 3, 2
+    )
+
+
+def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
+    """The one kernel of backward, or both."""
+    own = pointer(dtype)
+    if rank <= ONE_KERNEL_RANK and dtype != torch.float32:
+        arguments = {"h": own, "du": own, "mix": own, **_VECTORS, "c2": own, "dh": own, "dmix": "*fp32"}
+        # Above 64 M's gradient leaves registers for 16 rows only; 32 spill.
+        constants = _numbers(rank, dtype) | {"BT": 64 if rank <= 64 else 16, "BN": power_of_2(rank, 16)}
+        arguments |= {"sums": "*fp32", "T": "i32"}
+        return [Variant("cosnet backward", backward_kernel, arguments, constants, 8 if rank > 32 else 4, 1, 3)]
+    outer = {"h": own, "du": own, "mix": own, **_VECTORS, "c2": own, "dh2": own, "sums": "*fp32"}
+    inner = {"h": own, "dh2": own, "mix": own, "f1": "*fp32", "p1": "*fp32", "c1": own, "dh": own, "sums": "*fp32"}
+    return [
+        _tiled("cosnet backward, outer", outer_kernel, outer, rank, dtype),
+        _tiled("cosnet backward, inner", inner_kernel, inner, rank, dtype),
+    ]
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in the block shapes of the common ranks."""
+    for rank in (16, 32, 64, 96, 128, 256):
+        yield forward_variant(rank, torch.bfloat16)
+        yield from backward_variants(rank, torch.bfloat16)
+        if rank <= DOWN_RANK:
+            yield down_variant(1024, rank, torch.bfloat16)
+    for rank in (64, 256):
+        yield forward_variant(rank, torch.float32)
+        yield from backward_variants(rank, torch.float32)
+
+
+def _grid(variant: Variant, tokens: int, rank: int) -> tuple[int, int]:
+    return triton.cdiv(tokens, variant.constants["BT"]), triton.cdiv(rank, variant.constants["BN"])
+
+
+def forward(h: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]) -> Tensor:
+    """c2 (T, r) in h's type; shapes in this file's docstring, two frequencies and two phases."""
+    tokens, rank = h.shape
+    c2 = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if h.numel():
+        variant = forward_variant(rank, h.dtype)
+        variant.launch(_grid(variant, tokens, rank), *_read(h, mix), *_vectors(frequencies, phases), c2, tokens)
+    return c2
+
+
+def down_forward(
+    x: Tensor, down: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """h = x down^T and c2 of it, both (T, r) in x's type; x (T, d_in), down (r, d_in), r <= `down_form.RANK`."""
+    (tokens, d_in), rank = x.shape, down.shape[0]
+    h, c2 = (x.new_empty(tokens, rank) for _ in range(2))
+    if h.numel():
+        variant = down_variant(d_in, rank, x.dtype)
+        grid = (triton.cdiv(tokens, variant.constants["BT"]),)
+        variant.launch(grid, *_read(x, down, mix), *_vectors(frequencies, phases), h, c2, tokens)
+    return h, c2
+
+
+def backward(
+    h: Tensor, du: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """c2, dh, dmix, dfrequencies, dphases out of h and the gradient du of c2, each in its parameter's type."""
+    tokens, rank = h.shape
+    vectors = _vectors(frequencies, phases)
+    h, du, mix = _read(h, du, mix)
+    c2, dh = torch.empty_like(h), torch.empty_like(h)
+    if not h.numel():
+        dmix, sums = torch.zeros_like(mix), h.new_zeros(1, 4, rank, dtype=torch.float32)
+    elif len(kernels := backward_variants(rank, h.dtype)) == 1:
+        variant = kernels[0]
+        tiles = triton.cdiv(tokens, variant.constants["BT"])
+        programs = min(tiles, processors(h.device))
+        partial = h.new_empty(programs, rank, rank, dtype=torch.float32)
+        sums = h.new_empty(tiles, 4, rank, dtype=torch.float32)
+        variant.launch((programs,), h, du, mix, *vectors, c2, dh, partial, sums, tokens)
+        dmix = partial.sum(0)
+    else:
+        outer, inner = kernels
+        grid = _grid(outer, tokens, rank)
+        sums = h.new_empty(grid[0], 4, rank, dtype=torch.float32)
+        c1, dh2 = torch.empty_like(h), torch.empty_like(h)
+        outer.launch(grid, h, du, mix, *vectors, c2, dh2, sums, tokens)
+        inner.launch(_grid(inner, tokens, rank), h, dh2, mix, *vectors[:2], c1, dh, sums, tokens)
+        dmix = dh2.t() @ c1
+    df1, dp1, df2, dp2 = sums.sum(0)
+    dfrequencies = [each.to(like.dtype) for each, like in zip((df1, df2), frequencies, strict=True)]
+    dphases = [each.to(like.dtype) for each, like in zip((dp1, dp2), phases, strict=True)]
+    return c2, dh, dmix.to(mix.dtype), dfrequencies, dphases
+
+
+def _read(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def _vectors(frequencies: list[Tensor], phases: list[Tensor]) -> list[Tensor]:
+    """f1, p1, f2, p2 in float32: r numbers each."""
+    (f1, f2), (p1, p2) = frequencies, phases
+    return [each.float().contiguous() for each in (f1, p1, f2, p2)]

@@ -1,0 +1,1 @@
+"""Normalized queries and keys: a control for nonlinear queries."""

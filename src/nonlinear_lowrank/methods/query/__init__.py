@@ -1,0 +1,1 @@
+"""Nonlinear queries (nonlinear_queries.md)."""

@@ -1,0 +1,1 @@
+"""Rational activations (nora.txt), and their adapters NoRA and NoRA++."""

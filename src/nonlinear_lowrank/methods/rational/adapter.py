@@ -1,0 +1,263 @@
+"""NoRA and NoRA++ as a PEFT method: activations are tuned, not weights (nora.txt, section 3).
+
+    P' / Q' with coefficients theta + A B, by groups of channels; theta is fitted to the activation that is replaced
+
+The layer is in `nora_activation`, the settings in `nora_config`. NoRA++ (lora_r > 0) adds LoRA on linears, see
+`nora_lora`. Merging makes an activation a `layers.RationalActivation` with the shift in its coefficients, and the
+model one that `save_pretrained` and the Auto classes know (`hub`).
+"""
+
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from peft.tuners.tuners_utils import (
+    _ExcludedModule,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
+
+from nonlinear_lowrank.adapters.base import AdapterLayer
+from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError
+from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import config_to_dict
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.surgery.augment import after_augment
+from nonlinear_lowrank.surgery.targets import output_head_names
+
+from .adapter_activation import NoraActivation
+from .adapter_config import ALL_ACTIVATIONS, ALL_LINEAR, NoraConfig
+from .adapter_lora import NoraLoraLinear, NoraSineLinear
+from .adapter_report import NoraReport
+from .layer import RationalActivation, RationalConfig
+from .sites import Survey, survey
+
+__all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
+
+
+class NoraModel(AdapterModel):
+    """peft's tuner for NoRA and NoRA++."""
+
+    prefix = "nlr_nora_"
+    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
+
+    def report(self, adapter_name: str = "default") -> NoraReport:
+        """What an adapter replaced, what it left and why; `print` it.
+
+        Raises:
+            UserError: there is no adapter of that name.
+        """
+        if adapter_name not in self.peft_config:
+            raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
+        layers = {name: each for name, each in self.model.named_modules() if isinstance(each, AdapterLayer)}
+        mine = {name: layer for name, layer in layers.items() if adapter_name in layer.configs}
+        activations = {name: layer for name, layer in mine.items() if isinstance(layer, NoraActivation)}
+        seen = survey(self.model)
+        config: Any = self.peft_config[adapter_name]
+        functions = {}
+        for name, layer in activations.items():
+            settings = layer.rational(adapter_name)
+            groups = layer.configs[adapter_name].groups
+            if isinstance(layer.original(), RationalActivation):
+                what = f"its own coefficients ({settings.activation}, {settings.form})"
+            else:
+                what = f"{config.fit(layer.formula)}, {settings.tails} tails, anchor {settings.anchor}"
+            functions[name] = f"{what}, {groups} groups of {layer.width or '?'} channels"
+        return NoraReport(
+            adapter=adapter_name,
+            activations=functions,
+            linears=[name for name in mine if name not in activations],
+            left={
+                name: why
+                for name, why in (dict.fromkeys(seen.sites, "not asked for") | seen.left).items()
+                if name not in activations
+            },
+            functional=seen.functional,
+            trainable=sum(
+                tensor.numel()
+                for layer in mine.values()
+                for tensors in layer.adapter_layer_names
+                for name, tensor in getattr(layer, tensors).items()
+                if name == adapter_name
+            ),
+        )
+
+    # Targets.
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As in `AdapterModel`; says what was replaced and what was left, where the adapter is a new one."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        loaded = self._targets_are_given or kwargs.get("low_cpu_mem_usage")
+        config = self.peft_config[adapter_name]
+        if not (config.inference_mode or loaded) and int(os.environ.get("RANK", 0)) == 0:
+            print(self.report(adapter_name))
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        """Nothing is to be filled in for activations; for LoRA peft's choice for the model's type, where it has one."""
+        if peft_config.lora_r and peft_config.lora_target_modules is None:
+            known = self.target_module_mapping.get(model_config.get("model_type"), ALL_LINEAR)
+            peft_config.lora_target_modules = known if isinstance(known, str) else set(known)
+        return peft_config
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        self._survey = survey(model)
+        self._linears = _lora_proxy(peft_config, model)
+        super()._prepare_model(peft_config, model)
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
+        proxy = _activation_proxy(peft_config, key)
+        if key in self._survey.sites or (key in self._survey.aside and peft_config.target_modules != ALL_ACTIVATIONS):
+            return check_target_module_exists(proxy, key)
+        if self._linears is not None:
+            return check_target_module_exists(self._linears, key)
+        return check_target_module_exists(proxy, key) if _is_excluded(proxy, key) else False
+
+    def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
+        """As in `AdapterModel`, for activations and, in NoRA++, linears.
+
+        Raises:
+            UserError: a name matches nothing, or something that is no activation.
+        """
+        seen: Survey = self._survey
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if name and not isinstance(result := self._check_target_module_exists(config, name), _ExcludedModule)
+            if result
+        }
+        activations = [name for name in found if name in seen.sites or name in seen.aside]
+        if not activations:
+            raise NoTargetError(_nothing_found(config, model, seen))
+        if config.lora_r and len(found) == len(activations):
+            raise NoTargetError(f"lora_target_modules={_listed(config.lora_target_modules)} match no module")
+        for wanted in config.target_modules if isinstance(config.target_modules, set) else ():
+            matching = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
+            if not matching:
+                raise NoTargetError(f"target_modules has {wanted!r}, which matches no module; {_names(seen)}")
+            other = next((name for name in matching if name not in seen.sites and name not in seen.aside), None)
+            if other is not None:
+                why = seen.unfit.get(other) or f"is a {type(model.get_submodule(other)).__name__}, no activation"
+                raise UserError(f"{other}: {why}; {_names(seen)}")
+        return found
+
+    def check_target(self, name: str, base: nn.Module, config: NoraConfig) -> None:
+        """Also that an activation is used, and that the groups divide its width."""
+        site = self._survey.sites.get(name) or self._survey.aside.get(name)
+        wrapped = self.model.get_submodule(name)
+        if site is None:
+            super().check_target(name, base, config)
+            if isinstance(wrapped, AdapterLayer) and isinstance(wrapped, NoraSineLinear) != config.lora_sine:
+                raise UserError(f"{name} has LoRA of an adapter with lora_sine={not config.lora_sine}; use the same")
+            return
+        if site.bypassed:
+            raise UserError(f"{site.bypassed}, or name the activation in exclude_modules")
+        if site.width is not None and site.width % config.groups:
+            raise UserError(
+                f"groups={config.groups} do not divide the {site.width} channels of {name}; choose groups that do "
+                "(groups_pattern sets them by module), or name it in exclude_modules"
+            )
+        if isinstance(site.module, RationalActivation):
+            own = site.module.rational_config.groups
+            if config.groups % own:
+                raise UserError(
+                    f"{name} is rational with {own} groups already, and groups={config.groups} is no multiple of them"
+                )
+
+    def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
+        """As in `AdapterModel`."""
+        sites = (*self._survey.sites.values(), *self._survey.aside.values())
+        site = next((site for site in sites if site.module is base), None)
+        if site is not None:
+            return NoraActivation(base, site)
+        self.layer_classes = dict.fromkeys(  # type: ignore[misc]
+            NoraModel.layer_classes, NoraSineLinear if config.lora_sine else NoraLoraLinear
+        )
+        return super().new_layer(base, config)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        # One activation may serve in several places; peft sees the first.
+        for module in list(self.model.modules()):
+            if module is new_module:
+                continue
+            for name, each in list(module._modules.items()):
+                if each is child:
+                    setattr(module, name, new_module)
+
+    # Merging.
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        layers = {name: each for name, each in self.model.named_modules() if isinstance(each, NoraActivation)}
+        before = {name: id(layer.original()) for name, layer in layers.items()}
+        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        entries: dict[RationalConfig, list[str]] = {}
+        for name, original in before.items():
+            module = model.get_submodule(name)
+            if isinstance(module, RationalActivation) and id(module) != original:
+                entries.setdefault(module.rational_config, []).append(name)
+        # The model can be saved with them and loaded again, as an augmented one.
+        for config, names in entries.items():
+            for hook in after_augment:
+                hook(model, {"method": config.method, "config": config_to_dict(config), "modules": names})
+        return model
+
+
+def _activation_proxy(config: NoraConfig, key: str) -> Any:
+    """What peft's matching takes: the fields it reads, with the activation itself where all are wanted."""
+    everything = config.target_modules == ALL_ACTIVATIONS
+    return SimpleNamespace(
+        target_modules={key.rpartition(".")[2]} if everything else config.target_modules,
+        exclude_modules=config.exclude_modules,
+        modules_to_save=config.modules_to_save,
+        layers_to_transform=config.layers_to_transform,
+        layers_pattern=config.layers_pattern,
+    )
+
+
+def _lora_proxy(config: NoraConfig, model: nn.Module) -> Any:
+    if not config.lora_r:
+        return None
+    proxy = _activation_proxy(config, "")
+    proxy.target_modules, proxy.task_type = config.lora_target_modules, config.task_type
+    _maybe_include_all_linear_layers(proxy, model)
+    if config.lora_target_modules == ALL_LINEAR:
+        proxy.target_modules = set(proxy.target_modules) - output_head_names(model).keys()
+    return proxy
+
+
+def _is_excluded(proxy: Any, key: str) -> bool:
+    return isinstance(check_target_module_exists(proxy, key), _ExcludedModule)
+
+
+def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
+    if config.target_modules == DUMMY_TARGET_MODULES or seen.sites or seen.aside:
+        asked = f"target_modules={_listed(config.target_modules)}"
+        limits = "".join(
+            f", {limit}={getattr(config, limit)!r}"
+            for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+            if getattr(config, limit)
+        )
+        linears = {
+            name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)
+        }
+        hint = "; linears are for lora_target_modules, with lora_r (NoRA++)"
+        asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
+        return f"{asked}{limits} match no activation of {type(model).__name__}; {_names(seen)}" + (
+            hint if asks_for_linears else ""
+        )
+    reasons = [f"{name} ({why})" for name, why in seen.left.items()]
+    reasons += [f"{name or 'the model'} ({why})" for name, why in seen.functional.items()]
+    found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
+    return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
+
+
+def _names(seen: Survey) -> str:
+    names = {name.rpartition(".")[2] for name in (*seen.sites, *seen.aside)}
+    return f"the model's activations are called {', '.join(sorted(names))}" if names else "the model has no activations"
+
+
+def _listed(names: Any) -> str:
+    return repr(sorted(names)) if isinstance(names, set) else repr(names)

@@ -1,0 +1,302 @@
+"""Rational activations: an activation function with trainable coefficients, by groups of channels.
+
+Init and learning-rate table. G groups, degrees (m, n); n' is n + 1 in the form "abs_of_sum" and n in "sum_of_abs"
+(see `ops.rational`). The fit is that of `rational_fit.fit_rational`.
+
+| tensor                    | shape      | init               | lr x | decay |
+|---------------------------|------------|--------------------|------|-------|
+| rational_numerator        | (G, m + 1) | the fit, every row | 1    | no    |
+| rational_denominator      | (G, n')    | the fit, every row | 1    | no    |
+| rational_base_numerator   | (1, m + 1) | the fit; a buffer  | -    | -     |
+| rational_base_denominator | (1, n')    | the fit; a buffer  | -    | -     |
+
+The last two are there with anchor="exact" only. All four stay float32 when the model is cast to a 16-bit type: a
+coefficient that is off by 2^-9 moves R by up to 2^-9 x, more than the whole error of a fit.
+
+Source: nora.txt, section 3, equations (6)-(8); anchor and tails are ours.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import Findings, Method, Role, Target
+from nonlinear_lowrank.ops.activations import FORMULAS
+
+from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
+from .op import FORMS, LinearTails, denominator_size, rational, rational_anchored
+from .sites import Site, formula_of, survey
+
+Form = Literal["abs_of_sum", "sum_of_abs"]
+Tails = Literal["linear", "rational"]
+Anchor = Literal["none", "exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RationalConfig:
+    """Settings of a rational activation.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    method: ClassVar[str] = "rational"
+
+    activation: str | None = None
+    """What it is fitted to: one of `ops.activations.FORMULAS`. None: in a model that is augmented, each activation's
+    own function; a module of its own needs it."""
+    groups: int = 8
+    """G, contiguous groups of channels with coefficients of their own; must divide the width."""
+    degrees: tuple[int, int] = (5, 4)
+    """Of numerator and denominator."""
+    form: Form = "abs_of_sum"
+    """The denominator: "abs_of_sum" is 1 + |b0 + b1 x + ...|, equation (6) of the paper; "sum_of_abs" is
+    1 + |b1| |x| + |b2| |x|^2 + ..., that of the KAT kernels."""
+    fit_range: float | tuple[float, float] = 10.0
+    """Where the fit is good: (low, high) around 0, or L for (-L, L)."""
+    tails: Tails = "linear"
+    """Beyond fit_range: "linear" goes on straight with the activation's own slopes far out; "rational" lets R go
+    on, which leaves the activation quickly (both tails of an even denominator share one slope)."""
+    anchor: Anchor = "none"
+    """"none": R(x), the paper's. "exact": f(x) + (R(x) - R(x; fit)), which starts bit-equal to f."""
+    channel_dim: Literal[-1, 1] | None = None
+    """Where the channels are: last, or behind the batch. None: in a model that is augmented, as the layers around an
+    activation tell; else last."""
+    width: int | None = None
+    """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
+
+    def __post_init__(self) -> None:
+        low, high = check_range(self.fit_range)
+        object.__setattr__(self, "fit_range", (low, high))
+        object.__setattr__(self, "degrees", check_degrees(self.degrees))
+        for name, known in (
+            ("activation", (*FORMULAS, None)),
+            ("form", FORMS),
+            ("tails", ("linear", "rational")),
+            ("anchor", ("none", "exact")),
+            ("channel_dim", (-1, 1, None)),
+        ):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} must be one of {', '.join(map(repr, known))}, not {getattr(self, name)!r}")
+        for name in ("groups", "width"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and (name == "groups" or value is not None):
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+    def fit(self) -> RationalFit:
+        """The fit that the coefficients start from.
+
+        Raises:
+            UserError: it is not said what to fit.
+        """
+        return fit_rational(self._formula(), form=self.form, degrees=self.degrees, fit_range=self.fit_range)
+
+    # Settings never change, and torch.compile(dynamic=True) would make symbols of their floats.
+    @torch.compiler.assume_constant_result
+    def straight_tails(self) -> LinearTails | None:
+        """The operator's `tails`."""
+        low, high = self.fit_range  # type: ignore[misc]
+        return straight_tails(self._formula(), (low, high)) if self.tails == "linear" else None
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the channels: `channel_dim`, the last where that is open."""
+        return self.channel_dim or -1
+
+    def _formula(self) -> str:
+        if self.activation is None:
+            raise UserError(
+                "a rational activation by itself needs the function that it starts from, as in "
+                'RationalConfig(activation="gelu"); in a model, nlr.augment takes each activation\'s own'
+            )
+        return self.activation
+
+    def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor, base: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The activation with given coefficients.
+
+        Args:
+            x: any shape, with a multiple of G channels at channel_dim.
+            numerator: (G, m + 1).
+            denominator: (G, n').
+            base: coefficients of the fit, (G or 1, .), with anchor="exact".
+
+        Returns:
+            Of the shape and type of x.
+
+        Raises:
+            UserError: the groups do not divide the channels, or these are not where they should be.
+        """
+        behind_batch = self.dim == 1
+        if self.width is not None and x.shape[self.dim] != self.width and self.width in x.shape[1:]:
+            raise UserError(
+                f"a rational activation of {self.width} channels is given {tuple(x.shape)}, with them in an unexpected "
+                "place; leave it out with exclude=, or say where they are with channel_dim="
+            )
+        last = x.movedim(1, -1) if behind_batch else x
+        tails = self.straight_tails()
+        if base is None:
+            y = rational(last, numerator, denominator, self.form, tails)
+        else:
+            y = rational_anchored(last, numerator, denominator, *base, self._formula(), self.form, tails)
+        if not behind_batch:
+            return y
+        y = y.movedim(-1, 1)
+        # In the plain activation's layout: a convolution of another one is another algorithm, rounded otherwise.
+        return y.contiguous() if x.is_contiguous() else y
+
+
+class RationalActivation(nn.Module):
+    """An activation that is a rational function: any shape with a multiple of G channels -> the same.
+
+    Args:
+        config: its settings.
+        device: of the coefficients, which are float32.
+
+    Raises:
+        UserError: the config does not say what it is fitted to.
+    """
+
+    rational_numerator: nn.Parameter
+    rational_denominator: nn.Parameter
+    rational_base_numerator: Tensor | None
+    rational_base_denominator: Tensor | None
+
+    def __init__(self, config: RationalConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        config.fit()  # on meta too, where nothing is drawn: a wrong config is told at once
+        self.rational_config = config
+        m, n = config.degrees
+        for side, terms in (("numerator", m + 1), ("denominator", denominator_size(n, config.form))):
+            values = torch.empty(config.groups, terms, device=device, dtype=torch.float32)
+            setattr(self, f"rational_{side}", nn.Parameter(values))
+            base = torch.empty(1, terms, device=device, dtype=torch.float32) if config.anchor == "exact" else None
+            self.register_buffer(f"rational_base_{side}", base)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets every coefficient to the fit's; on the meta device nothing."""
+        if self.rational_numerator.is_meta:
+            return
+        fit = self.rational_config.fit()
+        for side, values in (("numerator", fit.numerator), ("denominator", fit.denominator)):
+            for name in (f"rational_{side}", f"rational_base_{side}"):
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    row = torch.tensor(values, dtype=torch.float32, device=tensor.device)
+                    init.copy_(tensor, row.expand_as(tensor))
+
+    def base_coefficients(self) -> tuple[Tensor, Tensor] | None:
+        """Of the fit, (1, .) each, with anchor="exact"."""
+        if self.rational_base_numerator is None or self.rational_base_denominator is None:
+            return None
+        return self.rational_base_numerator, self.rational_base_denominator
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `RationalConfig.evaluate`."""
+        coefficients = self.rational_numerator, self.rational_denominator
+        return self.rational_config.evaluate(x, *coefficients, self.base_coefficients())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        own = {**self._parameters, **self._buffers}
+        before = {name: tensor.detach() for name, tensor in own.items() if tensor is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = getattr(self, name)
+            if now.dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
+                now.data = old.to(now.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        config = self.rational_config
+        low, high = config.fit_range  # type: ignore[misc]
+        m, n = config.degrees
+        return (
+            f"{config.activation}, groups={config.groups}, degree {m}/{n}, {config.form}, "
+            f"range=[{low:g}, {high:g}], tails={config.tails}, anchor={config.anchor}"
+        )
+
+
+def _find(model: nn.Module, config: RationalConfig) -> Findings:
+    """Every activation of a model; see `rational_sites`."""
+    seen = survey(model)
+    if seen.adapters:
+        raise UserError(
+            f"{seen.adapters[0] or 'the model'} has adapters; augment the model before they go on, or tune activations "
+            "as an adapter too (nlr.NoraConfig)"
+        )
+    targets = {name: _target(name, site, config) for name, site in seen.sites.items()}
+    for name, site in seen.aside.items():
+        targets[name] = replace(_target(name, site, config), aside=seen.left[name])
+    functions = {name: f"{what}; a function cannot be swapped" for name, what in seen.functional.items()}
+    return Findings(targets=targets, left=seen.unfit | functions)
+
+
+def _target(name: str, site: Site, config: RationalConfig) -> Target:
+    settled = replace(
+        config,
+        activation=config.activation or site.formula,
+        channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
+        width=config.width or site.width,
+    )
+    refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
+    if isinstance(site.module, RationalActivation):
+        refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
+    of = "" if settled.activation == site.formula else f" in place of {site.formula}"
+    return Target(
+        config=settled,
+        said=f"{settled.fit()}{of}, {settled.groups} groups of {settled.width or '?'} channels",
+        device=_device(site),
+        refused=refused,
+    )
+
+
+def _device(site: Site) -> torch.device | None:
+    """An activation has no weight to tell its own."""
+    weight = getattr(site.neighbour, "weight", None)
+    return weight.device if isinstance(weight, Tensor) else None
+
+
+def _check(name: str, module: nn.Module, config: RationalConfig) -> None:
+    if config.width is not None and config.width % config.groups:
+        raise UserError(
+            f"groups={config.groups} do not divide the {config.width} channels of {name}; choose groups that do, or "
+            "leave it out with exclude="
+        )
+
+
+def _build(module: nn.Module, config: RationalConfig) -> nn.Module:
+    if config.activation is None:
+        config = replace(config, activation=formula_of(module))
+    return RationalActivation(config).train(module.training)
+
+
+def _roles(module: nn.Module) -> Mapping[str, Role]:
+    return {
+        "rational_numerator": Role("rational.numerator", decay=False),
+        "rational_denominator": Role("rational.denominator", decay=False),
+    }
+
+
+METHOD = Method(
+    name=RationalConfig.method,
+    config_class=RationalConfig,
+    layer_types=(RationalActivation,),
+    takes="activation",
+    find=_find,
+    is_target=lambda module: formula_of(module) is not None or isinstance(module, RationalActivation),
+    check=_check,
+    build=lambda name, module, config: _build(module, config),
+    roles=_roles,
+    # Elementwise work does not count, neither here nor in the plain activation.
+    flops=lambda module: 0,
+    tensor_parallel=False,  # a device's share of the channels has other groups
+    float32=tuple(f"rational_{base}{side}" for base in ("", "base_") for side in ("numerator", "denominator")),
+)

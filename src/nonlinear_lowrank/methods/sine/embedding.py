@@ -1,0 +1,227 @@
+"""Sine-activated low-rank deltas of an embedding table, computed for looked-up rows only.
+
+    y[t] = (W + D1 + D2 + ...)[indices[t]]      D as in sine.py; W (tokens, d), up (tokens, r), down (r, d)
+
+The table is a weight like any other here: its rows are what sine-DoRA's magnitude (tokens) belongs to, so that
+one row needs no other. For backward the indices are kept and nothing else. The product is summed over r in a fixed
+order, element by element: a row has the same bits whether it is looked up alone or merged with all others.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nonlinear_lowrank.ops.one_op import as_one_op
+from nonlinear_lowrank.ops.reshaped import reshaped
+
+from .delta import (
+    Delta,
+    SineFactors,
+    added,
+    flatten,
+    in_order,
+    no_autocast,
+    settings_of,
+    sine_weight_reference,
+    split,
+    unflatten,
+    wide_dtype,
+)
+
+
+def sine_embedding_reference(indices: Tensor, weight: Tensor, factors: Sequence[SineFactors]) -> Tensor:
+    """What `sine_embedding` computes, by differentiable formulas over the whole table."""
+    total = weight
+    for each in factors:
+        delta = each.scale * sine_weight_reference(each.up, each.down, each.omega, each.gain)
+        if each.magnitude is not None:
+            direction = weight + delta
+            delta = (each.magnitude / direction.detach().norm(dim=1))[:, None] * direction - weight
+        total = total + delta
+    return F.embedding(indices, total.to(weight.dtype))
+
+
+def embedding_delta(weight: Tensor, factors: SineFactors) -> Tensor:
+    """One delta of the whole table (tokens, d) in float32 or wider; no gradient."""
+    with torch.no_grad(), no_autocast(weight):
+        omega, amplitude, _ = settings_of(factors)
+        arguments = (weight, factors.up, factors.down, factors.magnitude, omega, amplitude)
+        return _row_delta(*arguments, wide_dtype(weight, factors.up, factors.down)).value()
+
+
+def sine_embedding(
+    indices: Tensor,
+    weight: Tensor,
+    factors: Sequence[SineFactors],
+    *,
+    padding_idx: int | None = None,
+    base: bool = True,
+) -> Tensor:
+    """Rows of a table that carries sine deltas; keeps the indices only for backward.
+
+    Second derivatives are refused with a RuntimeError (use `sine_embedding_reference`).
+
+    Args:
+        indices: integers of any shape.
+        weight: (tokens, d), frozen or trained.
+        factors: the deltas, at least one, added in this order.
+        padding_idx: a token that gives no gradient, as in nn.Embedding.
+        base: whether the table's own rows are part of the sum.
+
+    Returns:
+        (*indices.shape, d) in the table's type; the sum is formed in float32 and rounded once.
+    """
+    flat, settings = flatten(factors)
+    if torch.is_grad_enabled():
+        return _SineEmbedding.apply(indices, weight, settings, padding_idx, base, *flat)
+    run = _forward_op if as_one_op() else _forward
+    return run(indices, weight, *split(flat, settings), list(settings), base)
+
+
+class _SineEmbedding(torch.autograd.Function):
+    """Saves indices and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
+
+    @staticmethod
+    def forward(indices, weight, settings, padding_idx, base, *flat):
+        run = _forward_op if as_one_op() else _forward
+        return run(indices, weight, *split(flat, settings), list(settings), base)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        indices, weight, settings, padding_idx, base, *flat = inputs
+        ctx.settings, ctx.padding_idx, ctx.base = settings, padding_idx, base
+        ctx.save_for_backward(indices, weight, *flat)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "second derivatives through sine_embedding are not defined; use sine_embedding_reference for them"
+            )
+        indices, weight, *flat = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = [bool(need) for need in (needs[1], *needs[5:])]
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        gradients = run(
+            dy, indices, weight, *split(flat, ctx.settings), list(ctx.settings), ctx.padding_idx, ctx.base, wanted
+        )
+        dweight, *others = [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
+        return None, dweight, None, None, None, *others
+
+
+def _row_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, each element summed in the same order however many rows there are."""
+    total = left[:, :1] * right[:1]
+    for k in range(1, left.shape[1]):
+        total.addcmul_(left[:, k : k + 1], right[k : k + 1])
+    return total
+
+
+def _row_delta(
+    weight: Tensor,
+    up: Tensor,
+    down: Tensor,
+    magnitude: Tensor | None,
+    omega: float,
+    amplitude: float,
+    dtype: torch.dtype,
+) -> Delta:
+    """Of the rows that weight, up and magnitude hold."""
+    arguments = (weight, up, down, magnitude, omega, amplitude)
+    return Delta(*arguments, transposed=False, dtype=dtype, multiply=_row_product)
+
+
+def _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype) -> Iterator[Delta]:
+    for up, down, magnitude, omega, amplitude in unflatten(ups, downs, magnitudes, settings):
+        chosen = None if magnitude is None else magnitude[rows]
+        yield _row_delta(weight_rows, up[rows], down, chosen, omega, amplitude, dtype)
+
+
+def _forward(
+    indices: Tensor,
+    weight: Tensor,
+    ups: list[Tensor],
+    downs: list[Tensor],
+    magnitudes: list[Tensor],
+    settings: list[float],
+    base: bool,
+) -> Tensor:
+    rows = indices.reshape(-1)
+    with torch.no_grad(), no_autocast(weight):
+        weight_rows = F.embedding(rows, weight)  # raises on indices out of range, as nn.Embedding does
+        dtype = wide_dtype(weight, *ups, *downs)
+        total: Tensor | None = None
+        for delta in _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype):
+            total = added(total, delta.value(), weight_rows if base else None)
+        assert total is not None
+        return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
+
+
+def _backward(
+    dy: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    ups: list[Tensor],
+    downs: list[Tensor],
+    magnitudes: list[Tensor],
+    settings: list[float],
+    padding_idx: int | None,
+    base: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
+    n, rows = len(ups), indices.reshape(-1)
+    gradients: dict[int, Tensor] = {}  # by their place in `wanted`
+    with torch.no_grad(), no_autocast(weight):
+        dtype = wide_dtype(weight, *ups, *downs)
+        gradient = dy.reshape(-1, dy.shape[-1]).to(dtype)
+        if padding_idx is not None:
+            gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
+        dora, coefficient = 1 + 2 * n, torch.tensor(float(base))
+        weight_rows = F.embedding(rows, weight)
+        for index, delta in enumerate(_row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype)):
+            up, down = 1 + index, 1 + n + index
+            if delta.dora is not None:
+                if wanted[dora]:
+                    gradients[dora] = _scattered(
+                        delta.dora.magnitude_gradient(gradient), rows, magnitudes[dora - 1 - 2 * n]
+                    )
+                coefficient = coefficient + (delta.dora.ratio - 1)[:, None]
+                dora += 1
+            if wanted[up] or wanted[down]:
+                dup, gradients[down] = delta.factor_gradients(gradient)
+                gradients[up] = _scattered(dup, rows, ups[index])
+        if wanted[0]:
+            gradients[0] = _scattered(gradient * coefficient, rows, weight)
+    return in_order(gradients, [weight, *ups, *downs, *magnitudes], wanted)
+
+
+def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """The sums of values that belong to one row, in a tensor like the parameter."""
+    return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, rows, values)
+
+
+_FACTORS = "Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings"
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+_LIBRARY.define(f"sine_rows_forward(Tensor indices, Tensor weight, {_FACTORS}, bool base) -> Tensor")
+_LIBRARY.define(
+    f"sine_rows_backward(Tensor dy, Tensor indices, Tensor weight, {_FACTORS}, int? padding_idx, bool base, "
+    "bool[] wanted) -> Tensor[]"
+)
+_LIBRARY.impl("sine_rows_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("sine_rows_backward", _backward, "CompositeExplicitAutograd")
+_forward_op = torch.ops.nonlinear_lowrank.sine_rows_forward.default
+_backward_op = torch.ops.nonlinear_lowrank.sine_rows_backward.default
+
+
+@torch.library.register_fake("nonlinear_lowrank::sine_rows_forward")
+def _(indices, weight, ups, downs, magnitudes, settings, base):
+    return weight.new_empty(*indices.shape, weight.shape[1])
+
+
+@torch.library.register_fake("nonlinear_lowrank::sine_rows_backward")
+def _(dy, indices, weight, ups, downs, magnitudes, settings, padding_idx, base, wanted):
+    parameters = zip([weight, *ups, *downs, *magnitudes], wanted, strict=True)
+    return [each.new_empty(each.shape) if want else torch.empty(0, device=dy.device) for each, want in parameters]

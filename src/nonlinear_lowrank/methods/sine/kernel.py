@@ -1,0 +1,250 @@
+"""Sine deltas of a weight on NVIDIA GPUs (sine_lowrank.txt, equation (3)): W + D in one pass, dU and dV in one more.
+
+Shapes: up (m, r), down (r, n), weight and the gradient of the sum (m, n) with any strides, so that a weight stored
+(n, m) is read as it lies. m = d_out, n = d_in; D = amplitude * sin(omega * up @ down).
+
+`form_kernel` forms W + D (or D alone) and rounds it once, to nearest or stochastically, into a buffer that the caller
+gives: no other m x n tensor exists. For sine-DoRA the same kernel first walks over its rows for their norms, then
+forms (ratio * D + W (ratio - 1)) + W; the second reading of W comes from the cache. `gradient_kernel` reads the
+weight's gradient once and forms the phase again: every program owns a block of columns and some rows, keeps its part
+of d down in registers, and writes one partial d up for each row tile. No atomics; one sum over parts in a fixed order.
+
+Numbers: product, phase and sine are float32. For a 16-bit weight products are three TF32 ones ("tf32x3": 22 of
+float32's 24 bits), for a float32 weight float32 multiply-adds; likewise sine and cosine, see `common`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nonlinear_lowrank.ops.kernels import processors
+from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, sine
+
+RANK = 256
+"""The largest rank these kernels take: a row tile of `up` stays in registers."""
+
+
+@triton.jit
+def _phase(up, down, rows, columns, m, n, omega, R: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+           BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """omega * up @ down of a tile. omega multiplies the factor, as the PyTorch code does."""
+    phase = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, R, BR):
+        k = start + tl.arange(0, BR)
+        u = tl.load(up + rows[:, None] * R + k[None, :], mask=(rows < m)[:, None] & (k < R)[None, :], other=0.0)
+        d = tl.load(down + k[:, None] * n + columns[None, :], mask=(k < R)[:, None] & (columns < n)[None, :], other=0.0)
+        phase = tl.dot(u.to(tl.float32) * omega, d.to(tl.float32), phase, input_precision=PRECISION)
+    return phase
+
+
+@triton.jit
+def _weight(weight, rows, columns, inside, row_stride, column_stride):
+    place = weight + (rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride)
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rounded(value, seed, rows, columns, n):
+    """float32 as a bfloat16 number still in float32's clothes: 16 random bits are added and 16 cut off."""
+    noise = tl.randint(seed, rows[:, None] * n + columns[None, :])
+    bits = value.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    random = (bits + (noise.to(tl.uint32, bitcast=True) & 0xFFFF)) & 0xFFFF0000
+    return tl.where(finite, random, bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def form_kernel(up, down, weight, magnitude, ratios, out, m, n, row_stride, column_stride, out_row, out_column, omega,
+                amplitude, seed, R: tl.constexpr, BR: tl.constexpr, BASE: tl.constexpr, DORA: tl.constexpr,
+                STOCHASTIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr):  # fmt: skip
+    """Rows of W + D; without DORA a program forms a tile, with it all columns of its rows, and writes their ratios."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    start, end, step = tl.program_id(1) * BN, (tl.program_id(1) + 1) * BN, BN
+    if DORA:
+        start, end = 0, n
+        squares = tl.zeros([BM, BN], tl.float32)
+        for column in range(0, n, BN):
+            columns = column + tl.arange(0, BN)
+            inside = (rows < m)[:, None] & (columns < n)[None, :]
+            delta = amplitude * sine(_phase(up, down, rows, columns, m, n, omega, R, BR, PRECISION, BM, BN), FAST)
+            direction = delta + _weight(weight, rows, columns, inside, row_stride, column_stride)
+            squares += tl.where(inside, direction * direction, 0.0)
+        norm = tl.sqrt(tl.sum(squares, 1))
+        length = tl.load(magnitude + rows, mask=rows < m, other=1.0).to(tl.float32)
+        # a row of zeros has no direction and stays as it is
+        ratio = tl.where(norm > 0, length / tl.where(norm > 0, norm, 1.0), 1.0)
+        tl.store(ratios + rows, ratio, mask=rows < m)
+        tl.store(ratios + m + rows, norm, mask=rows < m)
+    for column in range(start, end, step):
+        columns = column + tl.arange(0, BN)
+        inside = (rows < m)[:, None] & (columns < n)[None, :]
+        value = amplitude * sine(_phase(up, down, rows, columns, m, n, omega, R, BR, PRECISION, BM, BN), FAST)
+        if DORA:
+            base = _weight(weight, rows, columns, inside, row_stride, column_stride)
+            value = ratio[:, None] * value + base * (ratio[:, None] - 1.0)
+        if BASE:
+            value += _weight(weight, rows, columns, inside, row_stride, column_stride)
+        if STOCHASTIC:
+            value = _rounded(value, seed, rows, columns, n)
+        place = out + (rows.to(tl.int64)[:, None] * out_row + columns.to(tl.int64)[None, :] * out_column)
+        tl.store(place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_kernel(gradient, up, down, weight, ratios, dup, ddown, projection, m, n, g_row, g_column, row_stride,
+                    column_stride, omega, amplitude, R: tl.constexpr, BR: tl.constexpr, DORA: tl.constexpr,
+                    FAST: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr):  # fmt: skip
+    """Parts of d up (column blocks, m, r), d down (row shares, r, n) and, with DORA, of direction . gradient."""
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BR)
+    d = tl.load(down + k[:, None] * n + columns[None, :], mask=(k < R)[:, None] & (columns < n)[None, :], other=0.0)
+    d = d.to(tl.float32)
+    dd = tl.zeros([BR, BN], tl.float32)
+    block = tl.program_id(0).to(tl.int64)
+    for tile in range(tl.program_id(1), tl.cdiv(m, BM), tl.num_programs(1)):
+        rows = tile * BM + tl.arange(0, BM)
+        inside = (rows < m)[:, None] & (columns < n)[None, :]
+        some = (rows < m)[:, None] & (k < R)[None, :]
+        u = tl.load(up + rows[:, None] * R + k[None, :], mask=some, other=0.0).to(tl.float32)
+        phase = tl.dot(u * omega, d, input_precision=PRECISION)
+        g = _weight(gradient, rows, columns, inside, g_row, g_column)  # zero outside
+        if DORA:
+            direction = amplitude * sine(phase, FAST) + _weight(
+                weight, rows, columns, inside, row_stride, column_stride
+            )
+            tl.store(projection + block * m + rows, tl.sum(direction * g, 1), mask=rows < m)
+            g *= tl.load(ratios + rows, mask=rows < m, other=0.0)[:, None]
+        dphase = cosine(phase, FAST) * g
+        du = tl.dot(dphase, tl.trans(d), input_precision=SUMS)
+        tl.store(dup + block * m * R + rows.to(tl.int64)[:, None] * R + k[None, :], du, mask=some)
+        dd = tl.dot(tl.trans(u), dphase, dd, input_precision=SUMS)
+    place = ddown + tl.program_id(1).to(tl.int64) * R * n + k[:, None] * n + columns[None, :]
+    tl.store(place, dd, mask=(k < R)[:, None] & (columns < n)[None, :])
+
+
+def _accuracy(rank: int, dtype: torch.dtype) -> dict[str, object]:
+    wide = dtype == torch.float32
+    return {"R": rank, "FAST": not wide, "PRECISION": "ieee" if wide else "tf32x3"}
+
+
+def form_variant(
+    rank: int, dtype: torch.dtype, factors: torch.dtype, *, base: bool, dora: bool, stochastic: bool, out: torch.dtype
+) -> Variant:
+    """`form_kernel` as it is launched; dtype is the weight's (out's where there is none)."""
+    own, factor = pointer(dtype), pointer(factors)
+    arguments = {"up": factor, "down": factor, "weight": own, "magnitude": "*fp32", "ratios": "*fp32"}
+    arguments |= {"out": pointer(out), "m": "i32", "n": "i32", "row_stride": "i32", "column_stride": "i32"}
+    arguments |= {"out_row": "i32", "out_column": "i32", "omega": "fp32", "amplitude": "fp32", "seed": "i32"}
+    constants = _accuracy(rank, dtype) | {"BR": min(power_of_2(rank, 16), 32), "BASE": base, "DORA": dora}
+    constants |= {"STOCHASTIC": stochastic, "BM": 16 if dora else 64, "BN": 64}
+    return Variant(
+        "sine weight", form_kernel, arguments, constants, 4 if dora else 8, 1, 1 if dtype != torch.float32 else 0
+    )
+
+
+def gradient_variant(
+    rank: int, dtype: torch.dtype, factors: torch.dtype, weight: torch.dtype, *, dora: bool
+) -> Variant:
+    """`gradient_kernel` as it is launched; dtype is the gradient's."""
+    factor = pointer(factors)
+    arguments = {"gradient": pointer(dtype), "up": factor, "down": factor, "weight": pointer(weight)}
+    arguments |= dict.fromkeys(("ratios", "dup", "ddown", "projection"), "*fp32")
+    strides = ("m", "n", "g_row", "g_column", "row_stride", "column_stride")
+    arguments |= dict.fromkeys(strides, "i32") | {"omega": "fp32", "amplitude": "fp32"}
+    block = power_of_2(rank, 16)
+    shape = {"BR": block, "BM": 32 if dora or block > 64 else 64, "BN": 64 if block <= 128 else 32}
+    # The phase is as exact as in forward. In the sums TF32's steps (2^-11) are a quarter of the 16-bit gradient's own.
+    sums = "tf32" if dtype != torch.float32 else "ieee"
+    constants = _accuracy(rank, dtype) | {"DORA": dora, "SUMS": sums} | shape
+    return Variant("sine factors", gradient_kernel, arguments, constants, 8, 1, 3 if dtype != torch.float32 else 0)
+
+
+def variants() -> Iterator[Variant]:
+    """The kernels for a bfloat16 weight with float32 factors, at the published ranks."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for rank in (4, 16, 32):
+        for dora in (False, True):
+            yield form_variant(rank, bf16, fp32, base=True, dora=dora, stochastic=False, out=bf16)
+            yield gradient_variant(rank, bf16, fp32, bf16, dora=dora)
+    yield form_variant(16, bf16, fp32, base=True, dora=False, stochastic=True, out=bf16)
+
+
+def form(
+    weight: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    magnitude: Tensor | None,
+    omega: float,
+    amplitude: float,
+    *,
+    base: bool,
+    out: Tensor,
+    seed: int | None = None,
+) -> Tensor | None:
+    """Writes W + D (D alone without base) into `out`; with a magnitude returns ratio and norm (2, m).
+
+    Args:
+        weight: (m, n), any strides; needed with base or a magnitude.
+        up: (m, r).
+        down: (r, n).
+        magnitude: (m), or None.
+        omega: frequency.
+        amplitude: scale / gain.
+        base: whether W is part of the sum.
+        out: (m, n), any strides.
+        seed: rounds stochastically to bfloat16, by the seed and the place; None rounds to nearest.
+    """
+    (m, rank), n = up.shape, down.shape[1]
+    dora = magnitude is not None
+    ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
+    read = out if weight is None else weight
+    stochastic = seed is not None and out.dtype == torch.bfloat16
+    variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, stochastic=stochastic, out=out.dtype)
+    grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
+    length = ratios if magnitude is None else magnitude.float().contiguous()
+    tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
+    variant.launch(grid, *tensors, m, n, *read.stride(), *out.stride(), omega, amplitude, seed or 0)
+    return ratios if dora else None
+
+
+def factor_gradients(
+    gradient: Tensor,
+    weight: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    ratios: Tensor | None,
+    omega: float,
+    amplitude: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """d up (m, r), d down (r, n) and, with the ratios of sine-DoRA, d magnitude (m), in float32.
+
+    Args:
+        gradient: of the sum, (m, n), any strides.
+        weight: (m, n), any strides; needed with ratios.
+        up: (m, r).
+        down: (r, n).
+        ratios: what `form` returned.
+        omega: frequency.
+        amplitude: scale / gain.
+    """
+    (m, rank), n = up.shape, down.shape[1]
+    read = gradient if weight is None else weight
+    variant = gradient_variant(rank, gradient.dtype, up.dtype, read.dtype, dora=ratios is not None)
+    blocks, tiles = triton.cdiv(n, variant.constants["BN"]), triton.cdiv(m, variant.constants["BM"])
+    shares = max(1, min(tiles, triton.cdiv(4 * processors(up.device), blocks)))
+    dup = up.new_empty(blocks, m, rank, dtype=torch.float32)
+    ddown = up.new_empty(shares, rank, n, dtype=torch.float32)
+    projection = up.new_empty(blocks, m if ratios is not None else 0, dtype=torch.float32)
+    tensors = gradient, up.contiguous(), down.contiguous(), read, dup if ratios is None else ratios, dup, ddown
+    strides = *gradient.stride(), *read.stride()
+    variant.launch((blocks, shares), *tensors, projection, m, n, *strides, omega, amplitude)
+    chain = omega * amplitude
+    dmagnitude = None
+    if ratios is not None:
+        dmagnitude = torch.where(ratios[1] > 0, projection.sum(0) / ratios[1], 0.0)
+    return dup.sum(0).mul_(chain), ddown.sum(0).mul_(chain), dmagnitude

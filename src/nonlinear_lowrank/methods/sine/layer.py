@@ -1,0 +1,266 @@
+"""Sine low-rank weights: a linear whose weight is a function of a low-rank product (sine_lowrank.txt, section 3).
+
+    W = phi(omega * U V) / g        phi is the sine, or another of `ops.lowrank.WEIGHT_ACTIVATIONS`
+
+Init and learning-rate table, for a linear m x n (n inputs, m outputs) at rank k. The fans are those of the
+factors themselves: U has k inputs and V has n.
+
+| tensor    | shape  | init                                        | lr x | decay |
+|-----------|--------|---------------------------------------------|------|-------|
+| sine_up   | (m, k) | Kaiming uniform, +-sqrt(6 / ((1 + a^2) k))  | 1    | yes   |
+| sine_down | (k, n) | Kaiming uniform, +-sqrt(6 / ((1 + a^2) n))  | 1    | yes   |
+| bias      | (m)    | 0                                           | 1    | no    |
+
+a is sqrt(5) ("kaiming_sqrt5", nn.Linear's own: entries of U V then have standard deviation 1 / (3 sqrt(n))) or 0
+("kaiming_zero": 2 / sqrt(n), six times as much). The paper says Kaiming and no more; the choice moves every result
+as much as omega does, so comparisons tune it for each arm.
+
+omega and g are never learned. Where they are not given:
+
+| phi            | omega                                    | g       |
+|----------------|------------------------------------------|---------|
+| sine, sigmoid  | published for the rank (`OMEGA_BY_RANK`) | sqrt(n) |
+| identity, relu | 1                                        | 1       |
+
+The second row is plain low rank, equation (2), and its half-wave.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import Method, PlainCost, Role
+from nonlinear_lowrank.methods.matrix import is_plain_linear
+
+from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
+
+WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
+
+OMEGA_BY_RANK: dict[str, dict[int, float]] = {
+    "vit-small-cifar100": {1: 500, 5: 500, 10: 300, 30: 300, 60: 300},
+    "vit-base-imagenet": {1: 1000, 5: 800, 10: 800, 30: 400, 60: 200, 100: 200, 150: 150, 250: 150},
+    "convnext-tiny-cifar100": {1: 400, 5: 300, 20: 300},
+    "nerf": {1: 1400, 5: 800, 10: 600, 30: 400, 60: 300},
+    "occupancy": {1: 200, 2: 100, 5: 50, 20: 20},
+}
+"""Published frequencies by rank (tables 9, 11 and 13, appendix A.2.4)."""
+
+_INITS = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}  # a squared
+_HOMOGENEOUS = ("identity", "relu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SineLowRankConfig:
+    """Settings of low-rank weights with an activation.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    method: ClassVar[str] = "sine-lowrank"
+
+    rank: int = 8
+    """k; a linear m x n is taken where k (m + n) < m n, so that it gets smaller."""
+    omega: float | str | None = None
+    """Frequency: a number, or the name of a published table (`OMEGA_BY_RANK`), of which the largest rank that is not
+    above `rank` counts. None: "vit-small-cifar100", or 1 for identity and relu."""
+    gain: float | None = None
+    """g, the divisor. None: sqrt(d_in), or 1 for identity and relu."""
+    activation: WeightActivation = "sine"
+    """phi; "identity" is plain low rank."""
+    init: Literal["kaiming_sqrt5", "kaiming_zero"] = "kaiming_sqrt5"
+    """Kaiming uniform with a = sqrt(5) or a = 0; see the table of this file."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise UserError(f"rank must be a whole number of at least 1, not {self.rank!r}")
+        for name, known in (("activation", WEIGHT_ACTIVATIONS), ("init", tuple(_INITS))):
+            if getattr(self, name) not in known:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        object.__setattr__(self, "omega", self._omega())
+        for name in ("omega", "gain"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+
+    def _omega(self) -> Any:
+        if self.omega is None and self.activation in _HOMOGENEOUS:
+            return 1.0
+        name = "vit-small-cifar100" if self.omega is None else self.omega
+        if not isinstance(name, str):
+            return name
+        if name not in OMEGA_BY_RANK:
+            raise UserError(f"omega must be a number or one of {', '.join(OMEGA_BY_RANK)}, not {name!r}")
+        table = OMEGA_BY_RANK[name]
+        return float(table[max((rank for rank in table if rank <= self.rank), default=min(table))])
+
+    def gain_for(self, d_in: int) -> float:
+        """g of a linear with so many inputs."""
+        if self.gain is not None:
+            return float(self.gain)
+        return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
+
+
+class SineLowRankLinear(nn.Module):
+    """A linear map with weight `phi(omega * U V) / g`: (..., in_features) -> (..., out_features).
+
+    It holds no m x n tensor, and keeps none between forward and backward. The factors stay float32 when the model is
+    cast to a 16-bit type: a phase of 30 rad from bfloat16 factors is off by 0.1 rad.
+
+    Args:
+        in_features: n.
+        out_features: m.
+        bias: whether there is a bias.
+        config: settings of the weight.
+        device: as in nn.Linear.
+        dtype: of the bias; the factors are float32, or float64 where it is.
+
+    Raises:
+        UserError: the rank saves no parameters here.
+
+    Source: sine_lowrank.txt, section 3.2.1, equation (3).
+    """
+
+    sine_up: nn.Parameter
+    sine_down: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        config: SineLowRankConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if (why := _no_saving(in_features, out_features, config)) is not None:
+            raise UserError(f"{why}; choose a smaller rank")
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.sine_config = config
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.sine_up = nn.Parameter(torch.empty(out_features, config.rank, device=device, dtype=wide))
+        self.sine_down = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=wide))
+        held = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", held)
+        self.reset_parameters()
+
+    @property
+    def weight(self) -> Tensor:
+        """W (out_features, in_features) in float32 or wider, formed anew at each access; differentiable."""
+        omega, gain = self._settings()
+        return lowrank_weight(self.sine_up, self.sine_down, self.sine_config.activation, omega, gain)
+
+    def _settings(self) -> tuple[float, float]:
+        assert isinstance(self.sine_config.omega, int | float)
+        return float(self.sine_config.omega), self.sine_config.gain_for(self.in_features)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the table of this file's docstring; on the meta device nothing."""
+        spread = 6 / (1 + _INITS[self.sine_config.init])
+        for factor, fan in ((self.sine_up, self.sine_config.rank), (self.sine_down, self.in_features)):
+            bound = (spread / fan) ** 0.5
+            init.uniform_(factor, -bound, bound)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        factors = self.sine_up, self.sine_down
+        return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: getattr(self, name).detach() for name in _FACTORS}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = getattr(self, name)
+            if now.dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
+                now.data = old.to(now.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        config, (omega, gain) = self.sine_config, self._settings()
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={config.rank}, {config.activation}, omega={omega:g}, gain={gain:g}"
+        )
+
+
+_FACTORS = ("sine_up", "sine_down")
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    assert isinstance(module, nn.Linear | SineLowRankLinear)
+    return module.in_features, module.out_features
+
+
+def _no_saving(d_in: int, d_out: int, config: SineLowRankConfig) -> str | None:
+    """Why a linear of these sizes is not factored, or None."""
+    factored = config.rank * (d_in + d_out)
+    if factored < d_in * d_out:
+        return None
+    return f"rank {config.rank} saves no parameters ({d_in} -> {d_out}: {factored:,} for {d_in * d_out:,})"
+
+
+def _check(name: str, module: nn.Module, config: SineLowRankConfig) -> None:
+    if (why := _no_saving(*_shape(module), config)) is not None:
+        raise UserError(f"{name}: {why}; choose a smaller rank or leave it out with exclude=")
+
+
+def _build(module: nn.Module, config: SineLowRankConfig) -> nn.Module:
+    """A layer that shares nothing with the plain one; real, still undrawn, where that is real."""
+    assert isinstance(module, nn.Linear | Conv1D)
+    weight: Tensor = module.weight
+    layer = SineLowRankLinear(
+        *_shape(module), module.bias is not None, config=config, device="meta", dtype=weight.dtype
+    )
+    return layer.to_empty(device=weight.device).train(module.training)
+
+
+def _roles(module: nn.Module) -> Mapping[str, Role]:
+    return {"sine_up": Role("sine.up"), "sine_down": Role("sine.down")}
+
+
+def _flops(module: nn.Module) -> int:
+    """Of a token, over those of the plain linear. Forming W (2 k m n, once a batch) is not among them."""
+    assert isinstance(module, SineLowRankLinear)
+    if module.sine_config.activation != "identity":
+        return 0
+    d_in, d_out = _shape(module)
+    return 2 * module.sine_config.rank * (d_in + d_out) - 2 * d_in * d_out
+
+
+def _plain(module: nn.Module) -> PlainCost:
+    d_in, d_out = _shape(module)
+    has_bias = getattr(module, "bias", None) is not None
+    return PlainCost(parameters=d_in * d_out + (d_out if has_bias else 0), flops=2 * d_in * d_out)
+
+
+METHOD = Method(
+    name=SineLowRankConfig.method,
+    config_class=SineLowRankConfig,
+    layer_types=(SineLowRankLinear,),
+    is_target=is_plain_linear,
+    check=_check,
+    build=lambda name, module, config: _build(module, config),
+    roles=_roles,
+    flops=_flops,
+    plain=_plain,
+    leave=lambda module, config: _no_saving(*_shape(module), config),
+    float32=_FACTORS,
+    tensor_parallel=False,
+)

@@ -1,0 +1,312 @@
+"""Swaps a model's modules for a method's layers, in place; reports what was swapped and what was left."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import (
+    METHODS,
+    Method,
+    config_from_dict,
+    config_to_dict,
+    method_of_config,
+    method_of_layer,
+)
+from nonlinear_lowrank.methods.swapping import replace_modules
+
+from .budget import config_within
+from .experts import expert_flops, expert_tensors
+from .report import AugmentReport
+from .targets import (
+    Patterns,
+    choose_found,
+    choose_linears,
+    holds_numbers,
+    is_linear,
+    linear_method,
+    output_head_names,
+)
+
+after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
+"""Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
+
+
+def augment(
+    model: nn.Module,
+    config: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    select: Collection[str] | None = None,
+    budget: str | None = None,
+    fuse_shared_inputs: bool = False,
+    verbose: bool = True,
+) -> AugmentReport:
+    """Swaps a model's linears, or activations, in place, for a method's layers.
+
+    With a `RationalConfig` every activation module is taken, but those of poolers and heads unless `include` names
+    them, and each starts as its own function. With any other config every `nn.Linear` and transformers `Conv1D` is
+    taken, except the output head (anything outside a transformers model's backbone, whatever is tied to an embedding,
+    and what is named like a head) and, unless `include` names it, what another method has taken already or this one
+    has no use for.
+    Checks come first: when an error is raised, the model is as it was. A method that does away with trained
+    weights (of a model that was loaded) warns of it.
+
+    Args:
+        model: any module; a transformers model also becomes saveable with its branches.
+        config: a method's config, e.g. `NobleConfig(rank=64)`.
+        include: regular expression(s) that a module's whole name must match; default: the method's own choice,
+            mostly all.
+        exclude: regular expression(s) of names to leave alone.
+        select: whole names of the only linears to take, e.g. of `analysis.importance.select_layers`.
+        budget: "5%" (of the model's parameters) or "5% flops" (of its linears, per token): the ranks are then as high
+            as that allows, the same share of each layer's width (`rank_ratio`), in place of the config's.
+        fuse_shared_inputs: NOBLE's query, key and value, and gate and up, projections are computed together, as with
+            that field of its config.
+        verbose: print the report.
+
+    Returns:
+        What was swapped and what was left, with parameters and FLOPs.
+
+    Raises:
+        UserError: a pattern or a name matches nothing, a budget cannot be met, nothing is left to swap, the rank
+            does not fit or groups do not divide the width, a target is frozen, quantized, hooked, parametrized, not
+            called by the model's code, or augmented already.
+    """
+    method = method_of_config(config)
+    if method is None:
+        known = ", ".join(sorted(each.config_class.__name__ for each in METHODS.values()))
+        raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+    if fuse_shared_inputs:
+        if not hasattr(config, "fuse_shared_inputs"):
+            raise UserError(f"{method.name} has no layers to compute together; leave fuse_shared_inputs out")
+        config = replace(config, fuse_shared_inputs=True)
+    if getattr(config, "init", None) == "auto":
+        config = replace(config, init="pretrained" if _was_loaded(model) else "scratch")
+
+    report = AugmentReport(method=method.name, config=config, takes=method.takes)
+    found = method.find(model, config) if method.find is not None else None
+    if found is None:
+        # With a budget there is a rank for every linear but those of width 1.
+        lowest = config if budget is None or method.added is None else replace(config, rank_ratio=1e-9)
+        names, report.left = choose_linears(model, method, lowest, include, exclude, select)
+    else:
+        for option, given in (("select", select), ("budget", budget)):
+            if given is not None:
+                raise UserError(f"{method.name} takes {method.takes}s, and {option}= is for linears; leave it out")
+        names, report.left = choose_found(model, method, found, include, exclude)
+    measure_plain(report, model, names)
+    if budget is not None:
+        modules = {name: model.get_submodule(name) for name in names}
+        within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
+        report.config = config = within
+    if method.settle is not None:
+        config = report.config = method.settle(model, config, names)
+    configs = {name: config if found is None else found.targets[name].config for name in names}
+    for name in names:
+        _check(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), method, configs[name])
+    if method.plain is not None and not method.wraps and _was_loaded(model):
+        warnings.warn(
+            f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
+            stacklevel=2,
+        )
+
+    layers = _swap(model, method, configs)
+    for name, layer in layers.items():
+        if found is not None and (device := found.targets[name].device) is not None:
+            layer.to(device)
+        layer.reset_parameters()  # type: ignore[operator]
+    report.swapped = names
+    report.said = {} if found is None else {name: found.targets[name].said for name in names}
+    report.parameters_added = sum(p.numel() for p in model.parameters()) - report.parameters_before
+    report.flops_added = sum(method.flops(layer) for layer in layers.values())
+
+    for each, having in _by_config(configs):
+        entry = {"method": method.name, "config": config_to_dict(each), "modules": having}
+        for hook in after_augment:
+            hook(model, entry)
+    if verbose:
+        print(report)
+    return report
+
+
+def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Puts the layers of saved entries back into a freshly built plain model, by exact names.
+
+    New tensors are drawn by the layers' own init, except on the meta device.
+
+    Args:
+        model: the plain model, real or meta.
+        entries: dicts of "method", "config" and "modules", as `augment` hands to `after_augment`.
+
+    Raises:
+        UserError: an unknown method or field, or a module that is not there.
+    """
+    planned = []
+    for entry in entries:
+        method = METHODS.get(entry["method"])
+        if method is None:
+            raise UserError(
+                f"unknown method {entry['method']!r} in the model's config; this version knows "
+                f"{', '.join(METHODS)}: update nonlinear-lowrank"
+            )
+        config = config_from_dict(method.config_class, entry["config"])
+        for name in entry["modules"]:
+            try:
+                module = model.get_submodule(name)
+            except AttributeError as error:
+                raise UserError(f"the config names a module {name!r} that this model does not have") from error
+            if not method.is_target(module):
+                raise UserError(f"the config puts {method.name} at {name!r}, which is a {type(module).__name__}")
+            method.check(name, module, config)
+        planned.append((method, dict.fromkeys(entry["modules"], config)))
+    for method, configs in planned:
+        for layer in _swap(model, method, configs).values():
+            if not any(parameter.is_meta for parameter in layer.parameters()):
+                layer.reset_parameters()  # type: ignore[operator]
+
+
+@contextmanager
+def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside it every branch of the model is switched off: linears give their dense part alone.
+
+    What stands in the place of something plain (sine low-rank weights, nonlinear queries, rational activations) is no
+    branch: there is nothing else to fall back to, and it stays as it is.
+
+    Raises:
+        UserError: the model has no branches.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "branch_enabled")]
+    if not layers:
+        replaced = sorted({method.name for module in model.modules() if (method := method_of_layer(module))})
+        if replaced:
+            raise UserError(
+                f"the model has no branches to disable: layers of {', '.join(replaced)} are none, and stay as they are"
+            )
+        raise UserError("the model has no branches to disable; augment it first")
+    before = [layer.branch_enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.branch_enabled = False  # type: ignore[assignment]
+        yield model
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.branch_enabled = enabled
+
+
+def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, config: Any) -> None:
+    if method.find is None:
+        _check_linear(name, module, method)
+    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise UserError(f"{name} has hooks or parametrizations, which a swap would lose; augment the model first")
+    if method.check_parent is not None:
+        method.check_parent(name, module, parent)
+    method.check(name, module, config)
+
+
+def _check_linear(name: str, module: nn.Module, method: Method) -> None:
+    before = method_of_layer(module)
+    if before is not None and (before is method or not method.wraps):
+        raise UserError(
+            f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
+        )
+    # A layer of another method, which this one goes around, was looked at when it was put there.
+    weight: Any = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
+    if not holds_numbers(weight):
+        if type(getattr(weight, "data", None)).__name__ == "DTensor":
+            raise UserError(f"{name} is split over devices; augment the model first, and split it then")
+        raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
+    if not method.is_target(module):
+        raise UserError(
+            f"{name} is a {type(module).__module__}.{type(module).__name__}, which {method.name} cannot replace; "
+            "leave it out with exclude="
+        )
+    if not weight.requires_grad:
+        raise UserError(f"{name} is frozen; unfreeze it (requires_grad_(True)), or use an adapter instead")
+
+
+def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Builds every layer, then puts them in place; {name: layer}.
+
+    A linear that is reachable by several names is one layer in all of these places. A method that finds its places
+    itself has a layer for each.
+    """
+    if not configs:
+        return {}
+    modules = {name: model.get_submodule(name) for name in configs}
+    layers: Mapping[str, nn.Module]
+    if method.build_all is not None:
+        layers = method.build_all(modules, next(iter(configs.values())))
+    else:
+        layers = {name: method.build(name, module, configs[name]) for name, module in modules.items()}
+    if method.find is None:
+        replace_modules(model, {module: layers[name] for name, module in modules.items()})
+        return dict(layers)
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    return dict(layers)
+
+
+def _by_config(configs: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
+    """Names that have the same config, together."""
+    groups: list[tuple[Any, list[str]]] = []
+    for name, config in configs.items():
+        same = next((names for known, names in groups if known == config), None)
+        if same is None:
+            groups.append((config, [name]))
+        else:
+            same.append(name)
+    return groups
+
+
+def _was_loaded(model: nn.Module) -> bool:
+    """Whether from_pretrained made the model.
+
+    transformers notes where a config came from, and a model drawn anew from that config has it too. What was loaded
+    is also marked: each tensor, and, since copies of a model lose those marks, the model itself.
+    """
+    if not getattr(getattr(model, "config", None), "_name_or_path", ""):
+        return False
+    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()) or any(
+        "_weight_conversions" in vars(module) for module in model.modules()
+    )
+
+
+def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
+    """Counts the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
+    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+    report.flops_before = _flops(model)
+    if report.takes == "linear":
+        report.body_parameters, report.reached_parameters = _reach(model, names)
+
+
+def _flops(model: nn.Module) -> int:
+    """Forward FLOPs per token of a model's linears, and of the experts that a token goes through."""
+    total = 0
+    for module in model.modules():
+        method = linear_method(module)
+        if method is not None:
+            total += method.flops(module) + (method.plain(module).flops if method.plain else 0)
+        elif is_linear(module):  # the dense part of a layer too
+            total += 2 * module.weight.numel()  # type: ignore[operator, union-attr]
+        elif expert_tensors(module):
+            total += expert_flops(module, model) or 0
+    return total
+
+
+def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+    """Parameters of the model's body, which is all but embeddings and output heads, and those in these modules."""
+    heads = output_head_names(model)
+    ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
+    outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+    reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
+    body = sum(each.numel() for each in model.parameters() if id(each) not in outside)
+    return body, sum(reached.values())

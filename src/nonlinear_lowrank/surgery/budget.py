@@ -1,0 +1,69 @@
+"""Ranks that fit a budget: how low the bottlenecks must be for branches to add at most so much.
+
+All layers get the same share of their smaller width (`rank_ratio`), the largest that fits: the paper keeps width over
+rank constant across sizes as well (noble.txt, Table 1).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods import Method
+
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*(?:of\s+)?(parameters|flops)?\s*", re.IGNORECASE)
+
+
+def parse_budget(budget: str) -> tuple[float, str]:
+    """ "5%" or "5% parameters", "8 % flops" -> share of the plain model's, and which.
+
+    Raises:
+        UserError: it is written in no such way, or is no share above 0.
+    """
+    match = _FORM.fullmatch(budget) if isinstance(budget, str) else None
+    if match is None or float(match[1]) == 0:
+        raise UserError(f"cannot read the budget {budget!r}; write '5%' (of the parameters) or '5% flops'")
+    return float(match[1]) / 100, (match[2] or "parameters").lower()
+
+
+def config_within(
+    budget: str, method: Method, config: Any, modules: Mapping[str, nn.Module], parameters: int, flops: int
+) -> Any:
+    """The config with the largest `rank_ratio` whose branches stay within a budget.
+
+    Args:
+        budget: see `parse_budget`.
+        method: whose layers are to go in.
+        config: its settings; `rank` is not used.
+        modules: the plain modules that are to be swapped, by name.
+        parameters: of the plain model.
+        flops: forward, per token, of its linears.
+
+    Raises:
+        UserError: the method has no ranks to choose, or rank 1 everywhere is too much already.
+    """
+    share, kind = parse_budget(budget)
+    if method.added is None:
+        raise UserError(f"{method.name} cannot choose ranks for a budget; give the rank itself")
+    allowed = share * (parameters if kind == "parameters" else flops)
+
+    def added(ratio: float) -> int:
+        chosen = replace(config, rank_ratio=ratio)
+        return method.added(modules, chosen)[kind == "flops"]  # type: ignore[misc]
+
+    low, high = 1e-9, 1.0 - 1e-9  # rank 1 everywhere, and one below full
+    least, total = added(low), parameters if kind == "parameters" else flops
+    if least > allowed:
+        raise UserError(
+            f"the budget {budget!r} cannot be met: rank 1 in {len(modules)} linears adds {100 * least / total:.3g} % "
+            f"of the {kind}; raise it, or take fewer linears with include="
+        )
+    if added(high) <= allowed:
+        return replace(config, rank_ratio=high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if added(middle) <= allowed else (low, middle)
+    return replace(config, rank_ratio=low)
