@@ -47,7 +47,7 @@ def test_table_and_json():
     ("arguments", "message"),
     [
         (["--operators", "tanh"], "unknown operator 'tanh'; choose of cosnet, rational, sine"),
-        (["--capability", "75"], "capability must be 80, 86, 89 or 90, not 75"),
+        (["--capability", "75"], "capability must be 80, 86, 89 or 90, got 75"),
         (["--output", "no/such/folder/x.json"], "no such folder"),
     ],
 )

@@ -78,7 +78,7 @@ def test_kats_way_is_the_sum_of_abs():
     ("change", "message"),
     [
         ({"operators": ("magic",)}, "unknown operators 'magic'"),
-        ({"operators": ()}, "operators must be different, and at least one, not none"),
+        ({"operators": ()}, "operators must be different, and at least one, got none"),
         ({"ranks": (24,)}, "rank 24 is not low"),
         ({"operators": ("down",), "width": 400, "hidden": 400, "ranks": (129, 256)}, "up to rank 128; choose"),
         ({"groups": 7}, "7 groups do not divide 32"),

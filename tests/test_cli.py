@@ -189,7 +189,7 @@ class Optimization:
 
     def __post_init__(self):
         if self.lr <= 0:
-            raise UserError(f"lr must be above 0, not {self.lr}")
+            raise UserError(f"lr must be above 0, got {self.lr}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ def test_a_value_that_looks_like_an_option_of_ours_is_not_touched():
         (["--train.seed", "1e999999999"], "--train.seed: must be an integer, got '1e999999999'"),
         (["--train.seed", "1e-999999999"], "--train.seed: must be an integer"),
         (["--threads", "inf"], "must be an integer, got 'inf'"),
-        (["--lr", "-1"], "lr must be above 0, not -1.0"),
+        (["--lr", "-1"], "lr must be above 0, got -1.0"),
         (["--optimizer", "sgd"], "'adamw', 'muon'"),
         (["stray"], "stray"),
         (["--lr", "x" * 200], "x" * 200),
@@ -460,7 +460,7 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert_refused(capsys, ["bench", "memory", "--picture", "/no/such/folder/b.png"], "/no/such/folder")
     assert_refused(capsys, ["bench", "kernels", "--picture", str(tmp_path / "k.png")], "draws no picture")
     assert_refused(capsys, ["bench", "op", "--operators", "magic"], "magic")
-    assert_refused(capsys, ["bench", "decode", "--modes"], "modes must be different, and at least one, not none")
+    assert_refused(capsys, ["bench", "decode", "--modes"], "modes must be different, and at least one, got none")
     assert_refused(capsys, ["bench", "decode", "--modes", "eager", "eager"], "modes must be different")
     assert_refused(capsys, ["bench", "op", "--operators", "noble", "noble"], "operators must be different")
     assert_refused(capsys, ["bench", "decode", "--output", str(tmp_path)], "is a folder; name a file (--output)")

@@ -368,7 +368,7 @@ def test_where_every_choice_diverges_the_grid_grows_downwards(recipe, tmp_path, 
     low = found["arms"][0]
     assert _tried(low, "kaiming_sqrt5") == _tried(low, "kaiming_zero") == [2.5e-4, 5e-4, 1e-3, 2e-3]
     assert (low["init"], low["lr"]) == ("kaiming_zero", 2.5e-4)
-    with pytest.raises(UserError, match="max_extensions must be a whole number of at least 0"):
+    with pytest.raises(UserError, match="max_extensions must be an integer of at least 0"):
         _compare(recipe, tmp_path / "none", arms=arms, max_extensions=-1)
     assert not (tmp_path / "none").exists()
 
@@ -391,7 +391,7 @@ def test_arms_are_read_with_what_is_tuned_of_them():
     assert arm.method == FieldMethod(kind="low-rank", rank=2, init="kaiming_zero")
     assert (arm.name, arm.lr, arm.inits) == ("mine", 1e-3, ("kaiming_zero",))
     for text, message in (
-        ("sine:rank=5,lr=fast", "lr must be a number, not 'fast'"),
+        ("sine:rank=5,lr=fast", "lr must be a number, got 'fast'"),
         ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
         ("sine:rank=5,name=a/b", "must be made of letters"),
         ("sine:rank=5,omega=2,rank=3", "has rank twice"),
@@ -473,7 +473,7 @@ def test_a_run_whose_beginning_is_damaged_is_fitted_again(recipe, tmp_path):
         ({"inits": ()}, "inits must be one or more of kaiming_sqrt5, kaiming_zero"),
         ({"inits": ("orthogonal",)}, "inits must be one or more"),
         ({"inits": ("kaiming_zero", "kaiming_zero")}, "inits must be one or more"),
-        ({"lr": "1e-3"}, "lr must be a finite number above 0, not '1e-3'"),
+        ({"lr": "1e-3"}, "lr must be a finite number above 0, got '1e-3'"),
         ({"lr": float("nan")}, "lr must be a finite number above 0"),
     ],
 )

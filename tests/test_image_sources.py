@@ -271,7 +271,7 @@ def pictures(count):
         ({"train": [0, None]}, r"'label' of some/set \(train\) must be whole numbers"),
         ({"train": [[0, 1], [1, 0]]}, "must be whole numbers"),
         ({"train": [0, -1]}, "not -1"),
-        ({"train": [0, 1], "test": ["cat", "dog"]}, r"\(test\) must be whole numbers from 0, not 'cat'"),
+        ({"train": [0, 1], "test": ["cat", "dog"]}, r"\(test\) must be whole numbers from 0, got 'cat'"),
     ],
 )
 def test_datasets_that_do_not_fit(monkeypatch, splits, words):
@@ -309,9 +309,9 @@ def test_an_image_that_is_missing_in_a_dataset_is_left_out(monkeypatch, tmp_path
     ("settings", "words"),
     [
         ({"classes": (-1, 0)}, "classes must be at least two different numbers, from 0"),
-        ({"mean": (0.5,), "std": (0.0,)}, "std must be finite numbers above 0, not 0.0"),
-        ({"mean": (0.5,), "std": (float("nan"),)}, "std must be finite numbers above 0, not nan"),
-        ({"mean": (float("inf"),), "std": (0.5,)}, "mean must be finite numbers, not inf"),
+        ({"mean": (0.5,), "std": (0.0,)}, "std must be finite numbers above 0, got 0.0"),
+        ({"mean": (0.5,), "std": (float("nan"),)}, "std must be finite numbers above 0, got nan"),
+        ({"mean": (float("inf"),), "std": (0.5,)}, "mean must be finite numbers, got inf"),
     ],
 )
 def test_settings_that_no_image_has(settings, words):

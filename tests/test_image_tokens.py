@@ -222,7 +222,7 @@ def test_cifar_survives_512_mean_patches_with_22_6_db(tmp_path, shared_data):
     ("changes", "message"),
     [
         ({"size": 30}, "images of 30 pixels do not divide into patches of 4"),
-        ({"codes": 1}, "codes must be a whole number of at least 2"),
+        ({"codes": 1}, "codes must be an integer of at least 2"),
         ({"train_images": 0}, "train_images must be"),
         ({"eval_images": True}, "eval_images must be"),
     ],

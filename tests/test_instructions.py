@@ -94,7 +94,7 @@ def test_empty_records_are_told_from_wrong_ones(tmp_path):
         ({"output": "x", "input": ""}, ["no field 'instruction'"]),
         ({"prompt": "x"}, ["no field 'completion'"]),
         ({"text": "x", "id": 3}, ["instruction and output", "it has text, id"]),
-        ({"instruction": "x", "output": 3}, ["output must be text, not int"]),
+        ({"instruction": "x", "output": 3}, ["output must be text, got int"]),
         ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, ["both"]),
         ({"messages": [{"role": "user"}]}, ["message 1 has no content"]),
         ({"messages": "x"}, ["messages must be a list"]),

@@ -333,7 +333,7 @@ def test_a_malformed_commonsense_row_is_named(tmp_path, row, message):
     [
         (lambda: mmlu(subject="astrology"), "line 2: 'astrology' is no subject of MMLU"),
         (lambda: mmlu(choices=["a", "b", "c"]), "line 2: field 'choices' must be four strings"),
-        (lambda: mmlu(answer=4), "line 2: field 'answer' must be 0, 1, 2 or 3, not 4"),
+        (lambda: mmlu(answer=4), "line 2: field 'answer' must be 0, 1, 2 or 3, got 4"),
         (lambda: mmlu(answer=True), "line 2: field 'answer' must be"),
         (lambda: mmlu(answer="B"), "line 2: field 'answer' must be"),
         (lambda: mmlu(question=None), "line 2: field 'question' is missing"),

@@ -154,7 +154,7 @@ def test_bfloat16_module_and_autocast(config):
         ({"frequency_range": "ab"}, "frequency_range must be two"),
         ({"frequency_range": (float("nan"), 1)}, "frequency_range must be two"),
         ({"depth": 2.0}, "depth"),
-        ({"up_bias": "no"}, "up_bias must be true or false, not 'no'"),
+        ({"up_bias": "no"}, "up_bias must be true or false, got 'no'"),
         ({"fuse_shared_inputs": "off"}, "fuse_shared_inputs must be true or false"),
     ],
 )

@@ -386,7 +386,7 @@ def test_adapters_of_different_functions_cannot_be_active_together():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"r": 0}, "r must be a whole number of at least 1"),
+        ({"r": 0}, "r must be an integer of at least 1"),
         ({"groups": 0}, "groups must be"),
         ({"groups": 2.5}, "groups must be"),
         ({"groups_pattern": {"act": 0}}, r"groups_pattern\['act'\] must be"),

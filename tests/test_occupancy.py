@@ -269,12 +269,12 @@ def test_log_odds_come_in_the_order_of_the_points():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"points": 0}, "points must be a whole number of at least 1"),
+        ({"points": 0}, "points must be an integer of at least 1"),
         ({"up": "w"}, "unknown up 'w'; choose one of x, y, z"),
         ({"azimuth": float("nan")}, "azimuth must be degrees"),
-        ({"picture_height": 3}, "picture_height must be a whole number of at least 16"),
+        ({"picture_height": 3}, "picture_height must be an integer of at least 16"),
         ({"field": FieldConfig(in_features=2)}, "in_features 3 and out_features 1"),
-        ({"resolution": 1}, "resolution must be a whole number of at least 2"),
+        ({"resolution": 1}, "resolution must be an integer of at least 2"),
         ({"held_out": 100_000}, r"held_out 100000: a grid of .* would fit"),
         ({"mesh_resolution": 20_000}, r"mesh_resolution 20000: a grid of .* would fit"),
         ({"source": "nothing.obj"}, "there is no mesh 'nothing.obj'"),

@@ -193,7 +193,7 @@ def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_p
 
 @pytest.mark.parametrize("resolution", [0, 1, 2.5, True])
 def test_resolutions_that_are_none_are_refused(resolution):
-    with pytest.raises(UserError, match="resolution must be a whole number of at least 2"):
+    with pytest.raises(UserError, match="resolution must be an integer of at least 2"):
         occupancy_grid(trimesh.creation.box(), resolution)
 
 

@@ -267,7 +267,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
     [
         ({"activation": "mish"}, "activation must be one of 'gelu'"),
         ({"form": "eq6"}, "form must be one of 'abs_of_sum', 'sum_of_abs'"),
-        ({"groups": 0}, "groups must be a whole number of at least 1"),
+        ({"groups": 0}, "groups must be an integer of at least 1"),
         ({"degrees": (5, 0)}, "degrees must be two whole numbers from 1 to 9"),
         ({"degrees": 5}, "degrees must be two whole numbers"),
         ({"degrees": (5, 12)}, "from 1 to 9"),
@@ -277,7 +277,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
         ({"tails": "flat"}, "tails must be one of"),
         ({"anchor": "maybe"}, "anchor must be one of"),
         ({"channel_dim": 2}, "channel_dim must be one of"),
-        ({"width": 0}, "width must be a whole number of at least 1"),
+        ({"width": 0}, "width must be an integer of at least 1"),
     ],
 )
 def test_wrong_settings_are_one_line(options, message):

@@ -425,10 +425,10 @@ def test_conversions_that_cannot_be(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"r": 0}, "r must be a whole number of at least 1, not 0"),
+        ({"r": 0}, "r must be a positive integer, got 0"),
         ({"r": -2}, "r must be"),
         ({"r": 2.5}, "r must be"),
-        ({"omega": 0}, "omega must be a finite number above 0, not 0"),
+        ({"omega": 0}, "omega must be a finite number above 0, got 0"),
         ({"omega": -200.0}, "omega must be"),
         ({"omega": float("nan")}, "omega must be"),
         ({"omega": "200"}, "omega must be"),

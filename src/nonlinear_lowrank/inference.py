@@ -47,7 +47,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
             devices, or an adapter has weights that are not finite; or torchao is missing for dense.
     """
     if dense not in get_args(Dense):
-        raise UserError(f"dense must be one of {', '.join(map(repr, get_args(Dense)))}, not {dense!r}")
+        raise UserError(f"dense must be one of {', '.join(map(repr, get_args(Dense)))}, got {dense!r}")
     if dense != "keep" and importlib.util.find_spec("torchao") is None:
         raise UserError(f"dense={dense!r} needs torchao: pip install 'nonlinear-lowrank[quantized]'")
     if not isinstance(model, nn.Module):

@@ -99,9 +99,9 @@ def param_groups(
     Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
     """
     if not 0 < lr < float("inf"):
-        raise UserError(f"lr must be a finite number above 0, not {lr!r}")
+        raise UserError(f"lr must be a finite number above 0, got {lr!r}")
     if not 0 <= weight_decay < float("inf"):
-        raise UserError(f"weight_decay must be a finite number of at least 0, not {weight_decay!r}")
+        raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
     roles = parameter_roles(model)
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")

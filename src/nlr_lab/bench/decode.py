@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
+from nonlinear_lowrank.validation import check_integer
 
 from .methods import BASELINE, BenchArm, bench_arms
 from .model import (
@@ -22,7 +23,6 @@ from .model import (
     Mode,
     ModelBenchConfig,
     Point,
-    check_at_least_1,
     check_different,
     describe,
     describe_machine,
@@ -57,9 +57,9 @@ class DecodeBenchConfig(ModelBenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
-        check_at_least_1("context", self.context)
+        check_integer("context", self.context, minimum=1)
         for size in self.batch_sizes:
-            check_at_least_1("batch_sizes", size)
+            check_integer("batch_sizes", size, minimum=1)
         check_different("batch_sizes", self.batch_sizes)
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"unknown dtype {self.dtype!r}; choose float32 or bfloat16")

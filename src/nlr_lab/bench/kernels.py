@@ -37,7 +37,7 @@ class KernelBenchConfig:
         if not self.operators:
             raise UserError(f"name at least one operator of {', '.join(OPERATORS)}")
         if self.capability not in (80, 86, 89, 90):
-            raise UserError(f"capability must be 80, 86, 89 or 90, not {self.capability!r}")
+            raise UserError(f"capability must be 80, 86, 89 or 90, got {self.capability!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

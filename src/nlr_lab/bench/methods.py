@@ -163,7 +163,7 @@ def bench_arms(methods: Sequence[str], ranks: Sequence[int]) -> list[BenchArm]:
         if name not in METHODS:
             raise UserError(f"unknown method {name!r}; choose of {', '.join(METHODS)}")
     if not methods or len(set(methods)) < len(methods):
-        raise UserError(f"methods must be different names, at least one, not {tuple(methods)!r}")
+        raise UserError(f"methods must be different names, at least one, got {tuple(methods)!r}")
     wanted = [METHODS[name] for name in methods]
     arms = [BenchArm()] if any(method.over == BASELINE for method in wanted) else []
     if any(method.over == LORA for method in wanted) and LORA not in methods:

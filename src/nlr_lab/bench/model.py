@@ -20,6 +20,7 @@ from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalL
 from nlr_lab.plan.inspect import render_table
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import NobleConfig
+from nonlinear_lowrank.validation import check_integer
 
 from .machine_rates import MachineRates
 from .methods import BenchArm, bench_arms
@@ -87,7 +88,7 @@ class ModelBenchConfig:
         object.__setattr__(self, "modes", tuple(self.modes))
         object.__setattr__(self, "methods", tuple(self.methods))
         for name in ("width", "layers", "heads", "hidden", "vocab_size", "rounds", "warmup"):
-            check_at_least_1(name, getattr(self, name))
+            check_integer(name, getattr(self, name), minimum=1)
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise UserError(f"kv_heads must divide the {self.heads} heads, not {self.kv_heads!r}")
         if self.width % (2 * self.heads):
@@ -118,16 +119,10 @@ class ModelBenchConfig:
         )
 
 
-def check_at_least_1(name: str, value: Any) -> None:
-    """Raises UserError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
 def check_different(name: str, values: Sequence[Any]) -> None:
     """Raises UserError: nothing to measure, or something twice under one label."""
     if not values or len(set(values)) < len(values):
-        raise UserError(f"{name} must be different, and at least one, not {' '.join(map(str, values)) or 'none'}")
+        raise UserError(f"{name} must be different, and at least one, got {' '.join(map(str, values)) or 'none'}")
 
 
 def check_timing(config: Any) -> None:
@@ -138,7 +133,7 @@ def check_timing(config: Any) -> None:
                 raise UserError(f"unknown {name} {value!r}; choose {' or '.join(known)}")
     check_different("modes", config.modes)
     if config.threads is not None and config.threads < 1:
-        raise UserError(f"threads must be at least 1, not {config.threads!r}")
+        raise UserError(f"threads must be at least 1, got {config.threads!r}")
     if torch.device(config.device).type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {config.device!r} is not there; use --device cpu")
 

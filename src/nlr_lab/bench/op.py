@@ -36,21 +36,11 @@ from nonlinear_lowrank.methods.rational.gated import rational_gated, rational_ga
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_reference
 from nonlinear_lowrank.methods.sine.delta import SineFactors
 from nonlinear_lowrank.methods.sine.op import sine_layer_reference
+from nonlinear_lowrank.validation import check_integer
 
 from .kat_rational import kat_rational
 from .methods import OMEGA, adapted
-from .model import (
-    BenchResult,
-    Mode,
-    Point,
-    check_at_least_1,
-    check_different,
-    check_timing,
-    describe_machine,
-    in_mode,
-    table_with,
-    where,
-)
+from .model import BenchResult, Mode, Point, check_different, check_timing, describe_machine, in_mode, table_with, where
 from .peak import peak_bytes
 from .timing import Clock, Ratio, interleaved_step_times, paired_ratio
 
@@ -97,11 +87,11 @@ class OpBenchConfig:
         for name in ("operators", "ranks", "modes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("width", "hidden", "tokens", "groups", "rounds", "warmup"):
-            check_at_least_1(name, getattr(self, name))
+            check_integer(name, getattr(self, name), minimum=1)
         check_different("operators", self.operators)
         check_different("ranks", self.ranks)
         for rank in self.ranks:
-            check_at_least_1("ranks", rank)
+            check_integer("ranks", rank, minimum=1)
             if rank >= min(self.width, self.hidden):
                 raise UserError(f"rank {rank} is not low; choose a rank below {min(self.width, self.hidden)}")
         if self.operators == ("down",) and min(self.ranks) > RANK:

@@ -75,7 +75,7 @@ def interleaved_step_times(
     if not steppers:
         raise UserError("nothing to time; give at least one arm")
     if rounds < 1 or warmup < 0:
-        raise UserError(f"rounds must be at least 1 and warmup at least 0, not {rounds!r} and {warmup!r}")
+        raise UserError(f"rounds must be at least 1 and warmup at least 0, got {rounds!r} and {warmup!r}")
     if clock not in get_args(Clock):
         raise UserError(f"unknown clock {clock!r}; choose one of {', '.join(get_args(Clock))}")
     if clock == "cuda" and not torch.cuda.is_available():

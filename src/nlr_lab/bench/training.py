@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.optim import param_groups
+from nonlinear_lowrank.validation import check_integer
 
 from .methods import BenchArm
-from .model import Mode, ModelBenchConfig, check_at_least_1, in_mode, make_model
+from .model import Mode, ModelBenchConfig, in_mode, make_model
 
 FrozenDtype = Literal["float32", "bfloat16"]
 
@@ -41,7 +42,7 @@ class TrainBenchConfig(ModelBenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("sequence_length", "batch_size"):
-            check_at_least_1(name, getattr(self, name))
+            check_integer(name, getattr(self, name), minimum=1)
         if self.frozen_dtype not in get_args(FrozenDtype):
             raise UserError(f"unknown frozen_dtype {self.frozen_dtype!r}; choose {' or '.join(get_args(FrozenDtype))}")
 

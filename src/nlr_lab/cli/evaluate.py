@@ -158,7 +158,7 @@ def _check(options: EvaluateOptions) -> None:
     for name, least in (("sequence_length", 2), ("limit", 1), ("batch_size", 1), ("beams", 1), ("num_fewshot", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"no such folder: {options.include_path} (--include-path)")
     for name in ("include_path", "data", "num_fewshot", "limit"):

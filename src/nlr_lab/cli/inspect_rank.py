@@ -102,7 +102,7 @@ def run_figures(arguments: list[str]) -> None:
         description="Figures 2 and 3 of the sine low-rank paper: what an activation does to a product's spectrum.",
     )
     if options.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, not {options.seeds}")
+        raise UserError(f"--seeds must be at least 1, got {options.seeds}")
     folder = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder for the figures")

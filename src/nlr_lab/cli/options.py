@@ -157,7 +157,7 @@ def seconds_of(max_minutes: float | None) -> float | None:
         UserError: it is not above 0, or not finite.
     """
     if max_minutes is not None and not 0 < max_minutes < math.inf:
-        raise UserError(f"--max-minutes must be above 0 and finite, not {max_minutes:g}; leave it away for no limit")
+        raise UserError(f"--max-minutes must be above 0 and finite, got {max_minutes:g}; leave it away for no limit")
     return None if max_minutes is None else 60 * max_minutes
 
 

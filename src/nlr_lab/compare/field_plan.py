@@ -9,9 +9,9 @@ from typing import Any, get_args
 from nlr_lab.fields.folder import OF_PICTURES
 from nlr_lab.fields.problem import FieldMethod, Init
 from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.training.values import check_number
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
+from nonlinear_lowrank.validation import check_number
 
 from .folder import ANOTHER, check_choices, check_same, is_new, sessions
 from .rates import tidy, tidy_grid
@@ -53,7 +53,7 @@ class FieldArm:
             check_number("lr", self.lr, above=0)
         known = get_args(Init)
         if not self.inits or len(set(self.inits)) < len(self.inits) or not set(self.inits) <= set(known):
-            raise UserError(f"inits must be one or more of {', '.join(known)}, not {self.inits!r}")
+            raise UserError(f"inits must be one or more of {', '.join(known)}, got {self.inits!r}")
         if not self.name:
             words = (
                 str(replace(self.method, init="kaiming_sqrt5"))
@@ -85,7 +85,7 @@ class FieldArm:
         try:
             rate = float(own["lr"]) if "lr" in own else None
         except ValueError:
-            raise UserError(f"lr must be a number, not {own['lr']!r}, in the arm {text!r}") from None
+            raise UserError(f"lr must be a number, got {own['lr']!r}, in the arm {text!r}") from None
         return cls(method=replace(method, init=inits[0]), inits=inits, lr=rate, name=own.get("name", ""))
 
 

@@ -40,9 +40,9 @@ from nlr_lab.runtime.time_limit import (
     seconds_around,
     shortened,
 )
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import write_json
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
+from nonlinear_lowrank.validation import check_integer
 
 from .field_pictures import plot_omegas, plot_rates, plot_strip
 from .field_plan import (
@@ -136,8 +136,7 @@ def compare_fields(
             Nothing has been written then.
     """
     limit, threads, out = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads), Path(out)
-    if not isinstance(timing_rounds, int) or isinstance(timing_rounds, bool) or timing_rounds < 0:
-        raise UserError(f"timing_rounds must be a whole number of at least 0, not {timing_rounds!r}")
+    check_integer("timing_rounds", timing_rounds, minimum=0)
     device = choose_device(recipe.train.device, dtype=torch.float64)
     plan = FieldPlan.make(recipe, arms, seeds, tune_lr, max_extensions)
     kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)

@@ -14,6 +14,7 @@ from nlr_lab.runtime.environment import machine, versions
 from nlr_lab.training.recipe import Arm, Recipe
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import TEMPORARY, FolderLock, describe_disk_error, is_free, read_json, write_json
+from nonlinear_lowrank.validation import check_integer
 
 from .matching import Match, settle_matches
 from .rates import tidy_grid
@@ -115,8 +116,7 @@ def check_choices(
         if names.count(name) > 1:
             raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
     for name, count, least in (("seeds", seeds, 1), ("max_extensions", max_extensions, 0)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < least:
-            raise UserError(f"{name} must be a whole number of at least {least}, not {count!r}")
+        check_integer(name, count, minimum=least)
     if any(not 0 < rate < float("inf") for rate in grid):
         raise UserError("every rate of tune_lr must be a finite number above 0")
     if len(grid) == 1 or len(set(grid)) < len(grid):

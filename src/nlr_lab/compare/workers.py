@@ -35,7 +35,7 @@ def check_workers(workers: int | None) -> None:
     if workers is None:
         return
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers must be a whole number of at least 1, not {workers!r}")
+        raise UserError(f"workers must be a positive integer, got {workers!r}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("workers are for one process that starts runs side by side; leave torchrun or --workers out")
     try:

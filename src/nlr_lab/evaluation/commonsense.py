@@ -207,7 +207,7 @@ def _doc(row: Row, name: str, test: Test) -> dict[str, Any]:
         choices_as = "" if test.word is None else f"{test.word}1: ... {test.word}2: ... "
         raise UserError(f"{row.place}: the instruction does not end in '{choices_as}Answer format: ...'")
     if answer not in allowed:
-        raise UserError(f"{row.place}: field 'answer' must be one of {', '.join(allowed)}, not {answer!r}")
+        raise UserError(f"{row.place}: field 'answer' must be one of {', '.join(allowed)}, got {answer!r}")
     question, choices = test.clean(found["question"]), [test.clean(part) for part in parts[::2]]
     if not question or not all(choices):
         raise UserError(f"{row.place}: the question or a choice is empty")

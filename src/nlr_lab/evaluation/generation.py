@@ -31,11 +31,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be a finite number of at least 0, not {self.temperature}")
+            raise UserError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.top_k < 0:
-            raise UserError(f"top_k must be at least 0, not {self.top_k}")
+            raise UserError(f"top_k must be at least 0, got {self.top_k}")
 
 
 class _Callback(TextStreamer):

@@ -201,5 +201,5 @@ def _doc(row: Row) -> dict[str, Any]:
     if not isinstance(choices, list) or len(choices) != 4 or not all(isinstance(each, str) for each in choices):
         raise UserError(f"{row.place}: field 'choices' must be four strings")
     if type(answer) is not int or not 0 <= answer < 4:
-        raise UserError(f"{row.place}: field 'answer' must be 0, 1, 2 or 3, not {answer!r}")
+        raise UserError(f"{row.place}: field 'answer' must be 0, 1, 2 or 3, got {answer!r}")
     return {"question": question, "choices": choices, "answer": answer}

@@ -121,7 +121,7 @@ def _same_size(path: Path, parts: list[Pictures]) -> None:
 def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
     """(N, 3 or 4, 4) to (N, 3, 4) float64."""
     if poses.ndim != 3 or poses.shape[1:] not in ((3, 4), (4, 4)) or poses.dtype.kind != "f":
-        raise UserError(f"{name}: poses must be (N, 4, 4) numbers, not {poses.shape} {poses.dtype}")
+        raise UserError(f"{name}: poses must be (N, 4, 4) numbers, got {poses.shape} {poses.dtype}")
     return poses[:, :3].astype(np.float64)
 
 
@@ -134,7 +134,7 @@ def _intrinsics(name: str, table: dict[str, Any], pictures: Pictures) -> tuple[f
     def number(key: str) -> float:
         value = table[key]
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise UserError(f"{name}: {key} must be a finite number above 0, not {value!r}")
+            raise UserError(f"{name}: {key} must be a finite number above 0, got {value!r}")
         return float(value)
 
     height, width = pictures.height, pictures.width

@@ -40,7 +40,7 @@ class Cameras:
                 raise UserError(f"the {name} of view {view} holds a value that is not finite; mend or remove that view")
         if len(self.poses) and (self.intrinsics[:, :2] <= 0).any():
             view = int(np.argmax((self.intrinsics[:, :2] <= 0).any(-1)))
-            raise UserError(f"the focal length of view {view} must be above 0, not {self.intrinsics[view, :2].min():g}")
+            raise UserError(f"the focal length of view {view} must be above 0, got {self.intrinsics[view, :2].min():g}")
         rotations = self.poses[:, :, :3]
         off = np.abs(rotations.transpose(0, 2, 1) @ rotations - np.eye(3)).max((1, 2), initial=0)
         for view in range(len(self.poses)):

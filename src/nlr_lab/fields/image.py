@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .model import Field, FieldConfig
 from .picture_files import over_white, read_pixels
@@ -51,9 +52,7 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         for name in ("crop", "size", "points"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise UserError(f"{name} must be a whole number of at least 0, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=0)
 
     def prepare(self) -> "ImageProblem":
         """Reads the image.

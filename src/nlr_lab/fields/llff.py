@@ -106,4 +106,4 @@ def llff_scene(
 
 def _check_shape(name: str, bounds: np.ndarray) -> None:
     if bounds.ndim != 2 or bounds.shape[1] != 17 or bounds.dtype.kind != "f":
-        raise UserError(f"{name}: poses_bounds must be (N, 17) floats, not {bounds.shape} {bounds.dtype}")
+        raise UserError(f"{name}: poses_bounds must be (N, 17) floats, got {bounds.shape} {bounds.dtype}")

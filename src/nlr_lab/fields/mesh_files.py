@@ -24,6 +24,7 @@ from scipy.sparse.csgraph import connected_components
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.bounds import read_arrays
+from nonlinear_lowrank.validation import one_line
 
 from .mesh_winding import signed_volumes, turned_outwards
 
@@ -108,7 +109,7 @@ def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
         with redirect_stderr(io.StringIO()):
             mesh = trimesh.load_mesh(path, process=False, maintain_order=True)
     except Exception as error:  # whatever a parser meets in a broken file
-        raise UserError(f"{path} is no {path.suffix} file that can be read: {_line(error)}") from None
+        raise UserError(f"{path} is no {path.suffix} file that can be read: {one_line(error)}") from None
     if not len(getattr(mesh, "faces", ())):
         raise UserError(f"{path} has no faces; give a surface, not points")
     return np.asarray(mesh.vertices), np.asarray(mesh.faces)
@@ -132,7 +133,7 @@ def _check_arrays(path: Path, points: np.ndarray, faces: np.ndarray) -> None:
     for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "whole numbers")):
         if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in kinds:
             found = f"{tuple(array.shape)} of {array.dtype}"
-            raise UserError(f"{path}: {name} must be (N, 3) {what}, not {found}; triangulate the mesh")
+            raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; triangulate the mesh")
     if bad := int((~np.isfinite(points)).any(1).sum()):
         raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; mend them")
     if faces.min() < 0 or faces.max() >= len(points):
@@ -236,7 +237,3 @@ def knot(around: int = 64, along: int = 640) -> "Trimesh":
 
 SHAPES = {"knot": knot}
 """Embedded shapes by name."""
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
+from nonlinear_lowrank.validation import check_integer
 
 from .problem import FieldMethod, dense_linear
 
@@ -64,12 +65,10 @@ class FieldConfig:
             ("hidden_layers", 0),
             ("octaves", 0),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=least)
         for name in ("spread", "frequency"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a finite number above 0, got {getattr(self, name)!r}")
         for name, known in (("activation", get_args(Activation)), ("factored", ("hidden", "all"))):
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .cameras import Cameras
 from .demo_scene import DEMO_SIZE, demo_scene
@@ -68,9 +69,7 @@ class NerfSettings:
             *(("downscale", 1), ("rays", 1), ("samples", 2), ("fine_samples", 0), ("frames", 0)),
             ("frame_downscale", 1),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=least)
         if self.held_out is not None:
             object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .model import encode, gaussian
 from .problem import FieldMethod
@@ -65,11 +66,9 @@ class RadianceConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("layers", 1), ("view_width", 1), ("octaves", 0), ("view_octaves", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=least)
         if not 0 < self.spread < math.inf:
-            raise UserError(f"spread must be a finite number above 0, not {self.spread!r}")
+            raise UserError(f"spread must be a finite number above 0, got {self.spread!r}")
         for name, known in (("activation", get_args(Activation)), ("density", get_args(Density))):
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")

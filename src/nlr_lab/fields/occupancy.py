@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .mesh_files import import_trimesh, read_mesh
 from .mesh_picture import Axis, View, render
@@ -76,16 +77,14 @@ class OccupancySettings:
 
     def __post_init__(self) -> None:
         for name, least in (("points", 1), ("picture_height", 16)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=least)
         if not 0 <= self.surface_share < 1:
-            raise UserError(f"surface_share must be at least 0 and below 1, not {self.surface_share!r}")
+            raise UserError(f"surface_share must be at least 0 and below 1, got {self.surface_share!r}")
         if not 0 < self.surface_band <= 2:
-            raise UserError(f"surface_band must be above 0 and at most 2, not {self.surface_band!r}")
+            raise UserError(f"surface_band must be above 0 and at most 2, got {self.surface_band!r}")
         for name in ("azimuth", "elevation"):
             if not -360 <= getattr(self, name) <= 360:
-                raise UserError(f"{name} must be degrees from -360 to 360, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be degrees from -360 to 360, got {getattr(self, name)!r}")
         if self.up not in get_args(Axis):
             raise UserError(f"unknown up {self.up!r}; choose one of {', '.join(get_args(Axis))}")
         if (self.field.in_features, self.field.out_features) != (3, 1):

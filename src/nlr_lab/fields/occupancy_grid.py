@@ -19,6 +19,7 @@ import numpy as np
 
 from nlr_lab.runtime.resources import RESERVE, free_memory
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .mesh_winding import signed_volumes
 
@@ -172,8 +173,7 @@ def check_memory(**grids: tuple[int, float]) -> None:
         UserError: they do not; the message names the largest, and what would fit.
     """
     for name, (resolution, _) in grids.items():
-        if not isinstance(resolution, int) or isinstance(resolution, bool) or resolution < 2:
-            raise UserError(f"{name} must be a whole number of at least 2, not {resolution!r}")
+        check_integer(name, resolution, minimum=2)
     taken = {name: resolution**3 * size for name, (resolution, size) in grids.items()}
     needed, free = sum(taken.values()) + RESERVE, free_memory()
     if needed <= free:

@@ -49,7 +49,7 @@ class FieldMethod:
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
         if isinstance(self.gain, str):
-            raise UserError(f"gain must be a number, not {self.gain!r}")
+            raise UserError(f"gain must be a number, got {self.gain!r}")
         meant = {"dense": (), "low-rank": ("rank",), "sine": ("rank", "omega", "gain")}[self.kind]
         for name in ("rank", "omega", "gain"):
             if name not in meant and getattr(self, name) is not None:

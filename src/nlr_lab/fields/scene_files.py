@@ -33,7 +33,7 @@ def pictures_of_array(name: str, images: np.ndarray, factor: int) -> Pictures:
         UserError: the array has another form, or nothing would be left.
     """
     if images.ndim != 4 or images.shape[3] not in (3, 4) or images.dtype != np.uint8:
-        raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, not {images.shape} {images.dtype}")
+        raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, got {images.shape} {images.dtype}")
     if 0 in images.shape:
         raise UserError(f"{name} has {len(images)} images of {images.shape[2]} x {images.shape[1]} pixels; give some")
     return Pictures(np.stack([_reduced(name, image, factor) for image in images]), *images.shape[1:3])

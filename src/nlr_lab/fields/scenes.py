@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.bounds import read_arrays
+from nonlinear_lowrank.validation import check_integer
 
 from .blender import blender_folder, blender_npz
 from .llff import llff_folder, llff_scene
@@ -49,8 +50,7 @@ def read_scene(
         UserError: what is given is none of the forms, or something in it does not fit; the message says what.
     """
     path = Path(source).expanduser()
-    if not isinstance(downscale, int) or isinstance(downscale, bool) or downscale < 1:
-        raise UserError(f"downscale must be a whole number of at least 1, not {downscale!r}")
+    check_integer("downscale", downscale, minimum=1)
     out = None if held_out is None else tuple(int(view) for view in held_out)
     if path.is_file():
         arrays = read_arrays(path)

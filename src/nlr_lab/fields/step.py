@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .problem import Problem
 
@@ -63,22 +64,21 @@ class FitConfig:
             value = getattr(self, name)
             if name == "threads" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, value, minimum=least)
         if self.seed >= 2**31:
-            raise UserError(f"seed must be below 2^31, not {self.seed}")
+            raise UserError(f"seed must be below 2^31, got {self.seed}")
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a finite number above 0, got {getattr(self, name)!r}")
         if not 0 <= self.end <= 1 or (self.schedule == "exponential" and self.end == 0):
-            raise UserError(f"end must be a share of the peak, from 0 (exponential: above 0) to 1, not {self.end!r}")
+            raise UserError(f"end must be a share of the peak, from 0 (exponential: above 0) to 1, got {self.end!r}")
         if not 0 <= self.max_grad_norm < math.inf:
-            raise UserError(f"max_grad_norm must be a finite number of at least 0, not {self.max_grad_norm!r}")
+            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {self.max_grad_norm!r}")
         if self.schedule not in get_args(Schedule):
             raise UserError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(get_args(Schedule))}")
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
         if len(self.betas) != 2 or not all(isinstance(each, int | float) and 0 <= each < 1 for each in self.betas):
-            raise UserError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
+            raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
 
     def rate(self, step: int) -> float:
         """Learning rate of a step (from 0)."""

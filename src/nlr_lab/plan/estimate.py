@@ -26,6 +26,7 @@ from torch import nn
 from nonlinear_lowrank.analysis.cost import LayerCost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.optim import param_groups
+from nonlinear_lowrank.validation import check_integer
 
 from .hardware import Hardware
 from .inspect import inspect_model
@@ -69,13 +70,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch_size", "steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=1)
         if not 0 < self.utilization <= 1:
-            raise UserError(f"utilization must be above 0 and at most 1, not {self.utilization!r}")
+            raise UserError(f"utilization must be above 0 and at most 1, got {self.utilization!r}")
         if self.memory is not None and not 0 < self.memory < math.inf:
-            raise UserError(f"memory must be a finite number of GiB above 0, not {self.memory!r}")
+            raise UserError(f"memory must be a finite number of GiB above 0, got {self.memory!r}")
         if self.batch_size % self.gpus:
             raise UserError(
                 f"a batch of {self.batch_size:,} sequences does not split over {self.gpus:,} GPUs; give --batch-size a "

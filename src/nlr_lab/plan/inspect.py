@@ -26,6 +26,7 @@ from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.surgery.experts import unreached_experts
 from nonlinear_lowrank.surgery.targets import dense_parts
+from nonlinear_lowrank.validation import one_line
 
 
 def inspect_model(
@@ -57,7 +58,7 @@ def inspect_model(
     """
     if sequence_length < 1 or batch_size < 1:
         raise UserError(
-            f"sequence_length and batch_size must be at least 1, not {sequence_length!r} and {batch_size!r}"
+            f"sequence_length and batch_size must be at least 1, got {sequence_length!r} and {batch_size!r}"
         )
     if isinstance(model, PreTrainedConfig):
         model = build_on_meta(model)
@@ -80,7 +81,7 @@ def inspect_model(
     try:
         kept = _kept_by_module(model, inputs, bf16)
     except Exception as error:  # any model's forward: a pass that needs contents cannot run on fake tensors
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         return replace(cost, notes=[*cost.notes, f"kept bytes unknown: {type(error).__name__}: {reason}"])
     dtype = torch.bfloat16 if bf16 else next(iter(model.parameters())).dtype
     return replace(

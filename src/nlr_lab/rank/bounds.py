@@ -66,7 +66,7 @@ def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
     if matrix.ndim != 2 or not matrix.isfinite().all() or not (matrix != 0).any():
         raise UserError("the bounds need a matrix that is finite and not zero")
     if not 0 < omega < math.inf:
-        raise UserError(f"omega must be a finite number above 0, not {omega!r}")
+        raise UserError(f"omega must be a finite number above 0, got {omega!r}")
     size = matrix.double().abs()
     a_min = float(size[size > 0].min())
     root = float(torch.linalg.matrix_norm(size.sqrt(), 2))

@@ -79,7 +79,7 @@ class Spectrum:
 def check_tolerance(tolerance: float) -> None:
     """Raises UserError unless it is one that the singular values can be held to."""
     if not LEAST_TOLERANCE <= tolerance < 1:
-        raise UserError(f"a tolerance must be at least {LEAST_TOLERANCE:g} and below 1, not {tolerance:g}")
+        raise UserError(f"a tolerance must be at least {LEAST_TOLERANCE:g} and below 1, got {tolerance:g}")
 
 
 @torch.no_grad()

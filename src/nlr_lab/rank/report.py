@@ -92,7 +92,7 @@ def rank_report(
         UserError: a setting is out of range, no matrix is found or matches, or a weight is not finite.
     """
     if for_rank < 1:
-        raise UserError(f"the rank to suggest an omega for must be at least 1, not {for_rank}")
+        raise UserError(f"the rank to suggest an omega for must be at least 1, got {for_rank}")
     for tolerance in tolerances:
         check_tolerance(tolerance)
     weights = checkpoint_weights(checkpoint, omega=omega)

@@ -31,11 +31,12 @@ from nonlinear_lowrank.hub.adapter import CONFIG as ADAPTER_CONFIG
 from nonlinear_lowrank.hub.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from nonlinear_lowrank.hub.adapter import is_adapter
 from nonlinear_lowrank.hub.classes import FIELD
-from nonlinear_lowrank.hub.files import one_line, read_json, tensor_names, weight_files
+from nonlinear_lowrank.hub.files import read_json, tensor_names, weight_files
 from nonlinear_lowrank.hub.loading import load_model
 from nonlinear_lowrank.hub.registration import TYPE_PREFIX
 from nonlinear_lowrank.methods.sine.layer import METHOD, SineLowRankConfig, SineLowRankLinear
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
+from nonlinear_lowrank.validation import one_line
 
 from .measures import Spectrum, product_spectrum, spectrum
 

@@ -13,11 +13,12 @@ from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import QKNormConfig
 from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.validation import check_number
 
 from .composition import Composed, split_parts
 from .context import ArmContext
 from .methods import ARM_METHODS, Function, find_method
-from .values import as_text, check_number, read_number, read_value
+from .values import as_text, read_number, read_value
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -51,13 +52,13 @@ class Arm:
         if not isinstance(self.name, str) or not isinstance(self.method, str):
             raise UserError(f"an arm's name and method are texts, not {self.name!r} and {self.method!r}")
         if not isinstance(self.settings, Mapping):
-            raise UserError(f"settings of the arm {self.method!r} must be names with values, not {self.settings!r}")
+            raise UserError(f"settings of the arm {self.method!r} must be names with values, got {self.settings!r}")
         if self.dense_init is not None:
             check_dense_init(self.dense_init)
         if not isinstance(self.qk_norm, bool):
-            raise UserError(f"qk_norm must be true or false, not {self.qk_norm!r}")
+            raise UserError(f"qk_norm must be true or false, got {self.qk_norm!r}")
         if self.optimizer is not None and self.optimizer not in get_args(Optimizer):
-            raise UserError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}")
+            raise UserError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, got {self.optimizer!r}")
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON turns tuples into lists

@@ -23,11 +23,12 @@ from nonlinear_lowrank.methods.sine import layer as sine_layers
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 from nonlinear_lowrank.surgery.targets import dense_parts
+from nonlinear_lowrank.validation import one_line
 
 from .composition import Composed, split_parts
 from .context import ArmContext, ArmMethod
 from .tuning import TUNINGS
-from .values import as_text, one_line
+from .values import as_text
 from .widening import WideMlp
 
 
@@ -121,7 +122,7 @@ class Augmented:
             patterns = full.get(key, ())
             listed = patterns if isinstance(patterns, list | tuple) else [patterns]
             if not all(isinstance(each, str) for each in listed):
-                raise UserError(f"{key} must be a pattern of names, or a list of them, not {patterns!r}")
+                raise UserError(f"{key} must be a pattern of names, or a list of them, got {patterns!r}")
         self._config(full)
         return full
 

@@ -24,9 +24,9 @@ from nlr_lab.tasks.text.language_model import LanguageModelTask
 from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
 from nlr_lab.tasks.text.opt_language_model import OptLanguageModelTask
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .arms import Arm, ArmOption, Optimizer
-from .values import check_number, check_whole, one_line
 
 __all__ = ["Arm", "Recipe", "TrainConfig"]
 
@@ -100,24 +100,24 @@ class TrainConfig:
             check_number("epochs", self.epochs, above=0)
         by_epochs = self.epochs is not None
         for name in ("batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"):
-            check_whole(name, getattr(self, name), least=1)
+            check_integer(name, getattr(self, name), minimum=1)
         for name in ("steps", "eval_every", "save_every"):
-            check_whole(name, getattr(self, name), least=0 if by_epochs else 1)
+            check_integer(name, getattr(self, name), minimum=0 if by_epochs else 1)
         for name in ("warmup_steps", "seed", "dataloader_workers"):
-            check_whole(name, getattr(self, name), least=0)
+            check_integer(name, getattr(self, name), minimum=0)
         for name in ("threads", "eval_batch_size"):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least=1)
+                check_integer(name, getattr(self, name), minimum=1)
         if self.seed >= 2**31:
-            raise UserError(f"seed must be below 2**31, not {self.seed}")
+            raise UserError(f"seed must be below 2**31, got {self.seed}")
         check_number("lr", self.lr, above=0)
         if self.head_lr is not None:
             check_number("head_lr", self.head_lr, above=0)
-        check_number("weight_decay", self.weight_decay, least=0)
-        check_number("max_grad_norm", self.max_grad_norm, least=0)
+        check_number("weight_decay", self.weight_decay, minimum=0)
+        check_number("max_grad_norm", self.max_grad_norm, minimum=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
-        check_number("warmup_share", self.warmup_share, least=0)
+            raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
+        check_number("warmup_share", self.warmup_share, minimum=0)
         if self.warmup_share >= 1 or (self.warmup_share and self.warmup_steps):
             raise UserError("warmup_share must be below 1, and not be given beside warmup_steps")
         if self.steps and self.warmup_steps > self.steps:
@@ -200,7 +200,7 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "arms", tuple(self.arms))
         object.__setattr__(self, "tune_lr", tuple(self.tune_lr))
-        check_whole("seeds", self.seeds, least=1)
+        check_integer("seeds", self.seeds, minimum=1)
         for lr in self.tune_lr:
             check_number("tune_lr", lr, above=0)
 
@@ -248,7 +248,7 @@ def _from_plain(kind: Any, value: Any, where: str) -> Any:
         kind = get_args(kind)[0]
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} must be a JSON object, not {value!r}")
+            raise UserError(f"{where} must be a JSON object, got {value!r}")
         hints = typing.get_type_hints(kind, include_extras=True)
         for name in value:
             if name not in hints:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from nlr_lab.runtime.processes import gather_objects, on_first_process
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, describe_file, read_manifest
+from nonlinear_lowrank.validation import one_line
 
 from .state_files import read_plain
 
@@ -177,7 +178,7 @@ def _load(state: dict[str, Any], folder: Path) -> None:
             warnings.filterwarnings("ignore", ".*load in a single process")
             dcp.load(state, checkpoint_id=folder / SHARDS)
     except Exception as error:  # torch raises whatever its planner met
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         raise UserError(
             f"{folder} does not fit the model: {why}; resume with the recipe and version it was written with"
         ) from error

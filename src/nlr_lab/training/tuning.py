@@ -32,9 +32,10 @@ from torch import nn
 from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .context import ArmContext
-from .values import as_text, check_number, check_whole, one_line
+from .values import as_text
 
 _ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 _SHORT = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "target_modules": "on-", "groups": "g"}
@@ -91,9 +92,9 @@ class Tuning:
                 raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(self.shown)}")
         for key in ("r", "lora_r"):
             if key in full:
-                check_whole(f"{key} of {self.name}", full[key], least=1)
+                check_integer(f"{key} of {self.name}", full[key], minimum=1)
         if "plus" in full:
-            check_number(f"plus of {self.name}", full["plus"], least=1)
+            check_number(f"plus of {self.name}", full["plus"], minimum=1)
         for key in _MODULE_LISTS:
             if isinstance(full.get(key), str):
                 full[key] = _modules(full[key])

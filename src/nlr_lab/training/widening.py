@@ -23,9 +23,10 @@ from torch import nn
 
 from nlr_lab.tasks.text.language_model import DenseInit, draw_linear
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer, check_number
 
 from .context import ArmContext
-from .values import as_text, check_number, check_whole
+from .values import as_text
 
 # Ends of names: those whose outputs are the MLP's width (times the number), and the one whose inputs are.
 _SHAPES = (
@@ -58,11 +59,11 @@ class WideMlp:
         if "ratio" in settings:
             check_number("ratio", settings["ratio"], above=0)
         if "hidden" in settings:
-            check_whole("hidden", settings["hidden"], least=1)
+            check_integer("hidden", settings["hidden"], minimum=1)
         if "match" in settings and not isinstance(settings["match"], str):
-            raise UserError(f"match must be the name of another arm, not {settings['match']!r}")
+            raise UserError(f"match must be the name of another arm, got {settings['match']!r}")
         if settings.get("by", "parameters") not in MATCHED_BY:
-            raise UserError(f"by must be one of {', '.join(MATCHED_BY)}, not {settings['by']!r}")
+            raise UserError(f"by must be one of {', '.join(MATCHED_BY)}, got {settings['by']!r}")
         return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:

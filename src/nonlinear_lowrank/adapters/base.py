@@ -8,7 +8,7 @@ A method is three classes:
         r: int = 8
         rank_pattern: dict[str, int] = field(default_factory=dict)
         patterns: ClassVar[dict[str, str]] = {"r": "rank_pattern"}
-        def check_value(self, name, value, where): check_whole(where, value, least=1)
+        def check_value(self, name, value, where): check_integer(where, value, minimum=1)
 
     class MyLinear(WeightLayer):                    # see `weights.WeightLayer`; or AdapterLayer for other modules
         adapter_layer_names = ("nlr_mine_down", "nlr_mine_up")      # flat ParameterDicts, made by the base class

@@ -51,12 +51,12 @@ class AdapterConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list | tuple):
                 if not all(isinstance(each, str) for each in getattr(self, name)):
-                    raise UserError(f"{name} must be names or one regular expression, not {getattr(self, name)!r}")
+                    raise UserError(f"{name} must be names or one regular expression, got {getattr(self, name)!r}")
                 setattr(self, name, set(getattr(self, name)))
             elif not isinstance(getattr(self, name), str | set | None):
-                raise UserError(f"{name} must be names or one regular expression, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be names or one regular expression, got {getattr(self, name)!r}")
         if self.bias not in ("none", "all", "adapter_only", "lora_only"):
-            raise UserError(f"bias must be 'none', 'all' or 'adapter_only', not {self.bias!r}")
+            raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {self.bias!r}")
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise UserError(
                 "layers_to_transform needs target_modules as a list of names; as a regular expression, "
@@ -67,7 +67,7 @@ class AdapterConfig(PeftConfig):
         for name, pattern in self.patterns.items():
             self.check_value(name, getattr(self, name), name)
             if not isinstance(getattr(self, pattern), dict):
-                raise UserError(f"{pattern} must be names with values, not {getattr(self, pattern)!r}")
+                raise UserError(f"{pattern} must be names with values, got {getattr(self, pattern)!r}")
             for key, value in getattr(self, pattern).items():
                 self.check_value(name, value, f"{pattern}[{key!r}]")
 
@@ -91,24 +91,3 @@ class AdapterConfig(PeftConfig):
         if line not in text:
             block = f"## Loading\n\n```python\n{line}\n```\n"
             readme.write_text(f"{text.rstrip()}\n\n{block}".lstrip(), encoding="utf-8")
-
-
-def check_whole(where: str, value: Any, *, least: int) -> None:
-    """Raises UserError unless the value is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{where} must be a whole number of at least {least}, not {value!r}")
-
-
-def check_number(where: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Raises UserError unless the value is a finite number above `above`, or of at least `least`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if above is not None and not (number and value > above):
-        raise UserError(f"{where} must be a finite number above {above:g}, not {value!r}")
-    if least is not None and not (number and value >= least):
-        raise UserError(f"{where} must be a finite number of at least {least:g}, not {value!r}")
-
-
-def check_dropout(where: str, value: Any) -> None:
-    """Raises UserError unless the value is a probability below 1."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise UserError(f"{where} must be at least 0 and below 1, not {value!r}")

@@ -52,7 +52,7 @@ def convert_to_lora(
     if not layers:
         raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
     if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
-        raise UserError(f"rank must be a whole number above 0, or a share in (0, 1], not {rank!r}")
+        raise UserError(f"rank must be a positive integer, or a share in (0, 1], got {rank!r}")
     output = None if path is None else Path(path).expanduser()
     if output is not None:
         check_new_or_empty(output)

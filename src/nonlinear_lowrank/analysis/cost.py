@@ -141,7 +141,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         UserError: the sequence length is below 1.
     """
     if sequence_length < 1:
-        raise UserError(f"sequence_length must be at least 1, not {sequence_length!r}")
+        raise UserError(f"sequence_length must be at least 1, got {sequence_length!r}")
     heads = output_head_names(model)
     attention = {id(module) for module in _innermost_attention(model)}
     counted: set[int] = set()

@@ -119,7 +119,7 @@ def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list
     if not scores:
         raise UserError("there are no scores to select by")
     if not 0 <= percentile <= 100:
-        raise UserError(f"percentile must be between 0 and 100, not {percentile!r}")
+        raise UserError(f"percentile must be between 0 and 100, got {percentile!r}")
     threshold = float(np.percentile(list(scores.values()), percentile))
     return [name for name, value in scores.items() if value >= threshold]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
+from nonlinear_lowrank.validation import one_line
 
-from .files import check_folder, check_hashes, one_line, read_json, tensor_names
+from .files import check_folder, check_hashes, read_json, tensor_names
 from .loading import check_causal, check_causal_config, load_model, load_tokenizer
 
 CONFIG = "adapter_config.json"

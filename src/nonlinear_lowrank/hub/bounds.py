@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 _PIECE = 16 << 20  # bytes read at a time
 _MOST_HEADER = 100_000_000  # of a safetensors file: the format's own limit
@@ -64,7 +65,7 @@ def read_array(path: Path) -> np.ndarray:
     except UserError:
         raise
     except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise UserError(f"{path} is no .npy file that can be read: {_line(error)}") from error
+        raise UserError(f"{path} is no .npy file that can be read: {one_line(error)}") from error
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -91,7 +92,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, NotImplementedError),
         *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     ) as error:
-        raise UserError(f"{path} is no .npz file that can be read: {_line(error)}") from error
+        raise UserError(f"{path} is no .npz file that can be read: {one_line(error)}") from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -146,7 +147,7 @@ def safetensors_header(path: Path) -> dict[str, TensorEntry]:
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} has a header that is no JSON: {_line(error)}") from error
+            raise UserError(f"{path} has a header that is no JSON: {one_line(error)}") from error
     if not isinstance(header, dict):
         raise UserError(f"{path} has a header that is no JSON object")
     header.pop("__metadata__", None)
@@ -188,7 +189,7 @@ def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
     except ValueError:
         raise
     except Exception as error:  # numpy has tokenize and the parser of Python look at it
-        raise ValueError(f"the header of {name} cannot be read: {_line(error)}") from error
+        raise ValueError(f"the header of {name} cannot be read: {one_line(error)}") from error
     if dtype.hasobject:
         raise ValueError(f"{name} holds Python objects, which are never read; save it as numbers")
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
@@ -201,7 +202,3 @@ def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
             raise ValueError(f"{name} is cut off: {at:,} bytes of {claimed:,}")
         at += count
     return np.ndarray(shape, dtype, data, order="F" if fortran else "C")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -143,7 +143,7 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
     That no tensor is lost by it is checked when the checkpoint is loaded.
     """
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"the config field {FIELD!r} must be a list of methods, not {entries!r}")
+        raise UserError(f"the config field {FIELD!r} must be a list of methods, got {entries!r}")
     # A classifier builds its backbone by AutoModel, which has put the layers in already.
     # Places that share a module are places of their own.
     modules = model.named_modules(remove_duplicate=False)
@@ -155,7 +155,7 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
             raise UserError(f"an entry of the config field {FIELD!r} needs method, config and modules: {entry!r}")
         modules = entry["modules"]
         if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-            raise UserError(f"modules in the config field {FIELD!r} must be a list of module names, not {modules!r}")
+            raise UserError(f"modules in the config field {FIELD!r} must be a list of module names, got {modules!r}")
         candidates = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
         names = [next((name for name in names if name in plain), None) for names in candidates]
         resolved.append({**entry, "modules": [name for name in names if name is not None]})

@@ -20,10 +20,11 @@ from transformers import initialization as init
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import NobleConfig, method_of_config
 from nonlinear_lowrank.surgery.augment import AugmentReport, augment
+from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, shown_name, write_card
 from .classes import TYPE_PREFIX, augmented_layers
-from .files import check_folder, check_model_folder, one_line
+from .files import check_folder, check_model_folder
 from .loading import load_model
 from .storage import MANIFEST, staged_output
 
@@ -99,7 +100,7 @@ def convert(
             do not fit it. Nothing is left in output_dir then.
     """
     if up_init not in ("zero", "paper"):
-        raise UserError(f"up_init must be 'zero' or 'paper', not {up_init!r}")
+        raise UserError(f"up_init must be 'zero' or 'paper', got {up_init!r}")
     if (method := method_of_config(config)) is not None and method.plain is not None:
         raise UserError(
             f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"

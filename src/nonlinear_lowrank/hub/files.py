@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.models.auto import configuration_auto
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 from .classes import FIELD, TYPE_PREFIX
 from .storage import MANIFEST, file_fault
@@ -79,11 +80,6 @@ def tensor_names(path: Path) -> set[str]:
         raise UserError(
             f"{path} is not a whole safetensors file ({size:,} bytes: {one_line(error)}); copy or download it again"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -15,11 +15,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import METHODS, config_from_dict, config_to_dict
+from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, write_card
 from .classes import FIELD, register
 from .conversion import copy_companions
-from .files import check_folder, check_model_folder, one_line, weight_files
+from .files import check_folder, check_model_folder, weight_files
 from .names import in_memory
 from .storage import check_new_or_empty, staged_output
 

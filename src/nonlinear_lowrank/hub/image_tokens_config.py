@@ -43,7 +43,7 @@ class ImageTokensConfig(GlmConfig):
         self.eos_token_id = ends  # where there is none, GLM puts its own three
         for name in ("num_classes", "grid_rows", "grid_columns"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.tie_word_embeddings:
             raise UserError(
                 "tie_word_embeddings must be false: the input embedding has classes and codes, the head codes alone"

@@ -16,12 +16,13 @@ from safetensors import safe_open
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.methods import config_to_dict, method_of_layer
+from nonlinear_lowrank.validation import one_line
 
 from .adapter import CONFIG, WEIGHTS, base_of
 from .card import Origin, shown_name, table, write_card
 from .classes import FIELD
 from .conversion import copy_companions, first_output, random_inputs
-from .files import check_folder, check_hashes, one_line, read_json, tensor_names
+from .files import check_folder, check_hashes, read_json, tensor_names
 from .loading import load_model
 from .pooled import quiet_loading
 from .storage import check_new_or_empty, staged_output

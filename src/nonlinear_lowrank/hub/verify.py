@@ -21,11 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import WEIGHTS as ADAPTER_WEIGHTS
 from .bounds import safetensors_header
-from .files import INDEX, WEIGHTS, one_line
+from .files import INDEX, WEIGHTS
 from .storage import CARD, MANIFEST, file_fault, is_inside
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")

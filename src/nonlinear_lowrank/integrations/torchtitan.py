@@ -32,12 +32,12 @@ from torch.distributed.tensor import DTensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import foreign
 from nonlinear_lowrank.hub.card import Origin
-from nonlinear_lowrank.hub.files import one_line
 from nonlinear_lowrank.methods import Method, NobleLinear, SineLowRankLinear, method_of_config
 from nonlinear_lowrank.optim import parameter_roles
 from nonlinear_lowrank.surgery.augment import measure_plain
 from nonlinear_lowrank.surgery.report import AugmentReport
 from nonlinear_lowrank.surgery.targets import Patterns, choose_linears
+from nonlinear_lowrank.validation import one_line
 
 from .name_patterns import name_patterns
 

@@ -45,11 +45,11 @@ class GlueData:
         if self.task not in (*GLUE, "auto"):
             raise UserError(f"unknown GLUE task {self.task!r}; choose one of {', '.join((*GLUE, 'auto'))}")
         if not isinstance(self.max_length, int) or self.max_length < 4:
-            raise UserError(f"max_length must be a whole number of at least 4, not {self.max_length!r}")
+            raise UserError(f"max_length must be an integer of at least 4, got {self.max_length!r}")
         if not 0 <= self.held_out < 0.9:
-            raise UserError(f"held_out must be at least 0 and below 0.9, not {self.held_out!r}")
+            raise UserError(f"held_out must be at least 0 and below 0.9, got {self.held_out!r}")
         if self.train_rows is not None and self.train_rows < 2:
-            raise UserError(f"train_rows must be at least 2, not {self.train_rows!r}")
+            raise UserError(f"train_rows must be at least 2, got {self.train_rows!r}")
         for name, choices in (("scored", ("dev", "test")), ("pad", ("longest", "max_length"))):
             if getattr(self, name) not in choices:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +231,7 @@ def _from_hub(task: str, info: GlueInfo, source: str, split: str) -> Rows:
     try:
         data: Any = load_dataset(source, task, split=name)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error, 200)
         raise UserError(
             f"cannot read {task} from the dataset {source!r} ({text}); give a folder with GLUE's files (--source)"
         ) from error

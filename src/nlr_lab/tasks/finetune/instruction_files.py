@@ -20,6 +20,7 @@ from typing import Any
 from nlr_lab.tasks.text.corpus import Corpus
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.bounds import read_bytes
+from nonlinear_lowrank.validation import one_line
 
 Messages = list[dict[str, str]]
 
@@ -121,7 +122,7 @@ def _of_dataset(source: str) -> Iterator[tuple[str, Any]]:
     try:
         data: Any = load_dataset(name, split=split or "train")
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error, 200)
         raise UserError(
             f"cannot read the dataset {source!r} ({text}); give a .json or .jsonl file (--source)"
         ) from error
@@ -150,7 +151,7 @@ def _docstrings() -> Iterator[dict[str, str]]:
 
 def _example(record: Any, template: str, where: str) -> Example | str:
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
+        raise UserError(f"{where}: a record must be a JSON object, got {type(record).__name__}")
     if "messages" in record or "conversations" in record:
         return _chat(record, where)
     if "prompt" in record or "completion" in record:
@@ -209,5 +210,5 @@ def _field(record: dict[str, Any], name: str, where: str, *also: type) -> Any:
         raise UserError(f"{where} has no field {name!r}; it has {', '.join(map(str, record))}")
     value = record[name]
     if not isinstance(value, (str, *also)):
-        raise UserError(f"{where}: {name} must be text, not {type(value).__name__}")
+        raise UserError(f"{where}: {name} must be text, got {type(value).__name__}")
     return value

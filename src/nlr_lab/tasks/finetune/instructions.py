@@ -57,11 +57,11 @@ class InstructionData:
         if self.template not in TEMPLATES:
             raise UserError(f"unknown template {self.template!r}; choose one of {', '.join(TEMPLATES)}")
         if not 0 < self.held_out < 0.9:
-            raise UserError(f"held_out must be above 0 and below 0.9, not {self.held_out!r}")
+            raise UserError(f"held_out must be above 0 and below 0.9, got {self.held_out!r}")
         for name, least in (("eval_rows", 1), ("rows", 2), ("max_length", 4)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification, find_encoder, quiet_loading
 from nonlinear_lowrank.hub.pooled_config import MeanPooledConfig
+from nonlinear_lowrank.validation import one_line
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
@@ -243,7 +244,7 @@ class Pretrained:
         except UserError:
             raise
         except (OSError, ValueError, ImportError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-            text = " ".join(str(error).split())[:300]
+            text = one_line(error)
             raise UserError(f"cannot load the checkpoint {self.checkpoint!r}: {text}") from error
 
 

@@ -54,10 +54,10 @@ class Augmentation:
         for name, most in (("randaugment", 16), ("magnitude", _GREATEST)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-                raise UserError(f"{name} must be a whole number from 0 to {most}, not {value!r}")
+                raise UserError(f"{name} must be an integer from 0 to {most}, got {value!r}")
         for name in ("mixup", "cutmix"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be at least 0, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be at least 0, got {getattr(self, name)!r}")
 
     @property
     def mixes(self) -> bool:

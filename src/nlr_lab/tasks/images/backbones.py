@@ -19,6 +19,7 @@ import tyro
 
 from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,11 @@ class VitBackbone:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden", "patch"):
-            _check_whole(name, getattr(self, name))
+            check_integer(name, getattr(self, name), minimum=1)
         if self.width % self.heads:
             raise UserError(f"width {self.width} does not split into {self.heads} heads; choose a multiple of it")
         _check_channels(self.channels)
-        _check_share("dropout", self.dropout)
+        check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
 
     @property
@@ -110,14 +111,14 @@ class ConvNextBackbone:
         for name in ("depths", "widths"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             for value in getattr(self, name):
-                _check_whole(name, value)
+                check_integer(name, value, minimum=1)
         if not self.depths or len(self.depths) != len(self.widths):
             raise UserError(f"depths and widths need a number for each stage, not {self.depths!r} and {self.widths!r}")
-        _check_whole("patch", self.patch)
+        check_integer("patch", self.patch, minimum=1)
         _check_channels(self.channels)
-        _check_share("drop_path", self.drop_path)
+        check_share("drop_path", self.drop_path)
         if not 0 <= self.layer_scale < float("inf"):
-            raise UserError(f"layer_scale must be a finite number of at least 0, not {self.layer_scale!r}")
+            raise UserError(f"layer_scale must be a finite number of at least 0, got {self.layer_scale!r}")
         check_dense_init(self.dense_init)
 
     @property
@@ -162,19 +163,9 @@ else:
     ImageBackbone = tyro.conf.AvoidSubcommands[VitBackbone | ConvNextBackbone]
 
 
-def _check_whole(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
 def _check_channels(channels: int) -> None:
     if channels not in (1, 3):
-        raise UserError(f"channels must be 1 or 3, not {channels!r}")
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UserError(f"{name} must be at least 0 and below 1, not {value!r}")
+        raise UserError(f"channels must be 1 or 3, got {channels!r}")
 
 
 def _check_size(size: int, step: int, what: str) -> None:

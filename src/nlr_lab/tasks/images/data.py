@@ -50,19 +50,19 @@ class ImageSource:
         for name in ("classes", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not 0 <= self.held_out < 0.9:
-            raise UserError(f"held_out must be at least 0 and below 0.9, not {self.held_out!r}")
+            raise UserError(f"held_out must be at least 0 and below 0.9, got {self.held_out!r}")
         for name, least in (("train_rows", 2), ("test_rows", 1), ("size", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}")
         if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes) or min(self.classes, default=0) < 0:
             raise UserError("classes must be at least two different numbers, from 0")
         if len(self.mean) != len(self.std):
             raise UserError("mean and std need one number each for every channel")
         if not all(map(math.isfinite, self.mean)):
-            raise UserError(f"mean must be finite numbers, not {' '.join(map(str, self.mean))}")
+            raise UserError(f"mean must be finite numbers, got {' '.join(map(str, self.mean))}")
         if not all(0 < each < math.inf for each in self.std):
-            raise UserError(f"std must be finite numbers above 0, not {' '.join(map(str, self.std))}")
+            raise UserError(f"std must be finite numbers above 0, got {' '.join(map(str, self.std))}")
 
     def normalisation(self, channels: int, default: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> Any:
         """Mean and standard deviation, one number for each channel.

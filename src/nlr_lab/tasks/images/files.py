@@ -23,6 +23,7 @@ from nlr_lab.runtime.pictures import eight_bits
 from nlr_lab.tasks.task import hold_out
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.bounds import read_arrays
+from nonlinear_lowrank.validation import one_line
 
 from . import digits_vit
 
@@ -104,7 +105,7 @@ def _of_array(path: Path, arrays: Mapping[str, np.ndarray], name: str, labelled:
     images, labels = arrays[name], check_labels(arrays[labelled], f"{path}: {labelled}")
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise UserError(
-            f"{path}: {name} must be (N, H, W) or (N, H, W, C) uint8 with N labels, not "
+            f"{path}: {name} must be (N, H, W) or (N, H, W, C) uint8 with N labels, got "
             f"{images.shape} {images.dtype} with {len(labels)} labels"
         )
     if 0 in images.shape or (images.ndim == 4 and images.shape[-1] not in _CHANNELS):
@@ -145,17 +146,17 @@ def check_labels(labels: np.ndarray, what: str) -> np.ndarray:
         UserError: there are none, or one is no whole number from 0.
     """
     if labels.ndim not in (1, 2) or labels.shape[1:] not in ((), (1,)):
-        raise UserError(f"{what} must be (N,) numbers of classes, not {labels.shape}; of one-hot rows give the argmax")
+        raise UserError(f"{what} must be (N,) numbers of classes, got {labels.shape}; of one-hot rows give the argmax")
     labels = labels.reshape(-1)
     if not len(labels):
         raise UserError(f"{what} holds no labels; give at least one image")
     rule = "number the classes 0, 1, 2, ..."
     if labels.dtype.kind not in "biuf":
-        raise UserError(f"{what} must be whole numbers from 0, not {str(labels[0])[:40]!r}; {rule}")
+        raise UserError(f"{what} must be whole numbers from 0, got {str(labels[0])[:40]!r}; {rule}")
     whole = np.isfinite(labels) & (labels >= 0) & (labels < _MOST_CLASSES) & (labels == np.floor(labels))
     if not whole.all():
         raise UserError(
-            f"{what} must be whole numbers from 0 to {_MOST_CLASSES - 1:,}, not {labels[~whole][0]}; {rule}"
+            f"{what} must be whole numbers from 0 to {_MOST_CLASSES - 1:,}, got {labels[~whole][0]}; {rule}"
         )
     return labels.astype(np.int64)
 
@@ -192,7 +193,7 @@ def _of_dataset(source: str) -> ImageSplits:
     try:
         data: Any = load_dataset(source)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error, 200)
         raise UserError(
             f"cannot read the dataset {source!r} ({text}); give a .npz file or a folder (--source)"
         ) from error

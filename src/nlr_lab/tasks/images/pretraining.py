@@ -18,6 +18,7 @@ from nlr_lab.tasks.metrics import scores
 from nlr_lab.tasks.task import Batch, Measure, Score, fingerprint
 from nlr_lab.tasks.text.language_model import DenseInit, draw_linears
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .augmentation import Augmentation, check_pairs, mix_pairs
 from .backbones import ImageBackbone
@@ -118,11 +119,9 @@ class ImagePretrainingTask:
     def __post_init__(self) -> None:
         self.backbone.check_size(self.size)
         if self.shorter is not None and self.shorter < self.size:
-            raise UserError(f"shorter must be at least the size of {self.size} pixels, not {self.shorter}")
+            raise UserError(f"shorter must be at least the size of {self.size} pixels, got {self.shorter}")
         for name, least in (("plain_rows", 0), ("meta_classes", 2)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=least)
 
     @property
     def size(self) -> int:

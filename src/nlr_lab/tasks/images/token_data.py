@@ -33,6 +33,7 @@ from nlr_lab.tasks.task import fingerprint
 from nlr_lab.tasks.text.data import TokenBlocks, cache_folder
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
+from nonlinear_lowrank.validation import check_integer
 
 from . import digits_vit
 from .files import Images, ImageSplits, read_images
@@ -78,8 +79,7 @@ class ImageTokenData:
             value = getattr(self, name)
             if value is None and name in ("classes", "train_images"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_integer(name, value, minimum=least)
         check_side(self.size, self.patch)
 
     @property

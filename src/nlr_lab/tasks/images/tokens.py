@@ -37,7 +37,7 @@ class ImageTokenTask:
     def __post_init__(self) -> None:
         check_head_dim(self.backbone.width // self.backbone.heads)
         if not 1 < self.rope_theta < float("inf"):
-            raise UserError(f"rope_theta must be a finite number above 1, not {self.rope_theta!r}")
+            raise UserError(f"rope_theta must be a finite number above 1, got {self.rope_theta!r}")
 
     @property
     def sequence_length(self) -> int:

@@ -24,6 +24,7 @@ import zstandard
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.bounds import bounded, check_held, half_of_free
+from nonlinear_lowrank.validation import one_line
 
 SEPARATOR = "<|endoftext|>"
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -134,9 +135,9 @@ class Corpus:
                 else:
                     yield from self._text(path)
             except _DAMAGED as error:
-                raise UserError(f"{path} is damaged or cut off: {_one_line(error)}") from error
+                raise UserError(f"{path} is damaged or cut off: {one_line(error)}") from error
             except OSError as error:
-                raise UserError(f"cannot read {path}: {_one_line(error)}") from error
+                raise UserError(f"cannot read {path}: {one_line(error)}") from error
 
     def _text(self, path: Path) -> Iterator[str]:
         separator = SEPARATOR if self.separator is None else self.separator
@@ -164,7 +165,7 @@ class Corpus:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number} is not JSON: {_one_line(error)}") from error
+                raise UserError(f"{path}:{number} is not JSON: {one_line(error)}") from error
             if self._has_null(row):
                 raise UserError(self._count_nulls(path))
             document = self._field(row, f"{path}:{number}")
@@ -212,7 +213,7 @@ class Corpus:
                         yield "" if text is None else self._field({self.text_field: text}, f"row {row} of {path}")
                         row += 1
         except pyarrow.ArrowException as error:
-            raise UserError(f"{path} is not a whole parquet file: {_one_line(error)}") from error
+            raise UserError(f"{path} is not a whole parquet file: {one_line(error)}") from error
 
     def _field(self, row: Any, place: str) -> str:
         text = row.get(self.text_field) if isinstance(row, dict) else None
@@ -232,7 +233,7 @@ class Corpus:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"reading the dataset {self.source!r} failed: {_one_line(error)}") from error
+            raise UserError(f"reading the dataset {self.source!r} failed: {one_line(error)}") from error
 
     def _name(self) -> tuple[str, str | None, str | None]:
         """Of a dataset: name or folder, configuration, split."""
@@ -248,7 +249,7 @@ class Corpus:
             try:
                 found = datasets.load_from_disk(str(path))
             except Exception as error:
-                raise UserError(f"{path} is not a whole saved dataset: {_one_line(error)}") from error
+                raise UserError(f"{path} is not a whole saved dataset: {one_line(error)}") from error
             if not isinstance(found, datasets.DatasetDict):
                 return found
             if "train" not in found:
@@ -263,7 +264,7 @@ class Corpus:
             what = f"the folder {name!r} could not be read as a dataset"
             if not Path(name).is_dir():
                 what = f"there is no file or folder {self.source!r}, and no dataset of that name could be loaded"
-            raise UserError(f"{what} ({type(error).__name__}: {_one_line(error)})") from error
+            raise UserError(f"{what} ({type(error).__name__}: {one_line(error)})") from error
 
 
 def _kind(path: Path) -> str | None:
@@ -378,7 +379,3 @@ def _decode(path: Path, data: bytes, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (offset {offset + error.start}); convert it first") from error
     return text if offset else text.removeprefix("\ufeff")  # a byte-order mark is no text
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .corpus import Corpus
 from .packing import Packing, check_lengths, tokenizer_hash
@@ -60,13 +61,13 @@ class TextData:
     """Where tokens are cached; None: $NLR_CACHE, else the user's cache folder."""
 
     def __post_init__(self) -> None:
-        _check_whole("sequence_length", self.sequence_length, 2)
-        _check_whole("eval_sequences", self.eval_sequences, 1)
+        check_integer("sequence_length", self.sequence_length, minimum=2)
+        check_integer("eval_sequences", self.eval_sequences, minimum=1)
         if self.max_bytes is not None:
-            _check_whole("max_bytes", self.max_bytes, 1)
+            check_integer("max_bytes", self.max_bytes, minimum=1)
         fraction = self.valid_fraction
         if not isinstance(fraction, int | float) or not 0 < fraction < 0.5:
-            raise UserError(f"valid_fraction must be above 0 and below 0.5, not {fraction!r}")
+            raise UserError(f"valid_fraction must be above 0 and below 0.5, got {fraction!r}")
         if not self.source:
             raise UserError("source is empty; give 'stdlib', a file, a folder or a dataset's name")
         if self.valid_source == "":
@@ -154,11 +155,6 @@ class PackedText:
             "valid_bytes_per_token": self.valid_bytes_per_token,
             "fingerprint": self.fingerprint,
         }
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def prepare_text(config: TextData, *, progress: bool = True) -> PackedText:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GlmConfig, GlmForCausalLM
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .data import TextData, prepare_text
 
@@ -56,9 +57,7 @@ class Backbone:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+            check_integer(name, getattr(self, name), minimum=1)
         step = self._head_multiple * self.heads
         if self.width % step:
             even = " of even size" if self._head_multiple == 2 else ""
@@ -66,9 +65,9 @@ class Backbone:
                 f"width {self.width} does not split into {self.heads} heads{even}; choose a multiple of {step}"
             )
         if not 0 < self.embedding_std < math.inf:
-            raise UserError(f"embedding_std must be a finite number above 0, not {self.embedding_std!r}")
+            raise UserError(f"embedding_std must be a finite number above 0, got {self.embedding_std!r}")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
         check_dense_init(self.dense_init)
 
 

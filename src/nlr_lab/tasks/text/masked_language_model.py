@@ -41,10 +41,10 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise UserError(f"probability must be above 0 and below 1, not {self.probability!r}")
+            raise UserError(f"probability must be above 0 and below 1, got {self.probability!r}")
         for name in ("mask_share", "random_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} must be at least 0 and at most 1, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be at least 0 and at most 1, got {getattr(self, name)!r}")
         if self.mask_share + self.random_share > 1:
             both = self.mask_share + self.random_share
             raise UserError(f"mask_share and random_share must not exceed 1 together, not {both:g}")

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # looked for where a tokenizer names no end
@@ -25,7 +26,7 @@ _GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 def check_vocab_size(vocab_size: int) -> None:
     """Raises UserError where a byte-level BPE cannot be that small."""
     if not isinstance(vocab_size, int) or vocab_size < _ALPHABET + 1:
-        raise UserError(f"vocab_size must be a whole number of at least {_ALPHABET + 1}, not {vocab_size!r}")
+        raise UserError(f"vocab_size must be an integer of at least {_ALPHABET + 1}, got {vocab_size!r}")
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -95,12 +96,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         try:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         except Exception as error:  # the Rust side raises plain Exception
-            raise UserError(f"{path} is not a tokenizer.json: {_one_line(error)}") from error
+            raise UserError(f"{path} is not a tokenizer.json: {one_line(error)}") from error
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
         except Exception as error:
-            why = _one_line(error).split(". ")[0]
+            why = one_line(error).split(". ")[0]
             raise UserError(
                 f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's or BERT's files or a "
                 "tokenizer.json, a hub name, or 'bpe' to train one"
@@ -212,7 +213,7 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
     try:
         model = models.BPE.from_file(str(folder / vocabulary), str(folder / merges))
     except Exception as error:
-        raise UserError(f"{vocabulary} and {merges} in {folder} do not fit: {_one_line(error)}") from error
+        raise UserError(f"{vocabulary} and {merges} in {folder} do not fit: {one_line(error)}") from error
     if model.token_to_id(END_OF_TEXT) is None:
         raise UserError(f"{folder / vocabulary} has no {END_OF_TEXT!r}; these are not GPT-2's files")
     missing = sum(model.token_to_id(symbol) is None for symbol in pre_tokenizers.ByteLevel.alphabet())
@@ -229,7 +230,7 @@ def _bert(file: Path) -> PreTrainedTokenizerFast:
         vocabulary = {token.removeprefix("\ufeff"): index for token, index in vocabulary.items()}
         model = models.WordPiece(vocabulary, unk_token=_BERT["unk_token"])
     except Exception as error:
-        raise UserError(f"{file} is no list of tokens: {_one_line(error)}") from error
+        raise UserError(f"{file} is no list of tokens: {one_line(error)}") from error
     missing = [token for token in _BERT.values() if model.token_to_id(token) is None]
     if missing:
         raise UserError(f"{file} has no {missing[0]!r}; this is not BERT's vocabulary")
@@ -255,7 +256,3 @@ def _byte_level(model: Any) -> tokenizers.Tokenizer:
 def quiet_about_forks() -> None:
     """The tokenizer library warns when data workers fork after it used threads; ours never tokenize."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -24,12 +24,13 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.adapters.config import AdapterConfig, check_dropout, check_whole
+from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.tuner import AdapterModel
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import NobleConfig, Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.validation import check_integer, check_share
 
 from .layer import Activation
 from .op import noble_branch, noble_linear
@@ -71,7 +72,7 @@ class NobleAdapterConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dropout("dropout", self.dropout)
+        check_share("dropout", self.dropout)
         # The layer's config has the same fields and checks.
         checked = NobleConfig(
             activation=self.activation,
@@ -87,7 +88,7 @@ class NobleAdapterConfig(AdapterConfig):
 
     def check_value(self, name: str, value: Any, where: str) -> None:
         """As in `AdapterConfig`."""
-        check_whole(where, value, least=1)
+        check_integer(where, value, minimum=1)
 
 
 class NobleAdapterLinear(WeightLayer):

@@ -44,6 +44,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, Role
 from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
 from nonlinear_lowrank.methods.matrix import is_plain_linear
+from nonlinear_lowrank.validation import check_integer
 
 from .group import NobleGroup, group
 from .op import ACTIVATIONS, bottleneck, noble_branch, noble_linear
@@ -113,8 +114,7 @@ class NobleConfig:
     def __post_init__(self) -> None:
         if isinstance(self.frequency_range, list):  # JSON turns tuples into lists
             object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise UserError(f"rank must be a whole number of at least 1, not {self.rank!r}")
+        check_integer("rank", self.rank, minimum=1)
         if self.activation not in ACTIVATIONS:
             raise UserError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         whole = isinstance(self.depth, int) and not isinstance(self.depth, bool)
@@ -124,36 +124,36 @@ class NobleConfig:
                 "depth is 1 or 2, or 3 with the cosine"
             )
         if self.init not in ("auto", "scratch", "pretrained"):
-            raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', not {self.init!r}")
+            raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', got {self.init!r}")
         limits = self.frequency_range
         pair = isinstance(limits, tuple) and len(limits) == 2 and all(map(_is_number, limits))
         if not pair or limits[0] > limits[1]:
-            raise UserError(f"frequency_range must be two finite numbers, (low, high), not {limits!r}")
+            raise UserError(f"frequency_range must be two finite numbers, (low, high), got {limits!r}")
         if self.rank_ratio is not None and not (_is_number(self.rank_ratio) and 0 < self.rank_ratio < 1):
-            raise UserError(f"rank_ratio must be a number above 0 and below 1, not {self.rank_ratio!r}")
+            raise UserError(f"rank_ratio must be a number above 0 and below 1, got {self.rank_ratio!r}")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
-            raise UserError(f"dropout must be a number of at least 0 and below 1, not {self.dropout!r}")
+            raise UserError(f"dropout must be a number of at least 0 and below 1, got {self.dropout!r}")
         for name in ("up_bias", "fuse_shared_inputs"):
             if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.fusion not in ("add", "gated"):
-            raise UserError(f"fusion must be 'add' or 'gated', not {self.fusion!r}")
+            raise UserError(f"fusion must be 'add' or 'gated', got {self.fusion!r}")
         if self.share_down not in ("none", "qkv"):
-            raise UserError(f"share_down must be 'none' or 'qkv', not {self.share_down!r}")
+            raise UserError(f"share_down must be 'none' or 'qkv', got {self.share_down!r}")
         if self.fuse_shared_inputs and (self.fusion != "add" or self.dropout):
             raise UserError("fuse_shared_inputs needs fusion='add' and dropout=0")
         for name in ("dense_scale", "up_scale", "phase_std"):
             value = getattr(self, name)
             if not (_is_number(value) and value >= 0):
-                raise UserError(f"{name} must be a finite number of at least 0, not {value!r}")
+                raise UserError(f"{name} must be a finite number of at least 0, got {value!r}")
         for name in ("frequency_lr", "phase_lr", "output_scale"):
             value = getattr(self, name)
             if not (_is_number(value) and value > 0) and not (name == "output_scale" and value is None):
-                raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
         for name in ("up_lr_power", "mix_lr_power"):
             value = getattr(self, name)
             if not (_is_number(value) and abs(value) <= _HIGHEST_POWER):
-                raise UserError(f"{name} must be a number from -{_HIGHEST_POWER} to {_HIGHEST_POWER}, not {value!r}")
+                raise UserError(f"{name} must be a number from -{_HIGHEST_POWER} to {_HIGHEST_POWER}, got {value!r}")
 
     def rank_of(self, d_in: int, d_out: int) -> int:
         """r of a layer d_in -> d_out."""

@@ -61,7 +61,7 @@ class QKNormConfig:
     def __post_init__(self) -> None:
         whole = isinstance(self.head_width, int) and not isinstance(self.head_width, bool)
         if self.head_width is not None and not (whole and self.head_width >= 1):
-            raise UserError(f"head_width must be a whole number of at least 1, not {self.head_width!r}")
+            raise UserError(f"head_width must be a positive integer, got {self.head_width!r}")
 
 
 class QKNormProjection(nn.Module):

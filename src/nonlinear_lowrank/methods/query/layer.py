@@ -70,13 +70,13 @@ class NonlinearQueryConfig:
     def __post_init__(self) -> None:
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         if self.rank is not None and not (whole and self.rank >= 1):
-            raise UserError(f"rank must be a whole number of at least 1, or left out for d / 2, not {self.rank!r}")
+            raise UserError(f"rank must be a positive integer, or left out for d / 2, got {self.rank!r}")
         if self.kind not in ("nonlinear", "linear", "identity"):
             raise UserError(f"unknown kind {self.kind!r}; choose one of nonlinear, linear, identity")
         for name in ("scale", "init_std"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
         if self.kind == "identity":
             for name in ("rank", "scale"):
                 if (value := getattr(self, name)) != type(self).__dict__[name]:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from nonlinear_lowrank.adapters.config import AdapterConfig, check_dropout, check_number, check_whole
+from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.activations import KIND
+from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 from .fit import RationalFit, check_range
 from .layer import Anchor, Form, RationalConfig, Tails
@@ -102,11 +103,11 @@ class NoraConfig(AdapterConfig):
         if not isinstance(self.fit_range, int | float):
             self.fit_range = check_range(self.fit_range)  # JSON has lists only
         if self.tuning not in TUNINGS:
-            raise UserError(f"tuning must be one of {', '.join(map(repr, TUNINGS))}, not {self.tuning!r}")
+            raise UserError(f"tuning must be one of {', '.join(map(repr, TUNINGS))}, got {self.tuning!r}")
         self._check_combinations()
         check_number("init_std", self.init_std, above=0)
-        check_whole("lora_r", self.lora_r, least=0)
-        check_dropout("lora_dropout", self.lora_dropout)
+        check_integer("lora_r", self.lora_r, minimum=0)
+        check_share("lora_dropout", self.lora_dropout)
         check_number("lora_omega", self.lora_omega, above=0)
         for name in ("lora_alpha", "lora_gain"):
             if getattr(self, name) is not None:
@@ -131,7 +132,7 @@ class NoraConfig(AdapterConfig):
 
     def check_value(self, name: str, value: Any, where: str) -> None:
         """As in `AdapterConfig`."""
-        check_whole(where, value, least=1)
+        check_integer(where, value, minimum=1)
 
     def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:
         """The rational activation that stands for a formula under these settings."""

@@ -115,7 +115,7 @@ def check_degrees(degrees: Sequence[int]) -> tuple[int, int]:
     whole = [each for each in given if isinstance(each, int) and not isinstance(each, bool) and each >= 1]
     if len(given) != 2 or len(whole) != 2 or max(whole) > MAX_DEGREE:
         raise UserError(
-            f"degrees must be two whole numbers from 1 to {MAX_DEGREE}, of numerator and denominator, not {degrees!r}"
+            f"degrees must be two whole numbers from 1 to {MAX_DEGREE}, of numerator and denominator, got {degrees!r}"
         )
     return whole[0], whole[1]
 
@@ -125,7 +125,7 @@ def check_range(fit_range: float | Sequence[float]) -> tuple[float, float]:
     given = (-fit_range, fit_range) if isinstance(fit_range, int | float) else tuple(fit_range)
     numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
     if len(given) != 2 or len(numbers) != 2 or not -1e4 <= numbers[0] < 0 < numbers[1] <= 1e4:
-        raise UserError(f"fit_range must be a number above 0 or (low, high) with low < 0 < high, not {fit_range!r}")
+        raise UserError(f"fit_range must be a number above 0 or (low, high) with low < 0 < high, got {fit_range!r}")
     return numbers[0], numbers[1]
 
 

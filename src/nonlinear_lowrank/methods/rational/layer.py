@@ -82,12 +82,12 @@ class RationalConfig:
             ("channel_dim", (-1, 1, None)),
         ):
             if getattr(self, name) not in known:
-                raise UserError(f"{name} must be one of {', '.join(map(repr, known))}, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
         for name in ("groups", "width"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not whole and (name == "groups" or value is not None):
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+                raise UserError(f"{name} must be a positive integer, got {value!r}")
 
     def fit(self) -> RationalFit:
         """The fit that the coefficients start from.

@@ -460,7 +460,7 @@ def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
         raise UserError(f"unknown denominator form {form!r}; choose one of {', '.join(FORMS)}")
     if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
         raise UserError(
-            "coefficients must be (groups, terms) with as many groups above as below, not "
+            "coefficients must be (groups, terms) with as many groups above as below, got "
             f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
         )
     if x.shape[-1] % numerator.shape[0]:

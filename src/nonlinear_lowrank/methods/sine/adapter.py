@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend, get_quantization_kwargs
 from torch import Tensor, nn
 
-from nonlinear_lowrank.adapters.config import AdapterConfig, check_dropout, check_number, check_whole
+from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.quantized import backend_of, unpack
 from nonlinear_lowrank.adapters.tuner import AdapterModel
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 from .delta import SineFactors, added, dora_norm
 from .embedding import embedding_delta, sine_embedding
@@ -68,7 +69,7 @@ class SineLoraConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dropout("lora_dropout", self.lora_dropout)
+        check_share("lora_dropout", self.lora_dropout)
         for name in ("lora_alpha", "gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
@@ -76,7 +77,7 @@ class SineLoraConfig(AdapterConfig):
     def check_value(self, name: str, value: Any, where: str) -> None:
         """As in `AdapterConfig`."""
         if name == "r":
-            check_whole(where, value, least=1)
+            check_integer(where, value, minimum=1)
         else:
             check_number(where, value, above=0)
 

@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, PlainCost, Role
 from nonlinear_lowrank.methods.matrix import is_plain_linear
+from nonlinear_lowrank.validation import check_integer
 
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 
@@ -78,8 +79,7 @@ class SineLowRankConfig:
     """Kaiming uniform with a = sqrt(5) or a = 0; see the table of this file."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise UserError(f"rank must be a whole number of at least 1, not {self.rank!r}")
+        check_integer("rank", self.rank, minimum=1)
         for name, known in (("activation", WEIGHT_ACTIVATIONS), ("init", tuple(_INITS))):
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
@@ -89,7 +89,7 @@ class SineLowRankConfig:
             if value is None:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
 
     def _omega(self) -> Any:
         if self.omega is None and self.activation in _HOMOGENEOUS:
@@ -98,7 +98,7 @@ class SineLowRankConfig:
         if not isinstance(name, str):
             return name
         if name not in OMEGA_BY_RANK:
-            raise UserError(f"omega must be a number or one of {', '.join(OMEGA_BY_RANK)}, not {name!r}")
+            raise UserError(f"omega must be a number or one of {', '.join(OMEGA_BY_RANK)}, got {name!r}")
         table = OMEGA_BY_RANK[name]
         return float(table[max((rank for rank in table if rank <= self.rank), default=min(table))])
 

@@ -1,0 +1,33 @@
+"""Checks of single values, whose errors read the same everywhere."""
+
+import math
+from typing import Any
+
+from .errors import UserError
+
+
+def check_integer(name: str, value: Any, *, minimum: int) -> None:
+    """Raise UserError unless the value is an integer of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+        raise UserError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, minimum: float | None = None) -> None:
+    """Raise UserError unless the value is a finite number above `above`, or of at least `minimum`."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if above is not None and not (fits and value > above):
+        raise UserError(f"{name} must be a finite number above {above:g}, got {value!r}")
+    if minimum is not None and not (fits and value >= minimum):
+        raise UserError(f"{name} must be a finite number of at least {minimum:g}, got {value!r}")
+
+
+def check_share(name: str, value: Any, *, below: float = 1) -> None:
+    """Raise UserError unless the value is at least 0 and below a bound."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < below:
+        raise UserError(f"{name} must be at least 0 and below {below:g}, got {value!r}")
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return an exception's message without line breaks, or its class where it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
