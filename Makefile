@@ -1,6 +1,7 @@
 # make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
 # make test     the tests, 2 processes
-# make lint     style, format and types
+# make fuzz     the tests with fresh seeds, which are printed
+# make lint     style, format, types and the imports between packages
 # make docs     the documentation with the API reference, into site/
 # make lock     write requirements.lock from the present environment
 #
@@ -24,10 +25,10 @@ DEMO_OUT ?= demo
 # The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test test-deepspeed test-all lint format docs lock clean
+.PHONY: help setup demo test fuzz test-deepspeed test-all lint format docs lock clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -87,14 +88,20 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 		-m "not slow and not gpu and not quantized and not kernels and not torchtitan" --durations=10
 	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "quantized and not slow and not gpu"
 	PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_interpreted.py
+		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_interpreted.py
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/test_kernels_compiled.py
+		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_compiled.py
 	PYTHONPATH=$(TORCHTITAN):$(KERNELS) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/test_torchtitan.py
+		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
 
 test-deepspeed: $(DEEPSPEED)/.installed
-	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k deepspeed tests/test_shards.py
+	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k deepspeed tests/lab/training/test_shards.py
+
+# The seeds that failed are repeated by `make fuzz NLR_FUZZ=...`.
+fuzz: NLR_FUZZ ?= $(shell date +%s)
+fuzz: $(STAMP)
+	NLR_FUZZ=$(NLR_FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+		-m "not slow and not gpu and not quantized and not kernels and not torchtitan"
 
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
@@ -103,6 +110,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

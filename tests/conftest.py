@@ -1,14 +1,27 @@
 """Shared by all tests: one thread, seeds, and NaN in memory that nobody wrote."""
 
 import os
+import random
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
+FUZZ = os.environ.get("NLR_FUZZ", "")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("default" if FUZZ else "repeatable")
+
+
+def pytest_report_header() -> str:
+    return f"seeds: NLR_FUZZ={FUZZ}" if FUZZ else "seeds: from each test's name"
 
 
 def pytest_configure() -> None:
@@ -26,12 +39,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_seed(request: pytest.FixtureRequest) -> None:
-    """A new seed each run, printed with a failing test."""
-    seed = int.from_bytes(os.urandom(4), "little")
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+    """Seed from the names of the fixture and of what it is for."""
+    _seed(f"{request.node.name}:{fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Seed from the test's own name: neither the order of tests nor who set up a shared fixture changes a number."""
+    _seed(item.name)
+
+
+def _seed(name: str) -> None:
+    seed = zlib.crc32(f"{name}{FUZZ}".encode())
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
-    print(f"torch seed {seed}")
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_the_sdist_has_what_repeats_the_results(built):
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "requirements.lock", "mkdocs.yml"}
-    for pattern in ("tests/*.py", "docs/*.md", "docs/api/*.md", "studies/*/*.py", "studies/*/README.md"):
+    for pattern in ("tests/**/*.py", "docs/*.md", "docs/api/*.md", "studies/*/*.py", "studies/*/README.md"):
         wanted |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
     assert wanted <= names, wanted - names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "site/"))]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from adapter_rows import PEFT_WARNINGS
+from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.cli import COMMANDS
 from nlr_lab.recipes import RECIPES
 

@@ -88,11 +88,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    from transformers import AutoModelForCausalLM
-
     import finetune_kit
     from processes_kit import fsdp_environment, run_processes
     from test_distributed import cut_back
+    from transformers import AutoModelForCausalLM
 
     names = ("noble", *ADAPTERS)
     script = SCRIPT.format(here=str(HERE))

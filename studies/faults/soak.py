@@ -29,9 +29,9 @@ EVERY, WARM = 10, 10
 def train(out: str) -> None:
     """Far more steps than there is time for."""
     import torch
+    from training_kit import FakeText, make_recipe
 
     from nlr_lab.training import run_training
-    from training_kit import FakeText, make_recipe
 
     torch.set_num_threads(1)
     recipe = make_recipe(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nlr_lab.runtime.bounds import read_array
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import read_array
 
 from .cameras import Cameras, recentred
 from .scene import HOLD_OUT, Scene

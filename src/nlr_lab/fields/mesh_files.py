@@ -22,8 +22,8 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
+from nlr_lab.runtime.bounds import read_arrays
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import read_arrays
 from nonlinear_lowrank.validation import one_line
 
 from .mesh_winding import signed_volumes, turned_outwards

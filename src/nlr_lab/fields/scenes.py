@@ -15,8 +15,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from nlr_lab.runtime.bounds import read_arrays
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import read_arrays
 from nonlinear_lowrank.validation import check_integer
 
 from .blender import blender_folder, blender_npz

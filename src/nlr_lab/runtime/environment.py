@@ -8,32 +8,17 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.versions import versions
 
-_PACKAGES = (
-    *("nonlinear-lowrank", "torch", "triton", "transformers", "accelerate", "peft", "trl", "tokenizers", "datasets"),
-    *("safetensors", "numpy", "scipy", "scikit-learn", "scikit-image", "pillow"),
-)
 _FORMS = 4096  # more compiled forms of one function than a process has time to make
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that a loss may depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:

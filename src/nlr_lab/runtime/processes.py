@@ -34,11 +34,6 @@ def on_first_process(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def is_first_process() -> bool:
-    """Return whether this is rank 0, or the only process."""
-    return not _distributed() or torch.distributed.get_rank() == 0
-
-
 def gather_objects(value: Any) -> list[Any]:
     """The value of every process, in every process."""
     if not _distributed():

@@ -12,13 +12,12 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from nlr_lab.runtime.environment import versions
-
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .classes import FIELD
 from .files import read_json
 from .storage import CARD
 from .usage import loading_code, needs_package
+from .versions import versions
 
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

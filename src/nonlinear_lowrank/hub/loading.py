@@ -12,9 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.validation import one_line
 
-from .bounds import safetensors_header
 from .classes import CLASS_PREFIX, TYPE_PREFIX, check_loading_info, plain_class, twin_of
 from .files import check_folder, check_model_folder, read_json, weight_files
+from .safetensors_header import safetensors_header
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MOST_RATIO, _SMALL = 16, 1 << 20  # parameters described for each number held: packed and tied ones are fewer

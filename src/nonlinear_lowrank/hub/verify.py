@@ -25,8 +25,8 @@ from nonlinear_lowrank.validation import one_line
 
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import WEIGHTS as ADAPTER_WEIGHTS
-from .bounds import safetensors_header
 from .files import INDEX, WEIGHTS
+from .safetensors_header import safetensors_header
 from .storage import CARD, MANIFEST, file_fault, is_inside
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")

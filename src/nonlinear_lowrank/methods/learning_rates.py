@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from nlr_lab.runtime.processes import is_first_process
 from nonlinear_lowrank.errors import LearningRateWarning
 
 from .base import Role
@@ -101,7 +100,7 @@ def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
 def warn_once(layers: Iterable[nn.Module], message: str) -> None:
     """Warn with `LearningRateWarning` on rank 0, unless all these layers were warned of before."""
     new = [each for each in layers if each not in _warned]
-    if new and is_first_process():
+    if new and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         warnings.warn(message, LearningRateWarning, stacklevel=4)
     _warned.update(new)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.runtime.bounds import read_bytes
 from nlr_lab.tasks.text.corpus import Corpus
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import read_bytes
 from nonlinear_lowrank.validation import one_line
 
 Messages = list[dict[str, str]]

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from nlr_lab.runtime.bounds import read_arrays
 from nlr_lab.runtime.pictures import eight_bits
 from nlr_lab.tasks.task import hold_out
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import read_arrays
 from nonlinear_lowrank.validation import one_line
 
 from . import digits_vit

@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import zstandard
 
+from nlr_lab.runtime.bounds import bounded, check_held, half_of_free
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.bounds import bounded, check_held, half_of_free
 from nonlinear_lowrank.validation import one_line
 
 SEPARATOR = "<|endoftext|>"

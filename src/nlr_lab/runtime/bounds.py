@@ -1,0 +1,133 @@
+"""Files that a user gives, read within bounds: what their headers claim is held against their sizes, and against the
+memory that is free, before any of it is taken. No pickle is ever read."""
+
+import io
+import lzma
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
+
+_PIECE = 16 << 20  # bytes read at a time
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """Raises UserError where something would take more memory than is free.
+
+    Args:
+        nbytes: that it takes.
+        what: what it is, for the message.
+    """
+    free = psutil.virtual_memory().available
+    if nbytes > free:
+        raise UserError(f"{what} takes {nbytes:,} bytes of memory, of which {free:,} are free; give a smaller one")
+
+
+def read_array(path: Path) -> np.ndarray:
+    """The array of an .npy file.
+
+    Raises:
+        UserError: it is no such file, is shorter than its header says, holds Python objects, or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            return _array(file, path.stat().st_size, "the array")
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, SyntaxError) as error:
+        raise UserError(f"{path} is no .npy file that can be read: {one_line(error)}") from error
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, also of an .npz.xz, by name.
+
+    Raises:
+        UserError: it is no such file, an array is shorter than its header says or holds Python objects, or all
+            together are too large.
+    """
+    try:
+        source: Any = io.BytesIO(read_bytes(path)) if path.suffix.lower() == ".xz" else path
+        with zipfile.ZipFile(source) as archive:
+            members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+            check_room(sum(each.file_size for each in members), f"{path}, unpacked,")
+            found = {}
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                with archive.open(member) as file:
+                    found[name] = _array(file, member.file_size, name)
+            return found
+    except UserError:
+        raise
+    except (
+        *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, NotImplementedError),
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    ) as error:
+        raise UserError(f"{path} is no .npz file that can be read: {one_line(error)}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; of an .xz file, unpacked.
+
+    Raises:
+        UserError: it, or what it unpacks to, is larger than the memory that is free.
+        OSError: it cannot be read.
+        lzma.LZMAError: it is no whole .xz file.
+    """
+    with lzma.open(path) if path.suffix.lower() == ".xz" else path.open("rb") as file:
+        return b"".join(bounded(file, str(path)))
+
+
+def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
+    """The pieces of a stream whose length nobody knows, for as long as they leave half of the memory free.
+
+    Raises:
+        UserError: it is longer than that.
+    """
+    total, most = 0, half_of_free()
+    while piece := file.read(_PIECE):
+        total += len(piece)
+        check_held(total, most, what)
+        yield piece
+
+
+def half_of_free() -> int:
+    """Bytes that what is read from a file may take at once."""
+    return psutil.virtual_memory().available // 2
+
+
+def check_held(nbytes: int, most: int, what: str) -> None:
+    """Raises UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
+    if nbytes > most:
+        raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
+
+
+def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
+    """One array out of a stream of `size` bytes; ValueError where it is none, UserError where it is too large."""
+    version = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    try:
+        shape, fortran, dtype = read_header(file)
+    except ValueError:
+        raise
+    except Exception as error:  # numpy has tokenize and the parser of Python look at it
+        raise ValueError(f"the header of {name} cannot be read: {one_line(error)}") from error
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which are never read; save it as numbers")
+    claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if claimed != there:
+        raise ValueError(f"{name} claims {tuple(shape)} of {dtype}, {claimed:,} bytes, and has {there:,}")
+    check_room(claimed, name)
+    data, at = bytearray(claimed), 0  # which takes memory as it is written to
+    while at < claimed:
+        if not (count := file.readinto(memoryview(data)[at : at + _PIECE])):  # type: ignore[attr-defined]
+            raise ValueError(f"{name} is cut off: {at:,} bytes of {claimed:,}")
+        at += count
+    return np.ndarray(shape, dtype, data, order="F" if fortran else "C")

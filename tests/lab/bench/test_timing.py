@@ -1,0 +1,99 @@
+"""Interleaving, pairing and clocks of `analysis.timing`."""
+
+import gc
+import time
+
+import numpy as np
+import pytest
+
+from nlr_lab.bench.timing import interleaved_step_times, paired_ratio, paired_ratios
+from nonlinear_lowrank.errors import UserError
+from seeds import rng
+
+
+def test_arms_take_turns_and_the_order_rotates():
+    calls = []
+    rounds_done = []
+    arms = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    times = interleaved_step_times(arms, 4, 2, "wall", after_round=rounds_done.append)
+    turns = ["".join(calls[start : start + 3]) for start in range(0, len(calls), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(turns) == 6
+    assert turns[2:] == ["abc", "bca", "cab", "abc"]
+    assert rounds_done == [1, 2, 3, 4]
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def _spin(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_process_clock_counts_work_and_not_waiting():
+    arms = {"work": lambda: _spin(0.02), "wait": lambda: time.sleep(0.02)}
+    by_cpu = interleaved_step_times(arms, 3, 0, "process")
+    by_wall = interleaved_step_times(arms, 3, 0, "wall")
+    assert min(by_cpu["work"]) >= 0.02
+    assert max(by_cpu["wait"]) < 0.01
+    assert min(by_wall["wait"]) >= 0.02
+
+
+def test_ratio_of_known_work():
+    """Drift that both arms see cancels: the second half of the rounds is three times as slow."""
+    done = {"slow": 0, "fast": 0}
+
+    def arm(name: str, seconds: float):
+        def step() -> None:
+            done[name] += 1
+            _spin(seconds * (1 if done[name] <= 6 else 3))
+
+        return step
+
+    times = interleaved_step_times({"slow": arm("slow", 0.006), "fast": arm("fast", 0.003)}, 11, 1)
+    ratios = paired_ratios(times, "fast")
+    assert ratios["slow"].median == pytest.approx(2, rel=0.1)
+    assert ratios["fast"].median == 1
+    assert max(times["fast"]) > 2.5 * min(times["fast"])
+
+
+def test_garbage_is_not_collected_within_a_round():
+    states = []
+    interleaved_step_times({"arm": lambda: states.append(gc.isenabled())}, 2, 1)
+    assert states == [False] * 3
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        interleaved_step_times({"arm": lambda: 1 / 0}, 2)
+    assert gc.isenabled()
+
+
+def test_summary_against_numpy_and_an_interval_that_covers():
+    generator = rng()
+    covered = 0
+    for _ in range(100):
+        base = generator.uniform(1, 2, 31)
+        times = base * 1.2 * generator.lognormal(0, 0.05, 31)
+        ratio = paired_ratio(list(times), list(base), resamples=400)
+        assert (ratio.lower_quartile, ratio.median, ratio.upper_quartile) == pytest.approx(
+            tuple(np.quantile(times / base, [0.25, 0.5, 0.75]))
+        )
+        assert ratio.low <= ratio.median <= ratio.high
+        assert ratio.n == 31
+        covered += ratio.low <= 1.2 <= ratio.high
+    assert covered >= 85  # 95 in truth; below 85 with a chance of less than 1e-4
+    assert paired_ratio([2.0], [1.0]).median == 2
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(UserError, match="at least one arm"):
+        interleaved_step_times({}, 3)
+    with pytest.raises(UserError, match="rounds must be"):
+        interleaved_step_times({"arm": list}, 0)
+    with pytest.raises(UserError, match="unknown clock 'sun'"):
+        interleaved_step_times({"arm": list}, 1, clock="sun")
+    with pytest.raises(UserError, match="same rounds"):
+        paired_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(UserError, match="no measurable time"):
+        paired_ratio([1.0], [0.0])
+    with pytest.raises(UserError, match="no arm 'c' was timed"):
+        paired_ratios({"a": [1.0]}, "c")

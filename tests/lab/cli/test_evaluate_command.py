@@ -1,0 +1,307 @@
+"""`nlr evaluate` on plain models, ours, and adapters of peft: numbers, the JSON file, and every wrong input."""
+
+import hashlib
+import json
+import re
+import shutil
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+
+from cli_helpers import refused, run
+from nlr_lab.cli.main import main
+from nlr_lab.evaluation import batches, find_local_tasks, score_documents, score_tasks
+from nonlinear_lowrank import NobleConfig, augment
+from task_helpers import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
+
+# peft 0.21 reads a name that transformers 5.23 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+TEXT = "The stone falls under the quiet river."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """base (plain), ours (augmented), adapter (on base), adapter_ours (on ours), data."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tokenizer = byte_tokenizer()
+    for name in ("base", "ours"):
+        model = tiny_model(tokenizer, dtype=torch.float32)
+        if name == "ours":
+            augment(model, NobleConfig(rank=4), verbose=False)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, base in (("adapter", "base"), ("adapter_ours", "ours")):
+        targets = [f"{each}{'.dense' if base == 'ours' else ''}" for each in ("q_proj", "down_proj")]
+        config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+        model = AutoModelForCausalLM.from_pretrained(folder / base)
+        peft.get_peft_model(model, config).save_pretrained(folder / name)
+    subjects = ["anatomy", "astronomy", "philosophy", "sociology"]
+    write_lines(folder / "data" / "mmlu" / "test.jsonl", mmlu_rows(subjects, 3))
+    write_lines(folder / "data" / "mmlu" / "dev.jsonl", mmlu_rows(subjects, 5))
+    for stem in ("piqa", "boolq"):
+        write_lines(folder / "data" / "commonsense" / f"{stem}.jsonl", commonsense_rows(stem, 6))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["base", "ours", "adapter", "adapter_ours"])
+def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, tmp_path, name):
+    tasks = ["mmlu_local", "piqa_local"]
+    arguments = [folder / name, "--tasks", *tasks, "--data", folder / "data", "--output", tmp_path / "out.json"]
+    code, out, err = run(capsys, "evaluate", *arguments)
+    assert code == 0, err
+    if name.startswith("adapter"):
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / name)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+    expected = score_tasks(model, byte_tokenizer(), local=find_local_tasks(tasks, folder / "data"), batch_size=16)
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["tasks"] == json.loads(json.dumps(expected))
+    assert written["tasks"]["mmlu_local"]["n"] == 12
+    assert written["settings"]["format"] == "choices"
+    raw = (folder / "data" / "mmlu" / "dev.jsonl").read_bytes()
+    files = {file["name"]: file for file in written["data"]}
+    assert files["dev.jsonl"] == {
+        "name": "dev.jsonl",
+        "bytes": len(raw),
+        "sha256": hashlib.sha256(raw).hexdigest(),
+        "rows": 20,
+    }
+    assert {"torch", "transformers", "lm_eval", "peft"} <= written["versions"].keys()
+    line = next(line for line in out.split("\n") if line.startswith("mmlu_local "))
+    value, error, n = line.split()[-3:]
+    assert (value, n) == (f"{expected['mmlu_local']['acc,none']:.4f}", "12")
+    assert error == f"{expected['mmlu_local']['acc_stderr,none']:.4f}"
+
+
+def test_generated_answers_and_lm_eval_in_one_call(folder, capsys, tmp_path):
+    arguments = ["--tasks", "boolq_local", "mmlu_local_anatomy", "--data", folder / "data", "--format", "generate"]
+    more = ["--beams", "1", "--prompt", "alpaca", "--output", tmp_path / "out.json"]
+    code, out, err = run(capsys, "evaluate", folder / "adapter", *arguments, *more)
+    assert code == 0, err
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert "answered,none" in written["tasks"]["boolq_local"]
+    assert "answered,none" not in written["tasks"]["mmlu_local_anatomy"]
+    assert written["settings"] | {"format": "generate", "prompt": "alpaca", "beams": 1} == written["settings"]
+    assert "mmlu_local_anatomy" in out
+
+
+def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "/no/such/base"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = [tmp_path / "adapter", "--text", tmp_path / "text.txt"]
+    assert "/no/such/base" in refused(capsys, "evaluate", *arguments)
+    code, out, err = run(capsys, "evaluate", *arguments, "--base", folder / "base")
+    assert code == 0, err
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+    score = score_documents(model, byte_tokenizer(), [TEXT], sequence_length=1024, separator="<end>")
+    assert f"loss {score.loss:.4f}" in out
+    assert "is for adapters" in refused(capsys, "evaluate", folder / "base", "--base", folder / "base")
+
+
+def test_the_adapter_is_on(folder, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    losses = [
+        run(capsys, "evaluate", folder / name, "--text", tmp_path / "text.txt")[1] for name in ("base", "adapter")
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model.resize_token_embeddings(len(tokenizer))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    with pytest.warns(UserWarning, match="has been resized"):
+        adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "text.txt").write_text("a <new> stone <new>")
+    code, out, err = run(capsys, "evaluate", tmp_path / "adapter", "--text", tmp_path / "text.txt")
+    assert code == 0, err
+    score = score_documents(adapted, tokenizer, ["a <new> stone <new>"], sequence_length=1024, separator="<end>")
+    assert f"loss {score.loss:.4f}" in out
+
+
+# --- what is refused -----------------------------------------------------------------------------------------
+
+
+def without_weights(folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def pickled(folder):
+    torch.save({}, folder / "adapter_model.bin")
+    without_weights(folder)
+
+
+def cut(folder):
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-16])
+
+
+def without_a_tensor(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "manifest.json").unlink(missing_ok=True)  # or its hash would be what is wrong
+
+
+def change(**fields):
+    def damage(folder):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_weights, "has no adapter_model.safetensors (none)"),
+        (pickled, "only pickled weights, which are never read"),
+        (cut, "is not a whole safetensors file"),
+        (without_a_tensor, "adapter_model.safetensors is not whole: Found missing adapter keys"),
+        (change(r=3), "does not fit"),
+        (change(target_modules=["query"]), "does not fit"),
+        (change(task_type="SEQ_CLS"), "is an adapter for SEQ_CLS, not for a causal language model"),
+        (change(base_model_name_or_path=None), "names no base model"),
+        (change(peft_type="NO_SUCH_TYPE"), "NO_SUCH_TYPE"),
+    ],
+)
+def test_a_damaged_adapter_is_refused(folder, capsys, tmp_path, damage, message):
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    damage(tmp_path / "adapter")
+    err = refused(capsys, "evaluate", tmp_path / "adapter", "--tasks", "piqa_local", "--data", folder / "data")
+    assert message in err
+
+
+def test_an_adapter_of_another_size_names_the_shapes(folder, capsys, tmp_path):
+    config = LlamaConfig.from_pretrained(folder / "base", hidden_size=16, head_dim=8)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text(TEXT)
+    err = refused(capsys, "evaluate", folder / "adapter", "--base", tmp_path / "small", "--text", tmp_path / "text.txt")
+    assert "does not fit" in err
+    assert "[2, 32]" in err
+    assert "[2, 16]" in err
+
+
+def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    for name, positions in (("few", 8), ("one", 1)):
+        tiny_model(tokenizer, positions=positions, dtype=torch.float32).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text(TEXT)
+    tasks = ["--tasks", "piqa_local", "--data", folder / "data"]
+    err = refused(capsys, "evaluate", tmp_path / "few", *tasks)
+    assert "has 8 positions, and the answer ' " in err
+    assert "evaluate a model with more, or leave its task out of --tasks" in err
+    assert "has 8 positions; answers alone take 32" in refused(
+        capsys, "evaluate", tmp_path / "few", *tasks, "--format", "generate"
+    )
+    assert "has 1 position;" in refused(capsys, "evaluate", tmp_path / "one", "--text", tmp_path / "text.txt")
+    assert run(capsys, "evaluate", tmp_path / "few", "--text", tmp_path / "text.txt")[0] == 0
+    write_lines(tmp_path / "rows.jsonl", [{"text": "stone"}])
+    (tmp_path / "writes.yaml").write_text(
+        "task: writes\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: x\n"
+        "generation_kwargs: {max_gen_toks: 8}\nmetric_list: [{metric: exact_match}]\n"
+    )
+    code, _, err = run(capsys, "evaluate", tmp_path / "few", "--tasks", "writes", "--include-path", tmp_path)
+    assert code == 2
+    assert "nlr: the model has 8 positions, and writes asks for 8 new tokens: evaluate a model with more" in err
+
+
+def test_positions_that_are_an_embedding_bound_the_window(capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1}
+    config = OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    tokenizer.save_pretrained(tmp_path / "opt")
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["evaluate", tmp_path / "opt", "--text", tmp_path / "text.txt", "--sequence-length"]
+    assert "the model has 8 positions; lower --sequence-length 16" in refused(capsys, *arguments, 16)
+    assert run(capsys, *arguments, 8)[0] == 0
+
+
+@pytest.mark.parametrize(("way", "room"), [("text", 2_000_000), ("choices", 600_000), ("generate", 4_000_000)])
+def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, capsys, tmp_path, monkeypatch, way, room):
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    tasks = ["--tasks", "piqa_local", "--data", folder / "data", "--format", way]
+    arguments = ["--text", tmp_path / "text.txt", "--sequence-length", 32] if way == "text" else tasks
+    whole = run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
+    assert whole[0] == 0, "bounded by the number of requests"
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + room)
+    ran = []
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: ran.append(1))
+    err = refused(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
+    found = re.search(r"a batch of \d+ rows .* 0\.0 GB are free; lower the batch size .*to at most (\d+)$", err.strip())
+    assert not ran
+    monkeypatch.undo()
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + room)
+    assert run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", found[1])[0] == 0
+
+
+def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path):
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    byte_tokenizer().save_pretrained(tmp_path / "bert")
+    arguments = ["--tasks", "piqa_local", "--data", folder / "data"]
+    message = "is no causal language model: its config.json names BertForSequenceClassification"
+    assert message in refused(capsys, "evaluate", tmp_path / "bert", *arguments)
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    assert message in refused(capsys, "evaluate", tmp_path / "adapter", "--base", tmp_path / "bert", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "mmlu_local"], "name their folder with --data FOLDER"),
+        (["--tasks", "mmlu_lokal", "--data", "{data}"], "--data does nothing without a local task"),
+        (["--tasks", "piqa_locl", "--data", "{data}"], "--data does nothing without a local task"),
+        (["--tasks", "pika_local", "--data", "{data}"], "did you mean 'piqa_local'"),
+        (["--tasks", "piqa_local", "--data", "{data}/none"], "no such folder: {data}/none (--data)"),
+        (["--tasks", "siqa_local", "--data", "{data}"], "has no social_i_qa.jsonl"),
+        (["--data", "{data}"], "--data does nothing without --tasks"),
+        (["--limit", "3"], "--limit does nothing without --tasks"),
+        (["--tasks", "piqa_local", "--data", "{data}", "--num-fewshot", "3"], "asked without examples"),
+        (["--tasks", "mmlu_local", "--data", "{data}", "--num-fewshot", "6"], "has 5 examples of astronomy, not 6"),
+        (["--tasks", "mmlu_local", "--data", "{data}", "--format", "generate"], "--format generate is for"),
+        (["--tasks", "piqa_local", "--data", "{data}", "--format", "generate", "--beams", "0"], "--beams must be"),
+        (["--tasks", "piqa_local", "--data", "{data}", "--format", "guess"], "--format"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, message):
+    places = {"{data}": str(folder / "data")}
+    arguments = [argument.replace("{data}", places["{data}"]) for argument in arguments]
+    assert message.replace("{data}", places["{data}"]) in refused(capsys, "evaluate", folder / "base", *arguments)
+
+
+def test_other_commands_say_what_to_do_with_an_adapter(folder, capsys, tmp_path):
+    assert main(["convert", str(folder / "adapter"), str(tmp_path / "out")]) == 2
+    assert "merge it first: nlr merge" in capsys.readouterr().err
+
+
+def test_an_adapter_continues_a_prompt(folder, capsys):
+    arguments = ["generate", str(folder / "adapter"), "--prompt", "stone", "--max-new-tokens", "4"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("stone")

@@ -1,0 +1,188 @@
+"""`nlr fit` and `nlr compare` on fields: recipes, options, outputs, wrong inputs."""
+
+import json
+import re
+import shlex
+from dataclasses import asdict, is_dataclass, replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli_helpers import run
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.fields.fit import build
+from nlr_lab.fields.step import Stepper
+from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
+
+FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]
+DEMOS = [name for name in FIELDS if name.endswith("-demo")]
+SHORT = ("--steps", "6", "--points", "50", "--crop", "24", "--size", "0", "--width", "16", "--device", "cpu")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_recipe_of_a_field_is_whole(name):
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    assert recipe.description == RECIPES[name].summary
+    assert is_dataclass(recipe.problem)
+    json.dumps(asdict(recipe.problem))
+    arms = [FieldArm.parse(text) for text in recipe.arms]
+    assert len({arm.name for arm in arms}) == len(arms) > 1
+    assert {arm.method.kind for arm in arms} == {"dense", "low-rank", "sine"}
+    sizes = {kind: sorted(arm.method.rank for arm in arms if arm.method.kind == kind) for kind in ("low-rank", "sine")}
+    assert sizes["low-rank"] == sizes["sine"]
+    assert len(sizes["sine"]) >= 3  # of which a curve can be made
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_docstrings_state_command_hardware_time_and_expectation(name):
+    text = recipe_function(name).__doc__
+    for label in ("Command", "Hardware", "Time", "Expect"):
+        assert re.search(rf"^ *{label}: \S", text, re.MULTILINE), label
+    words = [shlex.split(command) for command in re.findall(r"`nlr ([^`]+)`", text)]
+    assert all(each[0] in ("fit", "compare") and each[1] == name for each in words)
+    assert any(each[0] == "fit" for each in words)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_every_arm_of_a_demo_can_be_built(name):
+    recipe = get_recipe(name)
+    problem = recipe.problem.prepare()
+    for text in recipe.arms:
+        build(problem, FieldArm.parse(text).method, seed=0)
+
+
+def test_a_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
+    out = tmp_path / "run"
+    code, text, _ = run(capsys, "fit", "image-demo", *SHORT, "--method", "sine:rank=1,omega=40", "--out", str(out))
+    assert code == 0
+    result = json.loads((out / "result.json").read_text())
+    assert f"psnr {result['metrics']['psnr']:.4g}" in text
+    assert f"{result['parameters']:,} parameters, sine:rank=1,omega=40" in text
+    with Image.open(out / "pictures" / "fitted.png") as opened:
+        assert opened.size == (24, 24)
+    settings = json.loads((out / "fit.json").read_text())["settings"]
+    assert settings["problem"]["field"]["width"] == 16
+    assert settings["method"]["omega"] == 40
+    code, again, _ = run(
+        capsys, "fit", "image-demo", *SHORT, "--method", "sine:rank=1,omega=40", "--out", str(out), "--resume"
+    )
+    assert (code, again) == (0, text)
+
+
+def test_a_comparison_prints_its_table(capsys, tmp_path):
+    arms = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero,omega=40")
+    options = (*SHORT, "--arms", *arms, "--seeds", "2", "--timing-rounds", "0", "--out", str(tmp_path / "out"))
+    code, text, err = run(capsys, "compare", "image-demo", *options)
+    assert code == 0, err
+    assert "sine-k1-w40-kaiming_zero" in text
+    assert "n = 2" in text
+    assert len([line for line in err.splitlines() if "seed" in line]) == 4
+    assert (tmp_path / "out" / "strip.png").is_file()
+    code, _, err = run(capsys, "compare", "image-demo", *options, "--resume")
+    assert (code, err) == (0, "")
+
+
+ARMS = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero,omega=40")
+TWO = (*SHORT, "--arms", *ARMS, "--tune-lr", "--seeds", "1", "--timing-rounds", "0")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    pixels = np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+@pytest.mark.parametrize("command", [("fit", "image-demo", *SHORT), ("compare", "image-demo", *TWO)])
+def test_what_was_stopped_goes_on_with_data_that_were_moved(capsys, tmp_path, monkeypatch, photo, command):
+    take = Stepper.take
+
+    def stops(self, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        return take(self, step)
+
+    command = (*command, "--save-every", "2", "--out", str(tmp_path / "out"))
+    monkeypatch.setattr(Stepper, "take", stops)
+    assert run(capsys, *command, "--source", str(photo))[0] == 130
+    monkeypatch.setattr(Stepper, "take", take)
+    assert list((tmp_path / "out").glob("**/step-000004"))
+    photo.rename(tmp_path / "moved.png")
+    code, _, err = run(capsys, *command, "--source", str(tmp_path / "moved.png"), "--resume")
+    assert code == 0, err
+
+
+def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
+    out = tmp_path / "out"
+    command = ("compare", "image-demo", *TWO, "--source", str(photo), "--out", str(out))
+    assert run(capsys, *command)[0] == 0
+    scores = [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]]
+    weights = sorted(out.glob("runs/**/model.safetensors"))
+    results = sorted(out.glob("runs/**/result.json"))
+    assert len(weights) == len(results) == 2
+    for damage in (
+        lambda: weights[0].write_bytes(weights[0].read_bytes()[:500]),
+        lambda: [file.unlink() for file in weights],
+        lambda: results[0].write_text("{}"),
+        lambda: results[1].write_text('{"score": "psnr", "metrics": {}, "curve": [], "seconds": 1.0}'),
+    ):
+        damage()
+        code, _, err = run(capsys, *command, "--resume")
+        assert code == 0, err
+        assert err.count("seed 1 of 1") in (1, 2)  # the damaged ones alone
+        assert [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]] == scores
+    assert run(capsys, *command, "--resume")[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit"], "name a recipe first"),
+        (["fit", "image-demos"], "did you mean 'image-demo'"),
+        (["fit", "llm-demo"], "llm-demo trains a model from scratch: nlr train llm-demo"),
+        (["train", "image-demo"], "image-demo fits a field: nlr fit image-demo"),
+        (["inspect", "image-demo"], "image-demo fits a field"),
+        (["fit", "image-demo", "--method", "sine"], "sine linears need a rank"),
+        (["fit", "image-demo", "--method", "sine:rank=400,omega=3"], "rank 400 saves no parameters"),
+        (["fit", "image-demo", "--source", "no-such.png"], "no-such.png is no such file"),
+        (["fit", "image-demo", "--source", "china", "--crop", "9999"], "crop 9999 is larger than china"),
+        (["fit", "image-demo", "--steps", "0"], "steps must be an integer of at least 1"),
+        (["fit", "image-demo", "--spread", "-1"], "spread must be a finite number above 0"),
+        (["compare", "image-demo", "--arms", "sine:rank=5"], "at least two arms"),
+        (["compare", "image-demo", "--max-minutes", "0"], "--max-minutes must be above 0"),
+        (["compare", "image-demo", "--max-minutes", "nan"], "--max-minutes must be above 0 and finite"),
+        (["compare", "image-demo", "--timing-rounds", "-1"], "timing_rounds must be an integer of at least 0"),
+        (["compare", "image-demo", "--device", "meta"], "device meta cannot be used here"),
+        (["compare", "image-demo", "--width", "1000000000000"], "choose a smaller width"),
+        (["fit", "image-demo", "--device", "meta"], "device meta cannot be used here"),
+        (["fit", "image-demo", "--betas", "1.5", "0.9"], "betas must be two numbers of at least 0 and below 1"),
+        (["fit", "image-demo", "--width", "1000000000000"], "choose a smaller width"),
+    ],
+)
+def test_wrong_inputs_get_one_line_and_nothing_is_written(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "content"), [("zero.png", b""), ("zero.pgm", b"P5 0 4 255\n")])
+def test_an_image_of_zero_size_is_refused(capsys, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "out"
+    code, _, err = run(capsys, "fit", "image-demo", "--source", str(tmp_path / name), "--out", str(out))
+    assert code == 2
+    assert name in err
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_whole_photograph_is_read_as_it_is(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    problem = replace(get_recipe("image").problem, source=str(tmp_path / "x.png")).prepare()
+    assert np.array_equal(problem.picture(None), pixels)

@@ -1,0 +1,379 @@
+"""A comparison's time limit, with trainings and machines that are slow on purpose; and the threads that it takes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nlr_lab.bench.timing import interleaved_step_times
+from nlr_lab.compare import compare
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare.measure import Measurement
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig, Stepper
+from nlr_lab.runtime import cores as cores_module
+from nlr_lab.runtime.environment import cpu_threads
+from nlr_lab.runtime.time_limit import OutOfTimeError, duration, shortened
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nonlinear_lowrank import UserError
+from seeds import rng
+
+ARMS = (Arm(), Arm(name="noble-r4", method="noble", settings={"rank": 4}))
+STEPS = 200
+
+
+@dataclass(frozen=True)
+class StubTask:
+    """Stands for a task whose text is prepared already."""
+
+    def prepare(self, progress=True):
+        return SimpleNamespace(fingerprint="f", describe=dict, train=range(800), valid=range(8))
+
+
+class Machine:
+    """A clock, and a training whose steps take the seconds that the test says: of the step's number among all."""
+
+    def __init__(self, seconds=lambda step: 1.0):
+        self.now, self.taken, self.seconds, self.threads, self.runs = 0.0, 0, seconds, [], []
+
+    def clock(self):
+        return self.now
+
+    def measure(self, recipe, arms, prepared, *, rounds, max_seconds=None):
+        step = self.seconds(0)
+        rounds = rounds if max_seconds is None else max(1, min(rounds, int(max_seconds / step / len(arms))))
+        self.now += rounds * len(arms) * step
+        names = [arm.name for arm in arms]
+        return Measurement(
+            parameters=dict.fromkeys(names, 10),
+            flops=dict.fromkeys(names, 1.0),
+            times={name: [step] * rounds for name in names} if rounds else None,
+        )
+
+    def run(self, recipe, out, *, resume, prepared, stop=None, **_):
+        self.threads.append(torch.get_num_threads())
+        self.runs.append((recipe.arm.name, recipe.train.seed, recipe.train.steps))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "recipe.json").write_text("{}")
+        started, steps = self.now, recipe.train.steps
+        for step in range(1, steps + 1):
+            self.taken += 1
+            self.now += self.seconds(self.taken)
+            if stop is not None and step < steps and stop(step):
+                raise OutOfTimeError(f"stopped for time at step {step} of {steps}")
+        gain = 0.2 * (recipe.arm.name != "baseline") + 0.01 * recipe.train.seed**2
+        curve = [[step, 5 - step / steps - gain] for step in range(0, steps + 1, recipe.train.eval_every)]
+        result = {"status": "done", "final_loss": 4 - gain, "steps": steps, "seconds": self.now - started}
+        about = {"tokens_per_step": 1, "fingerprint": "f", "curve": curve}
+        (out / "result.json").write_text(json.dumps(result | about))
+
+
+@pytest.fixture
+def go(tmp_path):
+    train = TrainConfig(steps=STEPS, warmup_steps=20, batch_size=8, lr=1e-3, eval_every=20, tracker="none", threads=1)
+    recipe = Recipe(name="stub", task=StubTask(), train=train)
+
+    def run(machine, *, recipe=recipe, out=tmp_path / "out", seeds=2, **options):
+        replaced = {"run": machine.run, "measure": machine.measure, "clock": machine.clock}
+        options = {"tune_lr": (), "quiet": True, "timing_rounds": 3, "command": "nlr compare stub"} | options
+        return compare(recipe, out, arms=ARMS, seeds=seeds, **replaced, **options)
+
+    return run
+
+
+def test_limit_that_is_not_met_changes_nothing(go, tmp_path):
+    limited = go(Machine(), max_seconds=1200, out=tmp_path / "limited").results
+    free = go(Machine(), out=tmp_path / "free").results
+    assert limited | {"seconds": 0} == free | {"seconds": 0}
+    assert limited["n"] == 2
+
+
+def test_runs_are_shortened_where_not_even_one_seed_would_end(go, tmp_path):
+    machine = Machine()
+    found = go(machine, max_seconds=200).results
+    assert machine.now <= 200
+    (steps,) = {steps for *_, steps in machine.runs}
+    assert 60 <= steps <= 90, "most of the time is used"
+    assert found["n"] == 1
+    assert found["recipe"]["settings"]["train.steps"] == steps
+    assert found["recipe"]["settings"]["train.warmup_steps"] == round(steps / 10)
+    assert found["notes"][0].startswith(
+        f"Every run was shortened from 200 to {steps} steps, its whole schedule with it"
+    )
+    assert found["notes"][0] in (tmp_path / "out" / "report.md").read_text()
+    assert (tmp_path / "out" / "curves.png").exists()
+    # With the same limit it goes on at the same length, and with time the whole runs have folders of their own.
+    again = Machine()
+    assert go(again, max_seconds=200, resume=True).results["recipe"]["settings"]["train.steps"] == steps
+    assert again.runs[:1] in ([], [("baseline", 2, steps)])
+    whole = Machine()
+    found = go(whole, resume=True).results
+    assert {run[2] for run in whole.runs} == {STEPS}
+    assert found["n"] == 2
+    assert not any("shortened" in note for note in found["notes"])
+
+
+def test_tuned_arms_are_shortened_for_their_first_rate_too(go):
+    machine = Machine()
+    found = go(machine, tune_lr=(1e-3, 2e-3, 4e-3), max_seconds=300).results
+    assert machine.now <= 300
+    assert found["n"] == 1
+    tried = {len(arm["tuning"]) for arm in found["arms"]}
+    assert tried < {1, 2}
+    assert f"Tuning stopped for time after {tried.pop()} of 3 rates of the grid." in found["notes"]
+
+
+def test_machine_that_slows_down_shortens_once_more(go):
+    machine = Machine(lambda step: 1.0 if step < 30 else 4.0)
+    found = go(machine, max_seconds=640).results
+    assert machine.now <= 640
+    assert found["n"] == 1
+    assert machine.runs[0] == ("baseline", 1, STEPS), "at first the whole runs fit"
+    assert found["recipe"]["settings"]["train.steps"] < STEPS / 3
+
+
+def test_machine_that_comes_to_a_stand_leaves_a_report(go, tmp_path):
+    machine = Machine(lambda step: 1.0 if step < 30 else 150.0)
+    found = go(machine, max_seconds=640).results
+    assert machine.now <= 640 + 150, "a step is not interrupted"
+    assert found["n"] == 0
+    assert any("Stopped for time in seed 1: stopped for time at step" in note for note in found["notes"])
+    assert "there is nothing to compare yet" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_seed_after_the_first_stops_in_time(go):
+    machine = Machine(lambda step: 1.0 if step <= 2 * STEPS else 10.0)
+    found = go(machine, max_seconds=1000).results
+    assert machine.now <= 1000
+    assert found["n"] == 1
+    assert machine.runs[2] == ("baseline", 2, STEPS)
+    assert any("Stopped for time in seed 2" in note for note in found["notes"])
+
+
+def test_limit_that_holds_nothing_is_refused_before_anything_is_written(go, tmp_path):
+    with pytest.raises(UserError, match=r"the time limit of 5 s does not hold 10 steps of every arm; give it at least"):
+        go(Machine(), max_seconds=5)
+    assert not (tmp_path / "out").exists()
+    go(Machine(), seeds=1)
+    assert go(Machine(), seeds=2, resume=True, max_seconds=5).results["n"] == 1, "what there is can be reported"
+
+
+def test_schedule_shrinks_as_a_whole():
+    config = TrainConfig(steps=300, warmup_steps=30, batch_size=8, lr=1e-3, eval_every=20, save_every=150, log_every=10)
+    short = shortened(config, 90)
+    assert short == replace(config, steps=90, warmup_steps=9, eval_every=6, save_every=45, log_every=3)
+    field = FitConfig(steps=100, warmup_steps=10, save_every=0)
+    short = shortened(field, 50)
+    assert short == replace(field, steps=50, warmup_steps=5)
+    assert [short.rate(step) for step in (5, 49)] == pytest.approx([field.rate(step) for step in (10, 99)])
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(40.4, "40 s"), (170, "3 min"), (9000, "2.5 h")])
+def test_duration_in_words(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_timing_ends_after_its_seconds(monkeypatch):
+    now = iter(range(10_000))
+    monkeypatch.setattr("nlr_lab.bench.timing.time.monotonic", lambda: next(now))
+    calls = []
+    times = interleaved_step_times({"a": lambda: calls.append(1)}, 50, 3, "wall", max_seconds=10)
+    assert 5 < len(times["a"]) < 12
+    assert len(calls) == len(times["a"]) + 3
+
+
+# --- real trainings -------------------------------------------------------------------------------------------
+
+
+def test_stopped_run_goes_on_bit_by_bit(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on a mat and saw red birds\n" * 400)
+    text = TextData(
+        source=str(tmp_path / "text.txt"),
+        vocab_size=270,
+        sequence_length=16,
+        eval_sequences=4,
+        valid_fraction=0.2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
+    train = TrainConfig(
+        steps=8, batch_size=4, lr=1e-2, eval_every=3, save_every=2, log_every=2, threads=1, tracker="none"
+    )
+    recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+    whole = run_training(recipe, tmp_path / "whole", quiet=True)
+    asked = []
+    with pytest.raises(OutOfTimeError, match="stopped for time at step 5 of 8; go on with --resume"):
+        run_training(recipe, tmp_path / "cut", quiet=True, stop=lambda step: asked.append(step) or step >= 5)
+    assert asked == [1, 2, 3, 4, 5]
+    assert not (tmp_path / "cut" / "result.json").exists()
+    gone_on = run_training(recipe, tmp_path / "cut", quiet=True, resume=True, stop=lambda step: step >= 8)
+    assert replace(gone_on, seconds=0) == replace(whole, seconds=0)
+
+
+def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
+    pixels = rng().integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    take, clock = Stepper.take, SimpleNamespace(now=0.0)
+
+    def slow(stepper, step):
+        clock.now += 1.0
+        return take(stepper, step)
+
+    monkeypatch.setattr(Stepper, "take", slow)
+    monkeypatch.setattr("nlr_lab.bench.timing.time.perf_counter", lambda: clock.now)
+    recipe = FieldRecipe(
+        name="tiny",
+        problem=ImageSettings(
+            source=str(tmp_path / "photo.png"), points=0, field=FieldConfig(in_features=2, out_features=3, width=16)
+        ),
+        method=FieldMethod(),
+        train=FitConfig(steps=300, threads=1, device="cpu"),
+        arms=(),
+    )
+    arms = [FieldArm.parse(f"{kind}:rank=1,init=kaiming_zero") for kind in ("low-rank", "sine")]
+    options = {"arms": arms, "seeds": 2, "timing_rounds": 0, "quiet": True, "clock": lambda: clock.now}
+    comparison = compare_fields(recipe, tmp_path / "out", max_seconds=200, **options)
+    found = comparison.results
+    assert clock.now <= 200
+    assert found["n"] == 1
+    steps = found["settings"]["train.steps"]
+    assert 50 <= steps < 100
+    assert found["arms"][0]["curves"][0][-1]["step"] == steps
+    assert f"shortened from 300 to {steps} steps" in str(comparison)
+    assert (tmp_path / "out" / "rate.png").exists()
+    with pytest.raises(UserError, match="does not hold 10 steps of every arm"):
+        compare_fields(recipe, tmp_path / "none", max_seconds=10, **options)
+    assert not (tmp_path / "none").exists()
+
+
+# --- threads --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Four cores of which others take what the test says, read at each look."""
+    load = SimpleNamespace(now=0.0, seconds=0.0, looks=0)
+    names = ("user", "nice", "system", "idle", "iowait", "steal", "guest", "guest_nice")
+
+    def times(percpu):
+        load.looks += 1
+        each = load.seconds / 4
+        return [
+            SimpleNamespace(
+                _asdict=lambda: dict(zip(names, (each, 9.0 * load.looks, 0, 5, 1, 0, each, 0), strict=True))
+            )
+        ] * 6
+
+    def sleep(seconds):
+        load.seconds += load.now * seconds
+        load.clock += seconds
+
+    load.clock = load.own = 0.0
+    monkeypatch.setattr(cores_module, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(cores_module, "_quota", lambda: load.quota)
+    load.quota = float("inf")
+    monkeypatch.setattr(cores_module.psutil, "cpu_times", times)
+    monkeypatch.setattr(
+        cores_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: load.clock, process_time=lambda: load.own)
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with cpu_threads(4):
+        yield load
+
+
+@pytest.mark.parametrize(
+    ("load", "quota", "threads"),
+    [(0.0, 8, 4), (0.2, 8, 4), (1.0, 8, 3), (2.5, 8, 1), (4.0, 8, 1), (0.0, 2, 2), (0.0, 0.5, 1)],
+)
+def test_threads_are_the_cores_that_others_leave(cores, load, quota, threads):
+    cores.now, cores.quota = load, quota
+    chosen = cores_module.FreeThreads(None)
+    with chosen.chosen():
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 4
+    assert len(chosen.notes) == (threads < 4)
+
+
+def test_threads_that_a_user_set_are_kept(cores, monkeypatch):
+    cores.now = 4.0
+    with cores_module.FreeThreads(2).chosen():
+        assert torch.get_num_threads() == 4, "the runs set them"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    with cores_module.FreeThreads(None).chosen():
+        assert torch.get_num_threads() == 4
+    assert cores.looks == 0
+
+
+def test_threads_are_chosen_anew_for_each_run(go, cores, tmp_path):
+    machine = Machine()
+    recipe = Recipe(
+        name="stub",
+        task=StubTask(),
+        train=TrainConfig(steps=STEPS, batch_size=8, lr=1e-3, eval_every=20, tracker="none"),
+    )
+
+    def run(*args, **options):
+        machine.run(*args, **options)
+        cores.now += 1.0
+
+    machine_run = SimpleNamespace(run=run, measure=machine.measure, clock=machine.clock)
+    found = go(machine_run, recipe=recipe).results
+    assert machine.threads == [4, 3, 2, 1]
+    assert "steps were taken by 1 of 4 threads at times" in " ".join(found["notes"])
+    assert found["machine"]["threads"] == 4
+
+
+def test_threads_give_way_in_a_run_and_come_back_with_the_next(cores):
+    chosen = cores_module.FreeThreads(None)
+
+    def goes_on(seconds, others):
+        """The run computes with all its threads beside others."""
+        own = torch.get_num_threads()
+        cores.clock += seconds
+        cores.own += own * seconds
+        cores.seconds += (own + others) * seconds
+        chosen.give_way()
+        return torch.get_num_threads()
+
+    with chosen.chosen():
+        assert goes_on(3, 4.0) == 4, "too short to tell"
+        assert goes_on(3, 0.4) == 4 - 2
+        assert goes_on(6, 0.0) == 2, "a run does not take them back"
+        assert goes_on(6, 3.0) == 1
+    with chosen.chosen():
+        assert torch.get_num_threads() == 4
+
+
+def command_in(folder, busy, **own):
+    """What the command sets before torch is imported, on two cores of which so many are busy."""
+    code = (
+        "import os, sys\n"
+        "from nonlinear_lowrank import cores\n"
+        f"cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()\n"
+        "from nlr_lab.cli.main import main\n"
+        "from nlr_lab.cli import compare\n"
+        "compare.parse_recipe = lambda *_, **__: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)\n"
+        "main(['compare', 'llm-demo'])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_command_lets_waiting_threads_sleep_where_others_compute(tmp_path):
+    assert command_in(tmp_path, busy=2.0) == "PASSIVE False"
+    assert command_in(tmp_path, busy=0.0) == "None False"
+    assert command_in(tmp_path, busy=2.0, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE False"

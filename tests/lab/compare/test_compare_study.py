@@ -1,0 +1,343 @@
+"""What the scripts under studies/ share: their options, their folders, smoke runs and errors; and that all start."""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.stats import ttest_rel
+
+from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare.report import p_text
+from nlr_lab.compare.run import compare
+from nlr_lab.compare.study import (
+    difference_cells,
+    one_line_errors,
+    record_arms,
+    run_study,
+    score_text,
+    study_parser,
+    tuned_arms,
+)
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.errors import UserError
+from seeds import rng
+
+SCRIPTS = sorted((Path(__file__).parents[3] / "studies").glob("*/run.py"))
+
+
+@pytest.fixture
+def photo(tmp_path):
+    """A field's recipe with two arms."""
+    pixels = rng().integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    field = FieldConfig(in_features=2, out_features=3, width=16)
+    return FieldRecipe(
+        name="photo",
+        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
+        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        train=FitConfig(steps=4, eval_every=2, save_every=0, threads=1, device="cpu"),
+        arms=("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero"),
+    )
+
+
+@pytest.fixture
+def novel(tmp_path):
+    """A language model's recipe."""
+    words = rng().choice(["an", "old", "house", "by", "the", "sea", "."], 3000)
+    (tmp_path / "novel.txt").write_text(" ".join(words))
+    text = TextData(
+        source=str(tmp_path / "novel.txt"),
+        vocab_size=270,
+        sequence_length=16,
+        eval_sequences=4,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
+    train = TrainConfig(steps=4, batch_size=4, lr=1e-3, eval_every=2, tracker="none", threads=1)
+    return Recipe(name="novel", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+
+
+def test_a_study_is_copied_and_goes_on(photo, tmp_path, capsys):
+    out, into = tmp_path / "runs" / "photo", tmp_path / "study"
+    into.mkdir()
+    options = {"timing_rounds": 0, "command": "python run.py", "quiet": True}
+    run_study(photo, out, into, "small", seeds=1, **options)
+    assert "sine-k1" in capsys.readouterr().out
+    assert {path.name for path in into.iterdir()} == {
+        *("small.json", "small.md", "small-rate.png", "small-strip.png", "small-runs.jsonl")
+    }
+    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
+    run_study(photo, out, into, "small", seeds=2, **options)
+    after = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/result.json")}
+    assert len(after) == len(before) + 2
+    assert {path: after[path] for path in before} == before
+    assert "python run.py" in (into / "small.md").read_text()
+
+
+def table(file):
+    """Every arm's runs out of a study's record, and what its rate was chosen by."""
+    return {arm["name"]: (arm.get("runs", arm.get("curves")), arm["tuning"]) for arm in read(file)["arms"]}
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+    shutil.copytree(into, tmp_path / "whole")
+    kept = (into / "small-runs.jsonl").read_text().splitlines(keepends=True)
+    assert len(kept) == 1 + 2 * 2
+    elsewhere = re.sub('"processor": "[^"]*"', '"processor": "Z80"', kept[0])
+    (into / "small-runs.jsonl").write_text("".join([elsewhere, *kept[1:4]]))
+    run_study(photo, tmp_path / "two", into, "small", seeds=2, **options)
+    assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
+    assert "made by several processors: Z80, " in (into / "small.md").read_text()
+    # Of the kept fits the first seed's are made again for the strip of pictures, and no other.
+    fitted = {path.relative_to(tmp_path / "two" / "runs").parts for path in (tmp_path / "two").glob("runs/**/model")}
+    assert {parts[3] for parts in fitted if parts[0] == "low-rank-k1-kaiming_zero"} == {"seed-1"}
+    assert {parts[3] for parts in fitted if parts[0] == "sine-k1-kaiming_zero"} == {"seed-1", "seed-2"}
+    assert (into / "small-strip.png").read_bytes() == (tmp_path / "whole" / "small-strip.png").read_bytes()
+
+
+def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+    file, begun = into / "small-runs.jsonl", tmp_path / "begun"
+    compare_fields(photo, begun, seeds=1, **options)
+    file.write_text(re.sub('"processor": "[^"]*"', '"processor": "Z80"', file.read_text()))
+    assert "several processors: Z80, " in " ".join(
+        compare_fields(photo, begun, seeds=2, kept_runs=file, **options).results["notes"]
+    )
+    assert '"processor": "Z80"' in file.read_text().splitlines()[0]
+
+
+def test_what_a_finished_folder_has_is_kept_too(photo, novel, tmp_path):
+    arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
+    options = {"seeds": 1, "timing_rounds": 0, "quiet": True}
+    for name, go in (("photo", partial(compare_fields, photo)), ("novel", partial(compare, novel, arms=arms))):
+        go(tmp_path / name, **options)
+        go(tmp_path / name, kept_runs=tmp_path / f"{name}.jsonl", **options)
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 1 + 2
+
+
+def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "max_extensions": 0, "quiet": True}
+    into.mkdir()
+    arms = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
+    run_study(novel, tmp_path / "one", into, "small", arms=arms, seeds=1, **options)
+    shutil.copytree(into, tmp_path / "whole")
+    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=1, **options)
+    # Nothing was trained again.
+    assert not list((tmp_path / "two").glob("runs/**/model"))
+    assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
+    assert (into / "small-runs.jsonl").read_bytes() == (tmp_path / "whole" / "small-runs.jsonl").read_bytes()
+    assert str(tmp_path) not in (into / "small-runs.jsonl").read_text()
+    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=2, **options)
+    trained = {
+        path.relative_to(tmp_path / "two" / "runs").parts[2] for path in (tmp_path / "two").glob("runs/**/model")
+    }
+    assert trained == {"seed-2"}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda text: text.replace('"train.steps": 4', '"train.steps": 5'), "train.steps was 5 .* is 4 now; use the"),
+        (lambda text: text[: len(text) // 2], "line .* is no run of a comparison; bring the file back or move it away"),
+        (lambda text: text.replace('"runs/', '"../', 1), "line 2 is no run of a comparison"),
+        (lambda text: "".join(text.splitlines(keepends=True)[1:]), "does not say what its runs are of; move it away"),
+        (lambda text: text.replace("rank=1", "rank=2", 1), "arm '.*' was .*rank=2.* and is .*rank=1.* now; use the"),
+        (lambda text: text.replace('"settings"', '"sett\u00fcngs"', 1), "does not say what its runs are of"),
+        (lambda text: "\x00\x01" + text, "line 1 is no run of a comparison"),
+    ],
+    ids=["settings", "torn", "outside", "marker", "arm", "no-settings", "no-text"],
+)
+def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, message):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    spoilt = spoil((into / "small-runs.jsonl").read_text())
+    (into / "small-runs.jsonl").write_text(spoilt)
+    with pytest.raises(UserError, match=message):
+        run_study(photo, tmp_path / "two", into, "small", seeds=1, **options)
+    assert not (tmp_path / "two").exists()
+    assert (into / "small-runs.jsonl").read_text() == spoilt
+
+
+def test_kept_runs_fit_data_that_lie_elsewhere_and_no_other_data(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    moved = tmp_path / "album.png"
+    (tmp_path / "photo.png").rename(moved)
+    elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
+    run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **options)
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(moved)
+    with pytest.raises(UserError, match="other data"):
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+    moved.unlink()
+    with pytest.raises(UserError, match=r"album\.png"):
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+    assert not (tmp_path / "three").exists()
+
+
+def test_kept_runs_are_not_put_among_others(photo, tmp_path):
+    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
+    into.mkdir()
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+    foreign, other = tmp_path / "foreign", tmp_path / "other"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    longer = replace(photo, train=replace(photo.train, steps=5))
+    compare_fields(longer, other, seeds=1, **options)
+    before = sorted(other.rglob("*"))
+    for folder, message in ((foreign, "holds no comparison"), (other, "train.steps was 5 .* is 4 now")):
+        with pytest.raises(UserError, match=message):
+            run_study(photo, folder, into, "small", seeds=1, **options)
+    assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
+    assert sorted(other.rglob("*")) == before
+
+
+def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
+    into = tmp_path / "study"
+    into.mkdir()
+    arms = [FieldArm.parse(text) for text in ("low-rank:rank=1", "sine:rank=2,omega=7,gain=3,name=wave", "dense")]
+    options = {"timing_rounds": 0, "quiet": True, "seeds": 1}
+    run_study(photo, tmp_path / "short", into, "short", arms=arms, tune_lr=(1e-3, 1e-2), **options)
+    record = json.loads((into / "short.json").read_text())
+    tuned = tuned_arms(into / "short.json")
+    assert [(arm.name, arm.inits, arm.lr) for arm in tuned] == [
+        (arm["name"], (arm["init"],), arm["lr"]) for arm in record["arms"]
+    ]
+    assert [replace(arm.method, init="kaiming_zero") for arm in tuned] == [
+        replace(arm.method, init="kaiming_zero") for arm in arms
+    ]
+    longer = replace(photo, train=replace(photo.train, steps=8))
+    run_study(longer, tmp_path / "long", into, "long", arms=tuned, tune_lr=(1e-3, 1e-2), **options)
+    for before, after in zip(record["arms"], json.loads((into / "long.json").read_text())["arms"], strict=True):
+        assert (before["name"], before["init"], before["lr"]) == (after["name"], after["init"], after["lr"])
+        assert after["tuning"] == []
+    retuned = tuned_arms(into / "short.json", rates=False)
+    assert [replace(arm, lr=before.lr) for arm, before in zip(retuned, tuned, strict=True)] == tuned
+    run_study(longer, tmp_path / "retuned", into, "retuned", arms=retuned, tune_lr=(1e-3, 1e-2), **options)
+    for before, after in zip(record["arms"], json.loads((into / "retuned.json").read_text())["arms"], strict=True):
+        assert {trial["init"] for trial in after["tuning"]} == {before["init"]}
+        assert len({trial["lr"] for trial in after["tuning"]}) >= 2
+
+
+def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
+    into = tmp_path / "study"
+    into.mkdir()
+    options = {"timing_rounds": 0, "quiet": True, "seeds": 3, "tune_lr": ()}
+    run_study(photo, tmp_path / "short", into, "short", **options)
+    longer = replace(photo, train=replace(photo.train, steps=12))
+    run_study(longer, tmp_path / "long", into, "long", **options)
+    pairs = list(zip(record_arms(into / "long.json").values(), record_arms(into / "short.json").values(), strict=True))
+    cells = difference_cells(pairs)
+    p_values = []
+    for (arm, other), (delta, p_value, _) in zip(pairs, cells, strict=True):
+        new, old = ([each["scores"][seed] for seed in "123"] for each in (arm, other))
+        test = ttest_rel(new, old)
+        interval = test.confidence_interval(0.95)
+        assert delta == f"{np.mean(new) - np.mean(old):+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+        p_values.append(test.pvalue)
+        assert p_value == p_text(test.pvalue)
+        assert score_text(arm) == f"{np.mean(new):.2f} +- {np.std(new, ddof=1):.2f} (3)"
+    low, high = sorted(p_values)
+    assert sorted(cell[2] for cell in cells) == sorted(map(p_text, (min(2 * low, 1), min(max(2 * low, high), 1))))
+    del pairs[0][1]["scores"]["2"], pairs[0][1]["scores"]["3"]
+    alone, *_ = difference_cells(pairs)
+    assert alone == (f"{pairs[0][0]['scores']['1'] - pairs[0][1]['scores']['1']:+.2f}", "-", "-")
+
+
+def test_there_are_no_tuned_arms_without_a_record(tmp_path):
+    with pytest.raises(UserError, match=r"no .*short\.json: run the stage"):
+        tuned_arms(tmp_path / "short.json")
+    (tmp_path / "short.json").write_text("{}")
+    with pytest.raises(UserError, match=r"short\.json is damaged|another"):
+        tuned_arms(tmp_path / "short.json")
+
+
+def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):
+    recipe = replace(photo, tune_lr=(1e-3, 1e-2, 1e-1), arms=())
+    arms = [FieldArm.parse(text) for text in photo.arms]
+    run_study(recipe, tmp_path / "runs" / "photo", tmp_path / "absent", "small", smoke=True, arms=arms, quiet=True)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["photo-smoke"]
+    rates = {path.name for path in tmp_path.glob("runs/photo-smoke/runs/*/*/lr-*")}
+    assert rates == {"lr-0.001", "lr-0.01"}
+    assert {path.name for path in tmp_path.glob("runs/photo-smoke/runs/*/*/*/seed-*")} == {"seed-0", "seed-1"}
+
+
+def test_a_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
+    run_study(
+        novel,
+        tmp_path / "runs" / "cpu",
+        tmp_path / "absent",
+        "cpu",
+        smoke=True,
+        arms=[Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")],
+        seeds=3,
+        max_extensions=2,
+        timing_rounds=30,
+        quiet=True,
+    )
+    assert "noble-r2" in capsys.readouterr().out
+    folder = tmp_path / "runs" / "cpu-smoke"
+    assert {path.name for path in folder.glob("runs/*/lr-*/seed-*")} == {"seed-1"}
+    assert not (folder / "timing.json").exists()
+    assert not (tmp_path / "runs" / "cpu").exists()
+
+
+def test_options_are_the_studys(capsys):
+    parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
+    given = parser.parse_args(["a.txt", "b"])
+    assert (given.text, given.rows, given.work) == (Path.cwd() / "a.txt", Path.cwd() / "b", Path("runs/tiny"))
+    assert (given.size, given.smoke, given.seeds, given.threads) == ("cpu", False, 2, 1)
+    given = parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"])
+    assert (given.size, given.smoke, given.seeds, given.threads, given.work) == ("gpu", True, 5, 4, Path("w"))
+    with pytest.raises(SystemExit):
+        study_parser("", "tiny", "text").parse_args(["a.txt", "--smoke"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "What it asks.\n\n    python run.py\n" in capsys.readouterr().out
+
+
+def test_a_users_error_is_one_line_and_others_stay():
+    with pytest.raises(SystemExit, match=r"^table: no rates$") as left, one_line_errors("table"):
+        raise UserError("no rates")
+    assert left.value.__suppress_context__
+    with pytest.raises(SystemExit, match=r"^no rates$"), one_line_errors():
+        raise UserError("no rates")
+    with pytest.raises(KeyError), one_line_errors("table"):
+        raise KeyError
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.parent.name for script in SCRIPTS])
+def test_every_script_says_what_it_is(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    assert left.value.code == 0
+    assert f"python studies/{script.parent.name}/run.py" in capsys.readouterr().out

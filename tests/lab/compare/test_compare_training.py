@@ -1,0 +1,143 @@
+"""compare with the real training and the real costs, on tiny models."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nlr_lab.compare import compare
+from nlr_lab.compare.measure import measure_arms, training_step
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig
+from nonlinear_lowrank.errors import UserError
+from seeds import rng
+
+BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
+
+
+@pytest.fixture
+def tiny():
+    """A two-layer language model on random tokens: (recipe, prepared)."""
+    length, vocabulary = 16, 50
+    backbone = GlmBackbone(layers=2, width=16, heads=2, hidden=32)
+    text = TextData(sequence_length=length, vocab_size=300)
+    train = TrainConfig(steps=4, batch_size=4, gradient_accumulation=2, lr=1e-3, tracker="none")
+    recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+    tokens = torch.randint(vocabulary, (6, length))
+    items = [{"input_ids": row, "labels": row} for row in tokens]
+    return recipe, SimpleNamespace(train=items, vocab_size=vocabulary, tokenizer=SimpleNamespace(eos_token_id=0))
+
+
+def test_measured_costs_are_the_formulas(tiny):
+    recipe, prepared = tiny
+    measured = measure_arms(recipe, (BASE, CONTROL, NOBLE), prepared, rounds=2)
+    d, hidden, vocabulary, layers, length, r = 16, 32, 50, 2, 16, 4
+    linears = [(d, d)] * 4 + [(d, 2 * hidden), (hidden, d)]
+    norms = layers * 2 * d + d
+    parameters = layers * sum(a * b for a, b in linears) + 2 * vocabulary * d + norms
+    flops = 2 * layers * sum(a * b for a, b in linears) + 2 * vocabulary * d + layers * 2 * 2 * length * d
+    branch = layers * sum(r * (a + b) + r * r for a, b in linears)
+    waves = layers * len(linears) * 4 * r
+    assert measured.parameters["baseline"] == measured.parameters["baseline-init-noble"] == parameters
+    assert measured.flops["baseline"] == flops
+    assert measured.parameters["noble-r4"] == parameters + branch + waves
+    assert measured.flops["noble-r4"] == flops + 2 * branch
+    assert measured.notes == []
+    assert {name: len(times) for name, times in measured.times.items()} == dict.fromkeys(measured.parameters, 2)
+    assert min(min(times) for times in measured.times.values()) > 0
+
+
+def test_a_timed_step_is_a_training_step(tiny):
+    recipe, prepared = tiny
+    step = training_step(recipe, NOBLE, prepared)
+    cells = dict(zip(step.__code__.co_freevars, [cell.cell_contents for cell in step.__closure__], strict=True))
+    before = [parameter.clone() for parameter in cells["trained"]]
+    step()
+    moved = [not torch.equal(old, new) for old, new in zip(before, cells["trained"], strict=True)]
+    assert sum(moved) >= len(moved) - 1, "every parameter with a gradient is stepped"
+    assert cells["batch"]["input_ids"].shape == (2, 16), "a micro-batch is the batch over the accumulation"
+
+
+def test_an_arm_that_cannot_be_built_fails_before_anything_is_written(tiny, tmp_path):
+    recipe, prepared = tiny
+    with pytest.raises(UserError, match="rank"):
+        measure_arms(recipe, (BASE, replace(NOBLE, settings={"rank": 64})), prepared, rounds=0)
+
+
+def test_end_to_end_through_the_real_training(tmp_path):
+    """Two arms and two seeds of a tiny model on a tiny corpus; then continued with an arm of the user's own."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds"]
+    generator = rng()
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for index in range(40):
+        (corpus / f"{index}.txt").write_text(" ".join(generator.choice(words, 200)) + "\n")
+    text = TextData(
+        source=str(corpus),
+        vocab_size=280,
+        sequence_length=16,
+        eval_sequences=8,
+        valid_fraction=0.2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32, embedding_std=1.0)
+    train = TrainConfig(
+        steps=8, batch_size=4, lr=1e-2, eval_every=2, save_every=4, log_every=2, tracker="none", threads=1
+    )
+    recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+    out = tmp_path / "out"
+    options = {"seeds": 2, "tune_lr": (), "timing_rounds": 3, "quiet": True}
+    first = compare(recipe, out, arms=(BASE, NOBLE), **options).results
+    assert first["n"] == 2
+    for arm in first["arms"]:
+        assert len(arm["runs"]) == 2
+        for run in arm["runs"]:
+            assert run["status"] == "done"
+            assert run["curve"][-1] == [8, run["final_loss"]]
+            assert 1.0 < run["final_loss"] < math.log(280) + 2
+            folder = out / "runs" / arm["name"] / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
+            result = json.loads((folder / "result.json").read_text())
+            assert result["final_loss"] == run["final_loss"]
+            assert (result["lr"], result["seed"]) == (arm["lr"], run["seed"])
+            assert result["parameters"] == arm["parameters"], "what was measured is what was trained"
+            assert (folder / "model").is_dir()
+            assert not (folder / "checkpoints").exists()
+    delta = first["against"]["baseline"]["noble-r4"]["delta"]
+    losses = [[run["final_loss"] for run in arm["runs"]] for arm in first["arms"]]
+    assert delta["value"] == pytest.approx(np.mean(np.subtract(losses[1], losses[0])))
+    assert delta["low"] < delta["value"] < delta["high"]
+    assert first["arms"][1]["step_time_ratio"]["n"] == 3
+    for name in ("results.json", "report.md", "curves.png", "timing.json", "compare.json"):
+        assert (out / name).stat().st_size > 0
+    assert str(tmp_path) not in (out / "results.json").read_text() + (out / "report.md").read_text()
+
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("result.json")}
+    twin_arm, poisoned = (Arm(name=name, method=f"{__name__}:{name}") for name in ("twin", "poison"))
+    second = compare(recipe, out, arms=(BASE, NOBLE, twin_arm, poisoned), resume=True, **options).results
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are used as they are"
+    assert second["arms"][0]["runs"] == first["arms"][0]["runs"]
+    assert [run["status"] for run in second["arms"][3]["runs"]] == ["diverged"] * 2
+    assert second["against"]["baseline"]["poison"]["delta"]["note"] == "diverged in 2 of 2 seeds"
+    same = second["against"]["baseline"]["twin"]
+    assert same["delta"]["value"] == 0.0, "the same model on the same batches is the same run"
+    assert same["step_speedup"]["value"] == pytest.approx(1.0)
+    assert "no spread" in same["delta"]["note"]
+    with pytest.raises(UserError, match=r"train\.steps"):
+        compare(replace(recipe, train=replace(train, steps=9)), out, arms=(BASE, NOBLE), resume=True, **options)
+
+
+def twin(model):
+    """A user's change that changes nothing."""
+    return model
+
+
+def poison(model):
+    """A user's change that cannot be trained."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0, 0] = math.nan
+    return model

@@ -1,0 +1,142 @@
+"""Comparisons side by side on a local Ray cluster: the numbers of the serial one, and nothing lost with a worker."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nlr_lab.compare import compare
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nonlinear_lowrank import UserError
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+
+ARMS = (Arm(), Arm.parse("noble:rank=4"))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Of real text, which a worker can prepare for itself."""
+    folder = tmp_path_factory.mktemp("text")
+    for part in range(8):
+        lines = [f"def function_{part}_{index}(value):\n    return value + {index}\n" for index in range(60)]
+        (folder / f"{part}.txt").write_text("\n".join(lines))
+    text = TextData(source=str(folder), vocab_size=300, sequence_length=16, cache_dir=str(folder / "cache"))
+    return Recipe(
+        name="tiny",
+        description="Tiny",
+        task=LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=32, heads=2, hidden=48)),
+        arm=ARMS[1],
+        train=TrainConfig(
+            steps=6, batch_size=4, warmup_steps=1, eval_every=3, save_every=2, tracker="none", threads=1, lr=1e-2
+        ),
+        arms=tuple(map(str, ARMS)),
+        seeds=2,
+    )
+
+
+def go(recipe, out, **options):
+    settings = {"arms": ARMS, "seeds": 2, "tune_lr": (1e-3, 1e-2), "max_extensions": 1, "timing_rounds": 0}
+    return compare(recipe, out, **settings, quiet=True, command="x", **options).results
+
+
+def numbers(results):
+    """All of a record but times."""
+    return json.loads(
+        json.dumps(results), object_hook=lambda entry: {k: v for k, v in entry.items() if "second" not in k}
+    )
+
+
+def die_once(recipe, out, **options):
+    """Trains; the first attempt at one run is killed after a checkpoint."""
+    doomed = recipe.arm.method == "noble" and recipe.train.seed == 1
+    marker = Path(out).parent / "died"
+    if doomed and not marker.exists():
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        stepped = replace(recipe, arm=replace(recipe.arm, method="test_compare_workers:die", settings={}, name="dying"))
+        run_training(stepped, Path(out).parent / "other", quiet=True)
+    return run_training(recipe, out, **options)
+
+
+def die(model):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    serial = go(recipe, tmp_path / "serial")
+    found = go(recipe, tmp_path / "workers", workers=2, run=die_once)
+    assert list(tmp_path.glob("workers/runs/*/*/died"))
+    assert numbers(found)["arms"] == numbers(serial)["arms"]
+    for one in (tmp_path / "serial" / "runs").rglob("model.safetensors"):
+        other = tmp_path / "workers" / one.relative_to(tmp_path / "serial")
+        assert one.read_bytes() == other.read_bytes()
+    assert not list((tmp_path / "workers").rglob("step-*"))
+    # Interrupted: what is missing is run, the rest is found.
+    (gone,) = (tmp_path / "workers" / "runs" / "noble-r4").rglob("seed-2/result.json")
+    gone.unlink()
+    again = go(recipe, tmp_path / "workers", workers=2, resume=True)
+    assert numbers(again)["arms"] == numbers(serial)["arms"]
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_on_no_machine_is_refused(recipe, tmp_path):
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        wide = replace(recipe, train=replace(recipe.train, threads=2))
+        with pytest.raises(UserError, match=r"asks for 2 cores.*at most 1 cores.*lower --train.threads"):
+            go(wide, tmp_path / "out", workers=1)
+    finally:
+        ray.shutdown()
+
+
+def sleep(recipe, out, **options):
+    """A run that takes too long."""
+    Path(out).mkdir(parents=True)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    started = time.monotonic()
+    found = go(recipe, tmp_path / "out", workers=2, run=sleep, max_seconds=15)
+    assert time.monotonic() - started < 60
+    assert found["n"] == 0
+    assert "Stopped for time before the first seed: stopped 2 runs for time; go on with --resume." in found["notes"]
+    assert (tmp_path / "out" / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("workers", "environment", "words"),
+    [(0, {}, "at least 1"), (True, {}, "whole number"), (2, {"WORLD_SIZE": "2"}, "leave torchrun")],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    recipe, tmp_path, monkeypatch, workers, environment, words
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        go(recipe, tmp_path / "out", workers=workers)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_ray_the_extra_is_named(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[ray\]'"):
+        go(recipe, tmp_path / "out", workers=2)

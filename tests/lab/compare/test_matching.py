@@ -1,0 +1,195 @@
+"""`wide-mlp:match=ARM`: the width is the smallest that is enough, for every backbone; and what cannot be matched."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import nonlinear_lowrank as nlr
+from nlr_lab.compare import compare
+from nlr_lab.compare.matching import settle_matches
+from nlr_lab.compare.report import render_report
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.task import tokens_per_example
+from nlr_lab.tasks.text.language_model import LanguageModelTask
+from nlr_lab.training import Arm
+from nlr_lab.training.run import apply_arm, build_model
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.hub import load_model
+from training_helpers import FakeText, make_recipe
+
+TEXT = FakeText()
+DEMOS = ("llm-demo", "gpt3-demo", "mlm-demo", "vit-demo", "image-tokens-demo")
+
+
+def arms(*texts):
+    return [Arm.parse(text) for text in texts]
+
+
+def parameters(recipe, arm):
+    model = arm.apply(recipe.task.build_on_meta())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops(recipe, arm):
+    model = arm.apply(recipe.task.build_on_meta())
+    return nlr.analysis.model_cost(model, tokens_per_example(recipe.task)).flops
+
+
+@pytest.mark.parametrize(("by", "count"), [("parameters", parameters), ("flops", flops)])
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_smallest_width_that_is_not_below(name, by, count):
+    recipe = get_recipe(name)
+    more, fewer = arms("nonlinear-query+noble:rank=8,name=more", "identity-query,name=fewer")
+    wanted = arms(*(f"wide-mlp:match={target},by={by}" for target in ("more", "fewer")))
+    settled, matches = settle_matches(recipe, [*wanted, more, fewer])
+    for target, wide, match in zip((more, fewer), settled, matches, strict=False):
+        assert (wide.settings["hidden"], match.plain_hidden) == (match.hidden, recipe.task.backbone.hidden)
+        assert (wide.name.startswith(f"wide-mlp-as-{target.name}"), wide.control) == (True, True)
+        assert count(recipe, Arm.parse(f"wide-mlp:hidden={match.hidden - 1}")) < count(recipe, target)
+        assert count(recipe, target) <= count(recipe, wide)
+        assert (match.hidden > match.plain_hidden) == (target is more)
+        assert Arm.parse(str(wide)) == wide
+    assert settle_matches(recipe, settled)[0] == settled, "a width that is there already is checked, not changed"
+
+
+@pytest.mark.parametrize("by", ["parameters", "flops"])
+@pytest.mark.parametrize(
+    ("joined", "step"),
+    [
+        ("noble:rank=4", 1),
+        ("noble:rank_ratio=0.2", 1),
+        ("noble:budget=9%", 1),
+        ("low-rank:rank=3", 1),
+        ("nonlinear-query", 1),
+        ("rational:groups=8", 8),
+        ("rational:groups=3+noble:rank=2,select=query", 3),
+    ],
+)
+def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
+    recipe = make_recipe()  # MLPs of width 48
+    target, wide = arms("noble:rank=12,name=target", f"wide-mlp:match=target,by={by}+{joined}")
+    settled, (match,) = settle_matches(recipe, [target, wide])
+    counted = {"parameters": parameters, "flops": flops}[by]
+
+    def count(hidden):
+        return counted(recipe, Arm.parse(f"wide-mlp:hidden={hidden}+{joined}"))
+
+    assert match.hidden > match.plain_hidden == 48
+    assert match.hidden % step == 0
+    assert counted(recipe, settled[1]) == count(match.hidden) >= counted(recipe, target)
+    assert count(match.hidden - step) < counted(recipe, target)
+    assert settled[1].settings["wide-mlp"]["hidden"] == match.hidden
+    assert settle_matches(recipe, settled)[0] == settled
+
+
+@pytest.mark.parametrize("hidden", [7, 20, 31, 33, 100])
+def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
+    recipe = make_recipe()  # of width 32, below which an MLP's width is what a rank is a share of
+    joined = "noble:rank_ratio=0.5"
+    target, wide = arms(f"wide-mlp:hidden={hidden}+{joined},name=target", f"wide-mlp:match=target+{joined}")
+    _, (match,) = settle_matches(recipe, [target, wide])
+    assert match.hidden == hidden
+    with pytest.raises(UserError, match="cannot match target: even with MLPs of width 1 it has"):
+        settle_matches(recipe, [*arms("low-rank:rank=1,name=target"), wide])
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (("noble:rank=4", "wide-mlp:match=noble-r8"), "there is none; there are noble-r4"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4,name=a", "wide-mlp:match=a"), "which is matched itself"),
+        (("baseline", "wide-mlp:match=me,name=me"), "which is matched itself"),
+        (("low-rank:rank=1", "wide-mlp:match=low-rank-r1"), "even with MLPs of width 1"),
+        (("sine-lowrank:rank=2,omega=50", "wide-mlp:match=sine-lowrank-r2-w50,by=flops"), "match its parameters"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4,hidden=9"), "says hidden=9, and"),
+        (("identity-query", "wide-mlp:match=identity-query+noble:rank=31"), "even with MLPs of width 1"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4+noble:rank=32"), "rank 32 is not low"),
+        (("noble:rank=4", "wide-mlp:match=noble-r4+rational:groups=7"), "groups=7 do not divide the 48 channels"),
+        (("training_helpers:no_module", "wide-mlp:match=training_helpers.no_module"), "gave back NoneType"),
+        (("training_helpers:plain_module,name=mine", "wide-mlp:match=mine,by=flops"), None),
+    ],
+)
+def test_what_cannot_be_matched_is_one_line_and_nothing_is_written(tmp_path, texts, words):
+    if words is None:  # a function that knows of no method, on a model without memory
+        settled, _ = settle_matches(make_recipe(), arms(*texts))
+        assert settled[1].settings["hidden"] == make_recipe().task.backbone.hidden
+        return
+    with pytest.raises(UserError, match=words) as caught:
+        compare(make_recipe(), tmp_path / "out", arms=arms(*texts), quiet=True)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_outside_a_comparison_a_width_is_asked_for():
+    with pytest.raises(UserError, match="is settled by nlr compare"):
+        Arm.parse("wide-mlp:match=noble-r4").apply(make_recipe().task.build_on_meta())
+    for text, words in (
+        ("wide-mlp:hidden=2.5", "hidden must be a whole number"),
+        ("wide-mlp:match=a,by=time", "by must be one of parameters, flops"),
+        ("wide-mlp:ratio=2,hidden=3", "needs the MLP's width"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Arm.parse(text)
+
+
+@pytest.mark.parametrize("init", ["stock", "noble", "kaiming"])
+@pytest.mark.parametrize("of_arm", [True, False], ids=["the arm's", "the recipe's"])
+def test_the_wider_mlp_is_drawn_as_the_other_linears_are(init, of_arm):
+    recipe = make_recipe()
+    backbone = replace(recipe.task.backbone, width=128, hidden=96, dense_init="stock" if of_arm else init)
+    recipe = replace(recipe, task=replace(recipe.task, backbone=backbone))
+    arm = Arm.parse(f"wide-mlp:hidden=256{f',init={init}' if of_arm else ''}")
+    plain = build_model(recipe, TEXT, arm)
+    before = {name: parameter.clone() for name, parameter in plain.named_parameters()}
+    wide = apply_arm(recipe, arm, plain)
+    for layer in wide.model.layers:
+        for linear in (layer.mlp.gate_up_proj, layer.mlp.down_proj, layer.self_attn.o_proj):
+            d_in = linear.in_features
+            std = {"stock": 0.02, "noble": 0.5 / d_in**0.5, "kaiming": (3 * d_in) ** -0.5}[init]
+            assert linear.weight.std().item() == pytest.approx(std, rel=0.05)
+    same = [name for name, parameter in wide.named_parameters() if parameter.shape == before[name].shape]
+    assert all(torch.equal(wide.get_parameter(name), before[name]) for name in same)
+    assert len(before) - len(same) == 4
+
+
+@dataclass(frozen=True)
+class ReadyTask(LanguageModelTask):
+    """Its text is there already."""
+
+    def prepare(self, progress=True):
+        return TEXT
+
+
+def test_a_comparison_with_matched_arms(tmp_path, monkeypatch):
+    monkeypatch.setattr("nlr_lab.compare.run.draw", lambda out, results: None)
+    recipe = make_recipe(steps=4, save_every=4, eval_every=2)
+    recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
+    chosen = arms("baseline", "noble:rank=4", "wide-mlp:match=noble-r4,init=noble", "wide-mlp:match=noble-r4,by=flops")
+    options = {"arms": chosen, "seeds": 2, "timing_rounds": 0, "quiet": True}
+    results = compare(recipe, tmp_path / "out", **options).results
+    found = {arm["name"]: arm for arm in results["arms"]}
+    wide, by_flops = found["wide-mlp-as-noble-r4-init-noble"], found["wide-mlp-as-noble-r4-flops"]
+    assert wide["parameters"] >= found["noble-r4"]["parameters"] > wide["parameters"] - 2 * 3 * 32
+    assert by_flops["flops_per_token"] >= found["noble-r4"]["flops_per_token"]
+    assert by_flops["flops_per_token"] - found["noble-r4"]["flops_per_token"] < 2 * 2 * 3 * 32
+    assert (wide["control"], results["n"]) == (True, 2)
+    hidden = wide["settings"]["settings"]["hidden"]
+    report = render_report(results)
+    assert f"`{wide['name']}` has MLPs of width {hidden} (48 in the recipe's model)" in report
+    assert f"{wide['parameters']:,} for {found['noble-r4']['parameters']:,}" in report
+    assert "Against the strongest control" in report
+    assert "No control has as many parameters" not in report
+    model = load_model(tmp_path / "out" / "runs" / wide["name"] / "lr-0.01" / "seed-1" / "model")
+    assert model.config.intermediate_size == hidden
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")}
+    again = compare(recipe, tmp_path / "out", resume=True, **options).results
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert again["arms"] == results["arms"]
+    # Another arm of the same name is another width, which is refused by name.
+    wider = arms("baseline", "noble:rank=6,name=noble-r4", "wide-mlp:match=noble-r4,init=noble")
+    with pytest.raises(UserError, match="settings of arm"):
+        compare(recipe, tmp_path / "out", resume=True, **{**options, "arms": wider})
+    other = arms("baseline:optimizer=muon,name=baseline", "noble:rank=4")
+    with pytest.raises(UserError, match="optimizer of arm 'baseline' was None"):
+        compare(recipe, tmp_path / "out", resume=True, **{**options, "arms": other})

@@ -1,0 +1,306 @@
+"""The statistics against brute force, closed forms and simulation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import seeds
+from nlr_lab.compare.statistics import (
+    Estimate,
+    RatioSummary,
+    RunCurve,
+    compare_pair,
+    first_crossing,
+    geometric_mean,
+    holm,
+    paired_mean,
+    seed_speed,
+    summarise_ratios,
+    wall_clock_speedup,
+)
+
+
+@pytest.fixture
+def rng():
+    return seeds.rng()
+
+
+def make_run(loss, total=1000, every=10, start=0):
+    """A run whose evaluation curve is the function `loss` of the step."""
+    steps = range(start, total + 1, every)
+    losses = tuple(float(loss(step)) for step in steps)
+    return RunCurve(steps=tuple(map(float, steps)), losses=losses, total_steps=total, final_loss=losses[-1])
+
+
+# --- crossings ---------------------------------------------------------------------------------------------
+
+
+def test_crossing_of_a_line_is_exact(rng):
+    slope, start = rng.uniform(0.1, 2.0), rng.uniform(3.0, 5.0)
+    steps = np.cumsum(rng.integers(1, 9, 40)).astype(float)
+    losses = start - slope * steps / steps[-1]
+    target = start - slope * rng.uniform(steps[0] / steps[-1], 1.0)
+    assert first_crossing(steps, losses, target) == pytest.approx((start - target) / slope * steps[-1])
+
+
+def test_crossing_matches_dense_search_on_noisy_curves(rng):
+    for _ in range(50):
+        steps = np.cumsum(rng.integers(1, 5, 30))
+        losses = 4.0 / np.sqrt(steps) + rng.normal(0, 0.15, 30)
+        target = rng.uniform(losses.min(), losses.max())
+        dense = np.union1d(np.linspace(steps[0], steps[-1], 20001), steps)  # a dip may be narrower than the spacing
+        brute = dense[np.argmax(np.interp(dense, steps, losses) <= target)]
+        assert first_crossing(steps, losses, target) == pytest.approx(brute, abs=2 * (steps[-1] - steps[0]) / 20000)
+
+
+def test_crossing_converges_to_the_analytic_one(rng):
+    a, target = rng.uniform(1.0, 4.0), 2.3
+    exact = (a / (target - 2.0)) ** 2
+    for count in (20, 80, 320):
+        steps = np.linspace(1.0, 1.7 * exact, count)
+        found = first_crossing(steps, 2.0 + a / np.sqrt(steps), target)
+        # A chord lies above the convex curve by h^2 / 8 of its second derivative at most, and so crosses later.
+        h = steps[1] - steps[0]
+        bound = h**2 / 8 * 1.5 * (exact + h) ** 1.5 / (exact - h) ** 2.5
+        assert -1e-9 * exact <= found - exact <= bound + 1e-9 * exact
+
+
+def test_crossing_edges():
+    assert first_crossing([0, 10, 20], [3.0, 2.0, 1.0], 0.5) is None
+    assert first_crossing([0, 10, 20], [3.0, 2.0, 1.0], 1.0) == 20
+    assert first_crossing([5, 10], [1.0, 0.5], 2.0) == 5
+    assert first_crossing([0, 10, 20, 30], [3.0, 1.0, 3.0, 0.0], 2.0) == 5, "the first of several crossings"
+    assert first_crossing([0, 10, 20], [3.0, math.nan, 1.0], 2.0) == 20
+    with pytest.raises(AssertionError, match="increase"):
+        first_crossing([0, 0], [1.0, 1.0], 1.0)
+
+
+# --- intervals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_coverage_and_false_positives_of_the_paired_interval(rng, n):
+    trials, effect = 2000, 0.03
+    covered = claimed = 0
+    for row in rng.normal(0.0, 0.01, (trials, n)):
+        estimate = paired_mean(row + effect)
+        covered += estimate.low <= effect <= estimate.high
+        null = paired_mean(row)
+        claimed += null.shown
+        assert null.shown == (null.p_value < 0.05), "interval and test are the same decision"
+    assert covered / trials == pytest.approx(0.95, abs=0.026)
+    assert claimed / trials == pytest.approx(0.05, abs=0.026)
+
+
+def test_paired_mean_by_hand():
+    # mean 2, sd 1, n 3: t(0.975, 2) = 4.302653, t = 2 sqrt 3, p from the closed form of Student's t, dof 2.
+    estimate = paired_mean([1.0, 2.0, 3.0])
+    t = 2 * math.sqrt(3)
+    assert estimate.value == pytest.approx(2.0)
+    assert estimate.low == pytest.approx(2 - 4.302653 / math.sqrt(3), abs=1e-5)
+    assert estimate.p_value == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    assert not estimate.shown
+
+
+def test_one_seed_none_and_no_spread_give_no_interval():
+    for estimate, word in [
+        (paired_mean([0.1]), "one seed"),
+        (paired_mean([]), "no seed"),
+        (paired_mean([0.1, 0.1, 0.1]), "no spread"),
+        (paired_mean([0.0, 0.0]), "no spread"),
+        (geometric_mean([1.2]), "one seed"),
+    ]:
+        assert estimate.low is None
+        assert estimate.high is None
+        assert estimate.p_value is None
+        assert word in estimate.note
+        assert not estimate.shown
+
+
+def test_geometric_mean_is_symmetric_under_inversion(rng):
+    ratios = rng.lognormal(0.2, 0.1, 4)
+    forward, backward = geometric_mean(ratios), geometric_mean(1 / ratios)
+    assert forward.value == pytest.approx(float(np.prod(ratios)) ** 0.25)
+    assert forward.low == pytest.approx(1 / backward.high)
+    assert forward.p_value == pytest.approx(backward.p_value)
+
+
+def test_ratio_interval_coverage(rng):
+    true, trials = 1.3, 2000
+    covered = 0
+    for row in rng.lognormal(math.log(true), 0.05, (trials, 3)):
+        estimate = geometric_mean(row)
+        covered += estimate.low <= true <= estimate.high
+    assert covered / trials == pytest.approx(0.95, abs=0.026)
+
+
+# --- Holm --------------------------------------------------------------------------------------------------
+
+
+def test_holm_is_the_closed_bonferroni_procedure(rng):
+    """Brute force: the adjusted p of a hypothesis is the largest Bonferroni p of any set that holds it."""
+    for _ in range(40):
+        p = list(rng.uniform(0, 1, rng.integers(1, 7)) ** 3)
+        sets = [s for size in range(1, len(p) + 1) for s in itertools.combinations(range(len(p)), size)]
+        brute = [max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if index in s) for index in range(len(p))]
+        assert holm(p) == pytest.approx(brute)
+
+
+def test_holm_passes_over_missing_values():
+    assert holm([0.01, None, 0.04]) == pytest.approx([0.02, None, 0.04])
+    assert holm([]) == []
+    assert holm([None]) == [None]
+
+
+# --- speedups ----------------------------------------------------------------------------------------------
+
+
+def test_step_speedup_of_a_curve_that_runs_k_times_faster(rng):
+    k = rng.uniform(1.05, 3.0)
+    reference = make_run(lambda s: 5.0 - s / 500)
+    arm = make_run(lambda s: 5.0 - k * s / 500)
+    speed = seed_speed(reference, arm)
+    assert speed.reached
+    assert speed.step_speedup == pytest.approx(k)
+    assert speed.matched_speedup == pytest.approx(k)
+    assert not speed.bound
+
+
+def test_a_slower_arm_is_not_reached_but_has_a_matched_speedup(rng):
+    k = rng.uniform(0.3, 0.95)
+    reference = make_run(lambda s: 5.0 - s / 500)
+    speed = seed_speed(reference, make_run(lambda s: 5.0 - k * s / 500))
+    assert not speed.reached
+    assert speed.step_speedup is None
+    assert speed.matched_speedup == pytest.approx(k)
+
+
+def test_a_run_against_itself_has_speedup_one(rng):
+    noise = rng.normal(0, 0.001, 2000)
+    run = make_run(lambda s: 5.0 - s / 500 + noise[s])
+    assert seed_speed(run, run).step_speedup == pytest.approx(1.0)
+
+
+def test_matched_speedups_are_reciprocal(rng):
+    """Swapping arm and reference inverts the matched speedup of monotone curves."""
+    a, b = rng.uniform(0.5, 2.0, 2)
+    one, two = make_run(lambda s: 2 + a / (1 + s / 100)), make_run(lambda s: 2 + b / (1 + s / 100))
+    product = seed_speed(one, two).matched_speedup * seed_speed(two, one).matched_speedup
+    assert product == pytest.approx(1.0)
+
+
+def test_speeds_that_are_no_numbers():
+    falling = make_run(lambda s: 5.0 - s / 500)
+    useless = make_run(lambda s: 6.0 + s / 500)
+    speed = seed_speed(falling, useless)
+    assert (speed.reached, speed.step_speedup, speed.matched_speedup) == (False, None, None)
+    assert "untrained" in speed.note
+    speed = seed_speed(useless, falling)
+    assert speed.reached
+    assert speed.step_speedup is None
+    assert "before training" in speed.note
+    late = make_run(lambda s: 2.0, start=100)
+    assert seed_speed(falling, late).bound
+
+
+@pytest.mark.parametrize(("seeds", "jitter"), [(2, 0.1), (4, 0.1), (4, 0.5)])
+def test_wall_clock_is_the_quotient_and_its_interval_covers(rng, seeds, jitter):
+    """Simulate both sources of error: seeds of the step speedup and rounds of the timing."""
+    true_speed, true_ratio, trials, covered = 1.3, 1.1, 500, 0
+    for _ in range(trials):
+        speed = geometric_mean(rng.lognormal(math.log(true_speed), 0.04, seeds))
+        timing = summarise_ratios(rng.lognormal(math.log(true_ratio), jitter, 31), resamples=200)
+        wall = wall_clock_speedup(speed, timing)
+        assert wall.value == pytest.approx(speed.value / timing.median)
+        assert math.log(wall.high / wall.low) >= math.log(speed.high / speed.low), "never narrower than the steps"
+        assert wall.shown == (wall.p_value < 0.05), "interval and p-value are the same decision"
+        covered += wall.low <= true_speed / true_ratio <= wall.high
+    # The combination errs on the wide side; what must not happen is a lack of coverage.
+    assert covered / trials > 0.95 - 5 * math.sqrt(0.95 * 0.05 / trials)
+
+
+def test_wall_clock_with_exact_timing_keeps_the_interval_of_the_steps(rng):
+    speed = geometric_mean(rng.lognormal(0.2, 0.05, 4))
+    exact = RatioSummary(median=1.0, lower_quartile=1.0, upper_quartile=1.0, n=30, log_standard_error=0.0)
+    wall = wall_clock_speedup(speed, exact)
+    assert (wall.low, wall.high) == pytest.approx((speed.low, speed.high))
+    assert wall.p_value == pytest.approx(speed.p_value)
+
+
+def test_wall_clock_without_its_parts():
+    one = geometric_mean([1.2])
+    timing = summarise_ratios([1.1, 1.2, 1.3])
+    assert wall_clock_speedup(one, timing).value == pytest.approx(1.0)
+    assert wall_clock_speedup(one, timing).low is None
+    assert wall_clock_speedup(one, None).value is None
+    missing = Estimate(value=None, n=3, null=1.0, note="not reached (by 1 of 3 seeds)")
+    assert wall_clock_speedup(missing, timing).note == missing.note
+
+
+def test_bootstrap_error_of_the_median_matches_simulation(rng):
+    spread = np.median(rng.normal(0, 0.1, (4000, 41)), axis=1).std()
+    found = [summarise_ratios(np.exp(rng.normal(0, 0.1, 41)), 500).log_standard_error for _ in range(200)]
+    assert np.mean(found) == pytest.approx(spread, rel=0.15)
+    summary = summarise_ratios([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (summary.lower_quartile, summary.median, summary.upper_quartile) == (2.0, 3.0, 4.0)
+
+
+# --- pairs -------------------------------------------------------------------------------------------------
+
+
+def test_pair_uses_common_seeds_and_cancels_what_they_share(rng):
+    shift = {seed: rng.normal(0, 1.0) for seed in range(1, 6)}
+    reference = {s: make_run(lambda x, s=s: 5 + shift[s] - x / 500) for s in shift}
+    arm = {s: make_run(lambda x, s=s: 5 + shift[s] - (1.2 + 0.001 * s) * x / 500) for s in (1, 2, 3, 4)}
+    pair = compare_pair(reference, arm)
+    assert pair.n == 4
+    assert sorted(pair.seeds) == [1, 2, 3, 4]
+    assert pair.delta.value == pytest.approx(-0.4 - 0.002 * 2.5)
+    assert pair.delta.shown, "the shared seed effect of sd 1 must cancel"
+    assert pair.reached == 4
+    assert pair.step_speedup.value == pytest.approx(1.2025, abs=1e-4)
+    assert pair.wall_clock_speedup.note == "step time not measured"
+
+
+def test_pair_partly_reached_gives_no_step_speedup_but_a_matched_one():
+    reference = {s: make_run(lambda x: 5 - x / 500) for s in (1, 2)}
+    arm = {
+        1: make_run(lambda x: 5 - 1.25 * x / 500),
+        2: make_run(lambda x: 5 - 0.8 * x / 500),
+    }
+    pair = compare_pair(reference, arm, summarise_ratios([1.1, 1.1]))
+    assert pair.reached == 1
+    assert pair.step_speedup.value is None
+    assert "1 of 2" in pair.step_speedup.note
+    assert pair.wall_clock_speedup.value is None
+    assert pair.matched_speedup.value == pytest.approx(1.0)
+    assert pair.matched_wall_clock_speedup.value == pytest.approx(1 / 1.1)
+
+
+def test_pair_with_a_diverged_seed_gives_no_aggregate():
+    good = make_run(lambda x: 5 - x / 500)
+    bad = RunCurve(steps=(0.0, 10.0), losses=(5.0, math.nan), total_steps=10, final_loss=None)
+    pair = compare_pair({1: good, 2: good}, {1: good, 2: bad})
+    assert pair.diverged == 1
+    for estimate in (pair.delta, pair.step_speedup, pair.matched_speedup, pair.wall_clock_speedup):
+        assert estimate.value is None
+        assert "diverged in 1 of 2" in estimate.note
+    assert list(pair.seeds) == [1]
+    assert compare_pair({1: good, 2: bad}, {1: good, 2: good}).delta.note == "the reference diverged in 1 of 2 seeds"
+    both = compare_pair({1: good, 2: bad}, {1: bad, 2: bad}).delta.note
+    assert both == "diverged in 2 of 2 seeds, and the reference in 1"
+
+
+def test_pair_notices_a_reference_whose_curve_rose_again():
+    over = make_run(lambda x: 3 + abs(x - 500) / 500)
+    pair = compare_pair({1: over}, {1: make_run(lambda x: 5 - x / 400)})
+    assert pair.early == 1
+
+
+def test_pair_without_seeds():
+    pair = compare_pair({}, {})
+    assert pair.n == 0
+    assert pair.delta.value is None
+    assert pair.step_speedup.value is None

@@ -1,0 +1,128 @@
+"""Commonsense answers looked for in generated text: against token by token search by hand."""
+
+import re
+
+import pytest
+import torch
+
+from nlr_lab.evaluation import find_local_tasks, score_answers
+from nlr_lab.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
+from nlr_lab.evaluation.commonsense import TESTS
+from nlr_lab.tasks.finetune.instruction_files import read_examples
+from nonlinear_lowrank import UserError
+from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return answer_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    return tiny_model(tokenizer)
+
+
+@torch.no_grad()
+def write_greedily(model, tokenizer, prompt):
+    ids = tokenizer(prompt)["input_ids"]
+    start = len(ids)
+    while len(ids) < start + MAX_NEW_TOKENS:
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def write_with_beams(model, tokenizer, prompt):
+    """One prompt at a time, unpadded."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    out = model.generate(input_ids=ids, num_beams=4, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("beams", "write"), [(1, write_greedily), (4, write_with_beams)])
+def test_the_first_answer_in_the_written_text_counts(model, tokenizer, tmp_path, prompt, beams, write):
+    rows = commonsense_rows("ARC-Easy", 9)
+    found = []
+    for row in rows:
+        text = write(model, tokenizer, PROMPTS[prompt].format(instruction=row["instruction"]))
+        found.append(next(iter(re.findall(r"answer[1-5]", text)), ""))
+        number = int(found[-1][-1]) if found[-1] else 0
+        if 0 < number <= len(row["parts"]["choices"]) and len(found) % 3:
+            row["answer"] = found[-1]  # right where the model answers, but for each third question
+    write_lines(tmp_path / "ARC-Easy.jsonl", rows)
+    local = find_local_tasks(["arc_easy_local"], tmp_path)
+    done = []
+    scores = score_answers(
+        model,
+        tokenizer,
+        local,
+        prompt=prompt,
+        beams=beams,
+        batch_size=4,
+        progress=lambda count, total: done.append((count, total)),
+    )["arc_easy_local"]
+    assert scores["acc,none"] == pytest.approx(sum(a == row["answer"] for a, row in zip(found, rows, strict=True)) / 9)
+    assert scores["answered,none"] == pytest.approx(sum(map(bool, found)) / 9)
+    assert (scores["n"], scores["published_n"]) == (9, 2376)
+    assert done == [(4, 9), (8, 9), (9, 9)]
+
+
+def test_the_eight_are_averaged(model, tokenizer, tmp_path):
+    stems = [test.files[0] for test in TESTS.values()]
+    for stem in stems:
+        write_lines(tmp_path / f"{stem}.jsonl", commonsense_rows(stem, 3))
+    local = find_local_tasks(["commonsense_local"], tmp_path)
+    scores = score_answers(model, tokenizer, local, beams=1, limit=2)
+    assert list(scores) == [*TESTS, "commonsense_local"]
+    assert scores["commonsense_local"]["n"] == 16
+    mean = sum(scores[name]["acc,none"] for name in TESTS) / 8
+    assert scores["commonsense_local"]["acc,none"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("test", "text", "answer"),
+    [
+        ("boolq_local", "the correct answer is true", "true"),
+        ("boolq_local", "it is untrue, that is false", "true"),  # wherever it stands, as in the release
+        ("piqa_local", "Solution2 or solution1", "solution1"),  # as it is written
+        ("siqa_local", "answer5", "answer5"),
+        ("hellaswag_local", "ending3 ending1", "ending3"),
+        ("winogrande_local", "option3", ""),
+        ("arc_easy_local", "answer1\n\n### Response:\nanswer4", "answer4"),
+        ("openbookqa_local", "", ""),
+    ],
+)
+def test_answers_are_found_as_the_release_finds_them(test, text, answer):
+    assert find_answer(text, TESTS[test].answers) == answer
+
+
+def test_the_prompt_of_the_release_is_indented():
+    lines = PROMPTS["llm-adapters"].format(instruction="Why {not}?").split("\n")
+    assert lines[0].endswith("completes the request. ")
+    assert lines[1:] == ["", *(" " * 16 + text for text in ("### Instruction:", "Why {not}?")), "", *lines[5:]]
+    assert lines[5:] == [" " * 16 + "### Response:", " " * 16]
+    plain = PROMPTS["alpaca"].format(instruction="Why {not}?")
+    assert plain.split() == " ".join(lines).split()
+    assert plain.endswith("\n\n### Instruction:\nWhy {not}?\n\n### Response:\n")
+
+
+def test_models_are_asked_as_nlr_finetune_tunes_them(tmp_path):
+    (row,) = commonsense_rows("piqa", 1)
+    path = write_lines(tmp_path / "train.jsonl", [row])
+    (example,) = read_examples(str(path), "alpaca")
+    assert example.prompt == PROMPTS["alpaca"].format(instruction=row["instruction"])
+
+
+def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
+    write_lines(tmp_path / "boolq.jsonl", commonsense_rows("boolq", 2))
+    local = find_local_tasks(["boolq_local"], tmp_path)
+    model = tiny_model(tokenizer, positions=MAX_NEW_TOKENS + 8)
+    assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
+    with pytest.raises(UserError, match=f"{MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}"):
+        score_answers(tiny_model(tokenizer, positions=MAX_NEW_TOKENS), tokenizer, local)
+    with pytest.raises(UserError, match="there is no prompt 'vicuna'; there are alpaca, llm-adapters"):
+        score_answers(model, tokenizer, local, prompt="vicuna")

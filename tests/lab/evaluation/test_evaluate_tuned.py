@@ -1,0 +1,110 @@
+"""`nlr evaluate RUN` of `nlr finetune`: the run's own numbers again, another split, another base, and wrong input."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import finetune_helpers as kit
+from cli_helpers import refused, run
+from nlr_lab.evaluation import batches
+from nlr_lab.training import run_training
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+TASKS = {"cola": kit.glue_task, "instructions": kit.instruction_task, "images": kit.image_task}
+ARMS = ("full", "lora:r=2", "sine-dora:r=2,omega=30", "nora++:r=2,groups=4,lora_r=2", "noble-adapter:r=2")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Tiny checkpoints and data, made once."""
+    return kit.root(tmp_path_factory.mktemp("data"))
+
+
+def tuned(task, out, arm="sine-lora:r=2,omega=30"):
+    return run_training(kit.recipe(task, arm, steps=3, eval_every=3, save_every=3), out, quiet=True)
+
+
+def evaluated(capsys, folder, *options):
+    code, out, err = run(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
+    assert code == 0, err
+    written = json.loads((folder / "scores.json").read_text())["held_out"]
+    assert ("squared error" if "pearson" in written else "nats") in out
+    for name, value in written.items():
+        assert f"{name} {value:.4f}" in out
+    return written
+
+
+@pytest.mark.parametrize(
+    ("kind", "arm"), [*((kind, arm) for kind in TASKS for arm in ARMS), ("cola", "head"), ("images", "head")]
+)
+def test_the_runs_own_numbers_again(root, tmp_path, capsys, kind, arm):
+    result = tuned(TASKS[kind](root), tmp_path / "out", arm)
+    expected = result.scores or {"loss": result.final_loss}
+    assert evaluated(capsys, tmp_path / "out") == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["own", "mean"])
+def test_a_split_that_the_run_was_not_scored_on(root, tmp_path, capsys, pooling):
+    # Trained alike, and scored on the one and on the other.
+    runs = {
+        split: tuned(kit.glue_task(root, "stsb", pooling, scored=split), tmp_path / split) for split in ("dev", "test")
+    }
+    assert runs["dev"].scores != runs["test"].scores
+    for split, other in (("dev", "test"), ("test", "dev")):
+        assert evaluated(capsys, tmp_path / split) == pytest.approx(runs[split].scores, rel=1e-4, abs=1e-6)
+        found = evaluated(capsys, tmp_path / split, "--split", other)
+        assert found == pytest.approx(runs[other].scores, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_batch_that_does_not_fit_memory_is_refused(root, tmp_path, capsys, monkeypatch, kind):
+    tuned(TASKS[kind](root), tmp_path)
+    assert run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)[0] == 0
+    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + 5_000)
+    code, out, err = run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)
+    assert code == 2, out
+    fits = re.search(r"lower the batch size \(--batch-size\) to at most (\d+)$", err.strip())[1]
+    assert run(capsys, "evaluate", tmp_path, "--batch-size", fits)[0] == 0
+
+
+def test_a_base_that_has_moved(root, tmp_path, capsys):
+    shutil.copytree(root, tmp_path / "here")
+    result = tuned(kit.glue_task(tmp_path / "here"), tmp_path / "out")
+    shutil.move(tmp_path / "here" / "bert", tmp_path / "there")
+    assert "here/bert" in refused(capsys, "evaluate", tmp_path / "out")
+    found = evaluated(capsys, tmp_path / "out", "--base", tmp_path / "there")
+    assert found == pytest.approx(result.scores, rel=1e-4, abs=1e-6)
+
+
+def test_wrong_input(root, tmp_path, capsys):
+    glue, images, full = (tmp_path / name for name in ("glue", "images", "full"))
+    tuned(kit.glue_task(root), glue)
+    tuned(kit.image_task(root), images)
+    tuned(kit.glue_task(root), full, "full")
+    assert "only a task of GLUE" in refused(capsys, "evaluate", images, "--split", "test")
+    assert "--split is for" in refused(capsys, "evaluate", root / "llama", "--split", "test")
+    assert "invalid choice" in refused(capsys, "evaluate", glue, "--split", "train")
+    assert "not for a causal language model" in refused(capsys, "evaluate", glue, "--text", root / "alpaca.json")
+    assert "--base is for adapters" in refused(capsys, "evaluate", full, "--base", root / "bert")
+    shutil.copytree(root / "bert", tmp_path / "wide")
+    wide = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(wide | {"hidden_size": 32}))
+    err = refused(capsys, "evaluate", glue, "--base", tmp_path / "wide")
+    assert str(tmp_path / "wide") in err
+    weights = glue / "model" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: each for name, each in tensors.items() if "classifier" not in name}, weights)
+    (glue / "model" / "manifest.json").unlink()
+    assert "not whole" in refused(capsys, "evaluate", glue)
+    save_file({name: torch.full_like(each, torch.nan) for name, each in tensors.items()}, weights)
+    assert "the model is broken" in refused(capsys, "evaluate", glue)
+    weights.unlink()
+    assert re.search(r"no adapter_model\.safetensors", refused(capsys, "evaluate", glue))
+    shutil.rmtree(root / "glue")
+    assert "glue" in refused(capsys, "evaluate", full)
+    kit.glue_folder(root / "glue")

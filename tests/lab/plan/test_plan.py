@@ -1,0 +1,313 @@
+"""nlr plan against models that are built and trained for a step, torch's counter, and arithmetic by hand."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES, batch
+from nlr_lab.cli import main as cli
+from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
+from nlr_lab.plan.hardware import HARDWARE, find_hardware
+from nlr_lab.plan.inspect import build_on_meta
+from nlr_lab.plan.presets import PRESETS
+from nonlinear_lowrank.analysis.cost import count_parameters
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+
+LENGTH = 24
+
+
+def make(family: str, method) -> torch.nn.Module:
+    model = FAMILIES[family]()
+    if method is not None:
+        nlr.augment(model, method, verbose=False)
+    return model
+
+
+def inputs_of(model, size: int) -> dict[str, torch.Tensor]:
+    inputs = batch(model, size=size, length=LENGTH)
+    if "input_ids" in inputs:
+        inputs["labels"] = inputs["input_ids"].clone()
+    return inputs
+
+
+def config(**settings) -> PlanConfig:
+    return PlanConfig(**{"hardware": HARDWARE["h100"], "batch_size": 64, "steps": 1000, **settings})
+
+
+# --- against what is measured ---------------------------------------------------------------------------------
+
+SMALL = {
+    "llama-plain": ("llama", None),
+    "glm-noble": ("glm", nlr.NobleConfig(rank=8)),
+    "gpt2-noble": ("gpt2", nlr.NobleConfig(rank=4)),
+    "vit-sine": ("vit", nlr.SineLowRankConfig(rank=4, omega=100)),
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", SMALL)
+def test_bytes_are_those_of_a_real_step(name, bf16):
+    """Parameters, gradients, AdamW's state and what is kept for backward, of five sequences."""
+    family, method = SMALL[name]
+    model = make(family, method)
+    cost = arm_cost(model, name, LENGTH, bf16=bf16)
+    inputs = inputs_of(model, 5)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model(**inputs)
+
+    kept = saved_bytes(forward, parameters=[*model.parameters(), *model.buffers()])
+    output = forward()
+    (output["loss"] if "loss" in output else output["logits"].sum()).backward()
+    optimizer = torch.optim.AdamW(nlr.param_groups(model, 1e-3, 0.01, verbose=False))
+    optimizer.step()
+    state = sum(each.nbytes for values in optimizer.state.values() for each in values.values())
+    assert cost.parameter_bytes == sum(each.nbytes for each in model.parameters())
+    assert cost.gradient_bytes == sum(each.grad.nbytes for each in model.parameters())
+    assert cost.optimizer_bytes == state
+    assert cost.activations.kept(5) == pytest.approx(kept, rel=0.01)
+    measured = cost.parameter_bytes + state + kept
+    planned = cost.parameter_bytes + cost.optimizer_bytes + cost.activations.kept(5)
+    assert planned == pytest.approx(measured, rel=0.15)  # the promise; what is above is what it comes to
+
+
+@pytest.mark.parametrize("family", ["llama", "glm", "gpt2"])
+@pytest.mark.parametrize("method", [None, nlr.NobleConfig(rank=8)], ids=["plain", "noble"])
+def test_flops_are_those_that_torch_counts_in_a_training_step(family, method, monkeypatch):
+    # torch's counter knows no in-place addmm_ and no fused CPU attention: the plain formulas, same products.
+    monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
+    model = make(family, method)
+    cost = arm_cost(model, family, LENGTH, bf16=False)
+    model.set_attn_implementation("eager")
+    inputs = inputs_of(model, 3)
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)["loss"].backward()
+    assert 3 * LENGTH * cost.training_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs)
+    assert 3 * LENGTH * cost.forward_flops == counter.get_total_flops()
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+def test_frozen_weights_need_no_gradients():
+    """LoRA's: the gradient of what goes in, and those of its own factors."""
+    from peft import LoraConfig, get_peft_model
+
+    model = FAMILIES["llama"]()
+    model.set_attn_implementation("eager")
+    whole = arm_cost(model, "full", LENGTH, bf16=False)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    adapted.enable_input_require_grads()  # the embedding's output is otherwise where gradients end
+    cost = arm_cost(adapted.base_model.model, "lora", LENGTH, bf16=False)
+    assert cost.trainable == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert cost.gradient_bytes == 4 * cost.trainable
+    assert cost.optimizer_bytes < whole.optimizer_bytes / 10
+    with FlopCounterMode(display=False) as counter:
+        adapted(**inputs_of(model, 3))["loss"].backward()
+    assert 3 * LENGTH * cost.training_flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_muon_keeps_one_moment_of_its_matrices():
+    model = make("glm", nlr.NobleConfig(rank=8))
+    optimizer = nlr.MuonAdamW(nlr.param_groups(model, 1e-3, 0.01, muon=True, verbose=False))
+    model(**inputs_of(model, 2))["loss"].backward()
+    optimizer.step()
+    tensors = [each for values in optimizer.state.values() for each in values.values() if torch.is_tensor(each)]
+    cost = arm_cost(model, "muon", LENGTH, muon=True)
+    assert cost.optimizer_bytes == sum(each.nbytes for each in tensors)
+
+
+def test_recomputed_activations_are_those_of_a_real_step():
+    model = make("llama", nlr.NobleConfig(rank=8))
+    cost = arm_cost(model, "noble", LENGTH, bf16=False)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    inputs = inputs_of(model, 6)
+    kept = saved_bytes(lambda: model(**inputs), parameters=[*model.parameters(), *model.buffers()])
+    largest = max(fixed + 6 * each for fixed, each in cost.activations.blocks)
+    assert cost.activations.kept(6, recompute=True) - largest == pytest.approx(kept, rel=0.15)
+
+
+# --- by hand --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seven() -> ArmCost:
+    """A 7B model, cut to two blocks and then grown again: what is kept is a line in the number of blocks."""
+    from transformers import LlamaConfig
+
+    small = LlamaConfig(hidden_size=1024, intermediate_size=2752, num_hidden_layers=2, vocab_size=8000)
+    return arm_cost(build_on_meta(small), "small", 512)
+
+
+def test_memory_and_traffic_of_ddp_by_hand(seven):
+    plan = lay_out(seven, config(gpus=8), sharding=1, micro_batch=4, recompute=False)
+    parameters = seven.parameters
+    assert plan.memory["parameters"] == plan.memory["gradients"] == 4 * parameters
+    assert plan.memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
+    linears = parameters - 8000 * 1024 - (2 * 2 + 1) * 1024  # less embedding and norms
+    assert plan.memory["copies and buffers"] == 2 * linears + 4 * parameters
+    assert plan.moved == pytest.approx(2 * 7 / 8 * 4 * parameters)
+    assert plan.communication_seconds == pytest.approx(plan.moved / 450e9)
+    assert plan.accumulation == 2
+    assert plan.compute_seconds == pytest.approx(3 * seven.forward_flops * 512 * 8 / (0.4 * 989e12))
+    expected = max(plan.compute_seconds, plan.communication_seconds) + plan.optimizer_seconds
+    assert plan.step_seconds == expected
+    assert plan.hours == pytest.approx(expected * 1000 / 3600)
+
+
+def test_memory_and_traffic_of_fsdp_by_hand(seven):
+    plan = lay_out(seven, config(gpus=16, batch_size=64), sharding=4, micro_batch=2, recompute=True)
+    assert plan.memory["parameters"] == seven.parameters
+    gathered, summed = 2 * 3 * 3 / 4 * 2 * seven.parameters, 2 * 3 / 4 * seven.parameters
+    assert plan.moved == pytest.approx(gathered + summed)
+    # Four copies over two nodes: a ring goes through two GPUs of each node, and has two of its adapters.
+    assert plan.communication_seconds == pytest.approx(gathered / 450e9 + summed / 100e9)
+    kept = lay_out(seven, config(gpus=16), sharding=4, micro_batch=2, recompute=False)
+    assert plan.memory["activations"] < kept.memory["activations"]
+    assert plan.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
+
+
+def test_the_smallest_sharding_that_fits_is_chosen(seven):
+    whole = lay_out(seven, config(gpus=8), sharding=1, micro_batch=1, recompute=False).total
+    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 1.0001)).layout
+    assert (found.sharding, found.micro_batch, found.recompute, found.fits) == (1, 1, False, True)
+    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 0.999)).layout
+    assert found.sharding == 2
+    assert found.fits
+    larger = lay_out(seven, config(gpus=8), sharding=2, micro_batch=2 * found.micro_batch, recompute=False)
+    assert found.micro_batch == 8 or larger.total > whole * 0.999
+    none = plan_arm(seven, config(gpus=8, memory=1.01)).layout
+    assert not none.fits
+    assert (none.sharding, none.micro_batch, none.recompute) == (8, 1, True)
+    assert plan_arm(seven, config(gpus=8, recompute=True)).layout.recompute
+
+
+def test_more_gpus_never_need_more_time_or_more_room_each(seven):
+    hours, room = [], []
+    for gpus in (1, 2, 4, 8, 16, 64):
+        found = plan_arm(seven, config(gpus=gpus)).layout
+        hours.append(found.compute_seconds)
+        room.append(lay_out(seven, config(gpus=gpus), sharding=gpus, micro_batch=1, recompute=False).total)
+    assert hours == sorted(hours, reverse=True)
+    assert room[1:] == sorted(room[1:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        *(("124m", 124_439_808), ("350m", 354_823_168), ("1.3b", 1_345_423_360)),
+        *(("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)),
+    ],
+)
+def test_presets_have_the_published_sizes(name, parameters):
+    assert count_parameters(build_on_meta(PRESETS[name].config())) == parameters
+    preset = PRESETS[name]
+    tokens = preset.steps(parameters) * preset.batch_size * preset.sequence_length
+    assert tokens == pytest.approx(20 * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"gpus": 0}, "gpus must be"),
+        ({"gpus": 7}, r"a batch of 64 sequences does not split over 7 GPUs.* 70"),
+        ({"utilization": 0}, "utilization must be above 0"),
+        ({"utilization": 1.5}, "utilization must be above 0"),
+        ({"memory": math.nan}, "memory must be"),
+        ({"steps": 0}, "steps must be"),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with pytest.raises(UserError, match=words):
+        config(**settings)
+
+
+def test_hardware_by_name():
+    assert find_hardware("RTX 4090").name == "rtx4090"
+    with pytest.raises(UserError, match=r"unknown hardware 'tpu'; there are a100, "):
+        find_hardware("tpu")
+    for each in HARDWARE.values():
+        assert each.rate(True) > each.rate(False)
+        assert each.bandwidth > each.link > each.network
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    code = cli.main(["plan", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_a_recipe_is_planned_arm_by_arm(capsys):
+    options = ("llm-demo", "--gpus", 2, "--memory", 24, "--hardware", "rtx4090", "--sequence-length", 32)
+    code, out, err = run(capsys, *options, "--arms", "noble:rank=16")
+    assert (code, err) == (0, "")
+    assert "2 x rtx4090, 24 GiB each" in out
+    assert re.search(r"^noble-r16 fits: DDP, 4 at once \(--gradient-accumulation 1\)$", out, re.MULTILINE)
+    assert "assumed: 40% of 83 TFLOP/s (float32)" in out
+    code, out, _ = run(capsys, *options, "--json", "--arms", "baseline", "noble:rank=16")
+    plan = json.loads(out)
+    assert [arm["name"] for arm in plan["arms"]] == ["baseline", "noble-r16"]
+    plain, noble = plan["arms"]
+    assert noble["parameters"] - noble["branch_parameters"] == plain["parameters"]
+    assert plain["training_flops"] == 3 * plain["forward_flops"]
+    assert plan["memory_bytes"] == 24 * GIB
+    assert noble["layout"]["step_seconds"] > plain["layout"]["step_seconds"]
+
+
+def test_what_does_not_fit_says_so(capsys):
+    code, out, _ = run(capsys, "124m", "--memory", 0.1, "--arms", "baseline", "--sequence-length", 64)
+    assert code == 0
+    assert re.search(r"^baseline does not fit: .* GiB a GPU of 0", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_largest_over_thousands_of_gpus(capsys):
+    code, out, _ = run(capsys, "70b", "--gpus", 2048, "--arms", "baseline", "--json")
+    assert code == 0
+    (arm,) = json.loads(out)["arms"]
+    assert arm["layout"]["fits"]
+    assert arm["layout"]["sharding"] > 8
+    # 6 N flops a token, and attention's share
+    assert arm["training_flops"] == pytest.approx(6 * arm["parameters"], rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["llm-nothing"], "unknown recipe"),
+        (["9b"], "unknown size '9b'; there are 124m"),
+        (["image-demo"], "fits a field"),
+        (["llm-demo", "--hardware", "abacus"], "unknown hardware"),
+        (["llm-demo", "--gpus", "3"], "--batch-size"),
+        (["glue-minilm"], "--steps"),
+        (["llm-demo", "--arms", "nobel"], "nobel"),
+        (["llm-demo", "--memory", "-1"], "memory must be"),
+    ],
+)
+def test_refused_in_one_line(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_plan_leaves_the_model_as_it_was():
+    model = make("llama", None)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    arm_cost(model, "x", LENGTH)
+    assert all(each.equal(before[name]) for name, each in model.state_dict().items())
+    assert replace(config(), gpus=2).gpus == 2

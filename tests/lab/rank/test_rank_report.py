@@ -1,0 +1,312 @@
+"""Ranks of checkpoints: what is read from each kind of file, the suggested omega, the commands, what is refused."""
+
+import json
+import math
+from dataclasses import asdict
+
+import matplotlib.image
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from cli_helpers import run
+from nlr_lab.fields.fit import fit
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.rank.measures import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
+from nlr_lab.rank.omega import guess_omega, stable_rank
+from nlr_lab.rank.report import rank_report
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def plain_ranks(weight):
+    """Stable rank and rank at 0.1, by numpy's own SVD in float64."""
+    values = torch.linalg.svdvals(weight.detach().double())
+    return float(values.square().sum() / values[0] ** 2), int((values > 0.1 * values[0]).sum())
+
+
+def by_name(report):
+    return {layer.name: layer for layer in report.layers}
+
+
+# --- what is measured ------------------------------------------------------------------------------------------
+
+
+def test_every_matrix_of_a_plain_model_is_measured(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    layers = by_name(rank_report(tmp_path / "m"))
+    weights = {name.removesuffix(".weight"): each for name, each in model.state_dict().items() if each.ndim == 2}
+    assert layers.keys() == weights.keys()
+    for name, weight in weights.items():
+        expected, rank = plain_ranks(weight)
+        assert layers[name].stable_rank == pytest.approx(expected)
+        assert layers[name].ranks["0.1"] == rank
+        assert layers[name].shape == tuple(weight.shape)
+        assert layers[name].spectrum[0] == (1, 1.0)
+        assert layers[name].spectrum[-1][0] == min(weight.shape)
+    assert layers["lm_head"].kind == layers["model.embed_tokens"].kind == "table"
+    assert layers["lm_head"].omega_guess is None
+
+
+def test_sine_layers_are_measured_as_the_weight_they_make(tmp_path):
+    """Two settings in one model, whose names on disk are not those in memory."""
+    model = ViTForImageClassification(
+        ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+                  patch_size=4)
+    )  # fmt: skip
+    for include, config in (
+        (r".*mlp\.fc1", nlr.SineLowRankConfig(rank=3, omega=150)),
+        (r".*mlp\.fc2", nlr.SineLowRankConfig(rank=2, activation="identity")),
+    ):
+        nlr.augment(model, config, include=include, verbose=False)
+    model.save_pretrained(tmp_path)
+    layers = rank_report(tmp_path).layers
+    weights = [each.weight for each in model.modules() if hasattr(each, "sine_config")]
+    found = [layer for layer in layers if layer.rank is not None]
+    assert sorted((layer.kind, layer.rank, layer.omega) for layer in found) == [
+        ("low-rank", 2, 1.0), ("low-rank", 2, 1.0), ("sine", 3, 150.0), ("sine", 3, 150.0),
+    ]  # fmt: skip
+    measured, expected = sorted(layer.stable_rank for layer in found), sorted(plain_ranks(each)[0] for each in weights)
+    assert measured == pytest.approx(expected, rel=1e-4)
+    patches = next(layer for layer in layers if layer.name.endswith("projection"))
+    assert (patches.kind, patches.shape) == ("kernel", (32, 3 * 4 * 4)), "out x the rest"
+
+
+def test_a_conv1d_is_measured_the_way_round_it_multiplies(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8)).save_pretrained(tmp_path)
+    shapes = {layer.name.rpartition("h.0.")[2]: layer.shape for layer in rank_report(tmp_path).layers}
+    assert shapes["attn.c_attn"] == (48, 16)
+    assert shapes["mlp.c_proj"] == (16, 64)
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+@pytest.mark.parametrize("method", ["lora", "rslora", "sine"])
+def test_an_adapter_is_measured_as_its_delta(tmp_path, method):
+    targets = ["q_proj", "down_proj"]
+    if method == "sine":
+        config = nlr.SineLoraConfig(
+            r=3, omega=90, lora_alpha=6, target_modules=targets, omega_pattern={"down_proj": 40.0}, init_weights=False
+        )
+    else:
+        config = peft.LoraConfig(
+            r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, use_rslora=method == "rslora",
+            alpha_pattern={"down_proj": 9},
+        )  # fmt: skip
+    base = llama()
+    before = {name: each.clone() for name, each in base.state_dict().items()}
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(tmp_path)
+    layers = by_name(rank_report(tmp_path))
+    merged = model.merge_and_unload().state_dict()
+    changed = {name: merged[name] - each for name, each in before.items() if not merged[name].equal(each)}
+    assert {f"{name}.weight" for name in layers} == changed.keys()
+    for name, layer in layers.items():
+        values = torch.linalg.svdvals(changed[f"{name}.weight"].double())
+        assert layer.norm == pytest.approx(float(values[0]), rel=1e-3)
+        assert layer.stable_rank == pytest.approx(float(values.square().sum() / values[0] ** 2), rel=1e-3)
+        assert layer.rank == 3
+        assert layer.omega == ((40 if "down" in name else 90) if method == "sine" else None)
+
+
+def test_a_bare_file_needs_omega_for_sine_factors(tmp_path, capsys):
+    up, down = kaiming_factors((40, 30), 2, torch.Generator().manual_seed(0))
+    save_file(
+        {"a.sine_up": up, "a.sine_down": down, "b": torch.zeros(4, 4), "c": torch.ones(7)}, tmp_path / "f.safetensors"
+    )
+    layers = by_name(rank_report(tmp_path / "f.safetensors", omega=80.0))
+    assert layers["a"].stable_rank == pytest.approx(plain_ranks(torch.sin(80 * up @ down))[0], rel=1e-5)
+    assert layers["b"].stable_rank == layers["b"].norm == 0, "a delta at its start"
+    assert "c" not in layers
+    code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f.safetensors")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give --omega" in err
+    assert run(capsys, "inspect", "--rank", tmp_path, "--omega", "80")[0] == 0
+
+
+@pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2", "dense"])
+def test_a_field_fitted_in_python_is_measured_finished_or_not(tmp_path, capsys, text, monkeypatch):
+    """Without the problem's settings in fit.json; in its folder, in a checkpoint, by the file."""
+    problem = ImageSettings(
+        source="china", crop=64, size=8, points=0, field=FieldConfig(in_features=2, out_features=3, width=24)
+    ).prepare()
+    config = FitConfig(steps=2, eval_every=2, save_every=1, threads=1, device="cpu")
+    method = FieldMethod.parse(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(problem, "evaluate", lambda model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(problem, method, config, tmp_path / "f", quiet=True)
+    checkpoint = max((tmp_path / "f" / "checkpoints").iterdir())
+    open_omega = text == "sine:rank=2"
+    more = ["--omega", "50"] if open_omega else []
+    code, out, err = run(capsys, "inspect", "--rank", checkpoint, "--json", *more)
+    assert (code, err) == (0, "")
+    fit(problem, method, config, tmp_path / "f", quiet=True, resume=True)
+    for path in (tmp_path / "f", tmp_path / "f" / "model" / "model.safetensors"):
+        code, found, err = run(capsys, "inspect", "--rank", path, "--json", *more)
+        assert (code, err) == (0, "")
+        kinds = [[layer["kind"] for layer in json.loads(each)["layers"]] for each in (out, found)]
+        assert kinds[0] == kinds[1]
+        assert kinds[0].count({"low": "low-rank", "sin": "sine", "den": "dense"}[text[:3]]) >= 2
+    if open_omega:
+        code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "give --omega" in err
+
+
+@pytest.mark.parametrize("activation", ["gaussian", "siren"])
+@pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
+def test_a_fitted_field_is_measured_as_the_weights_it_makes(tmp_path, capsys, text, activation):
+    field = FieldConfig(in_features=2, out_features=3, width=24, activation=activation)
+    problem = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
+    config = FitConfig(steps=2, eval_every=2, save_every=0, threads=1, device="cpu")
+    fitted = fit(problem.prepare(), FieldMethod.parse(text), config, tmp_path / "f", quiet=True, about=asdict(problem))
+    assert run(capsys, "inspect", "--rank", tmp_path / "f", "--every-layer")[0] == 0
+    layers = by_name(rank_report(tmp_path / "f" / "model"))
+    for index, layer in enumerate(fitted.model.hidden):
+        found = layers[f"hidden.{index}"]
+        assert (found.kind, found.rank) == (text.partition(":")[0], None if text == "dense" else 2)
+        assert found.stable_rank == pytest.approx(plain_ranks(layer.weight.detach())[0], rel=1e-4)
+        assert found.norm == pytest.approx(float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2)), rel=1e-4)
+
+
+# --- the suggested omega ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", ["kaiming_sqrt5", "kaiming_zero"])
+@pytest.mark.parametrize(("shape", "rank"), [((160, 96), 3), ((96, 160), 12), ((128, 128), 1)])
+def test_a_fresh_draw_at_the_suggested_omega_has_the_stable_rank_asked_for(shape, rank, init):
+    most = random_stable_rank(shape)
+    target = float(torch.empty(()).uniform_(0.4, 0.7)) * most if rank > 1 else 4.0
+    guess = guess_omega(shape, rank, target, init=init)
+    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+    draws = [kaiming_factors(shape, rank, generator, init=init) for _ in range(5)]
+    reached = sum(spectrum(torch.sin(guess.omega * up @ down)).stable_rank for up, down in draws) / 5
+    assert reached == pytest.approx(target, rel=0.25)
+    assert not guess.saturated
+
+
+def test_no_omega_where_none_is_needed_and_a_limit_where_none_suffices():
+    shape = (96, 64)
+    assert guess_omega(shape, 8, 1.5).omega is None
+    limit = guess_omega(shape, 8, 1e6)
+    assert limit.saturated
+    up, down = kaiming_factors(shape, 8, torch.Generator().manual_seed(3))
+    assert spectrum(torch.sin(limit.omega * up @ down)).stable_rank > 0.75 * random_stable_rank(shape)
+    one = guess_omega((96, 96), 1, 0.94 * random_stable_rank((96, 96)))
+    assert one.saturated or one.omega > 100 * limit.omega, "rank one saturates late, if ever"
+
+
+def test_the_quick_stable_rank_is_the_slow_one():
+    for matrix in (torch.randn(150, 90), torch.randn(20, 300), torch.randn(90, 3) @ torch.randn(3, 150)):
+        assert stable_rank(matrix) == pytest.approx(plain_ranks(matrix)[0], rel=0.03)
+    assert math.isnan(stable_rank(torch.zeros(80, 80)))
+
+
+def test_suggestions_are_for_dense_matrices_that_would_get_smaller(tmp_path):
+    llama().save_pretrained(tmp_path)
+    layers = by_name(rank_report(tmp_path, for_rank=4, include="mlp|embed"))
+    assert all(layer.omega_guess["omega"] > 0 for name, layer in layers.items() if "mlp" in name)
+    assert layers["model.embed_tokens"].omega_guess is None
+    assert all(layer.omega_guess is None for layer in rank_report(tmp_path, for_rank=30).layers)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------
+
+
+def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "m")
+    code, out, err = run(capsys, "inspect", "--rank", tmp_path / "m", "--plot", tmp_path / "p.png")
+    assert (code, err) == (0, "")
+    assert "model.layers.*.mlp.gate_proj" in out
+    assert matplotlib.image.imread(tmp_path / "p.png").std() > 0.01
+    code, other, _ = run(capsys, "inspect", tmp_path / "m", "--rank", "--json", "--tolerances", "0.5", "1e-3")
+    layers = json.loads(other)["layers"]
+    assert len(layers) == 2 * 7 + 2
+    assert all(0 < layer["ranks"]["0.5"] <= layer["ranks"]["0.001"] for layer in layers)
+    every = run(capsys, "inspect", "--rank", tmp_path / "m", "--every-layer", "--include", "layers.1.mlp")[1]
+    assert every.count("model.layers.1.mlp") == 3
+
+
+def test_rank_with_a_number_still_adds_branches(tmp_path, capsys, monkeypatch):
+    llama().save_pretrained(tmp_path / "8")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(run(capsys, "inspect", "8", "--rank", "4", "--json")[1])["branch_parameters"] > 0
+    assert json.loads(run(capsys, "inspect", "8", "--rank=4", "--json")[1])["branch_parameters"] > 0
+    assert "stable rank" in run(capsys, "inspect", "--rank", "8")[1]
+    assert "model" in run(capsys, "inspect", "--rank", "64")[2]
+
+
+def test_rank_figures_are_a_function_of_their_seeds(tmp_path, capsys):
+    code, out, _ = run(capsys, "inspect", "--rank-figures", tmp_path / "f", "--seeds", "1")
+    assert code == 0
+    assert "sine, omega=2000" in out
+    record = json.loads((tmp_path / "f" / "rank-figures.json").read_text())
+    draw = kaiming_uniform((128, 128), 128, torch.Generator().manual_seed(0))
+    dense = record["figure_2"]["matrices"]["dense"]["stable_rank"]
+    assert dense["low"] == dense["high"] == pytest.approx(plain_ranks(draw)[0])
+    assert matplotlib.image.imread(tmp_path / "f" / "rank-figures.png").std() > 0.01
+    spectra = record["figure_3"]["matrices"]
+    assert spectra["U V"]["ranks"]["0.01"]["mean"] == 5
+    stable = [spectra[f"sine, omega={omega:g}"]["stable_rank"]["mean"] for omega in (10, 100, 300)]
+    assert stable == sorted(stable)
+    assert stable[-1] > 10 * spectra["sigmoid, omega=300"]["stable_rank"]["mean"]
+    code, _, err = run(capsys, "inspect", "--rank-figures", tmp_path / "f")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--overwrite" in err
+
+
+def broken(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_wrong_inputs_are_one_clear_line(tmp_path, capsys):
+    model, empty = tmp_path / "m", tmp_path / "empty"
+    llama().save_pretrained(model)
+    empty.mkdir()
+    save_file({"scale": torch.ones(4), "packed": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path / "flat.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-5])
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    broken(model, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(math.nan))
+    for arguments, words in (
+        ([tmp_path / "absent"], "no such file or folder"),
+        ([empty], "has no weights"),
+        ([tmp_path / "flat.safetensors"], "no floating-point tensor of two or more dimensions"),
+        ([tmp_path / "cut.safetensors"], "not a whole safetensors file"),
+        ([tmp_path / "weights.bin"], "is no .safetensors file"),
+        ([model], "model.layers.1.mlp.up_proj: the matrix has numbers that are not finite"),
+        ([model, "--include", "nothing"], "no matrix of"),
+        ([model, "--include", "("], "is no regular expression"),
+        ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
+        ([model, "--for-rank", "0"], "must be at least 1"),
+        ([model, "--plot", "spectra.pdf"], "ends in .png"),
+    ):
+        code, _, err = run(capsys, "inspect", "--rank", *arguments)
+        assert code == 2, (arguments, err)
+        assert err.count("\n") == 1, err
+        assert words in err
+    assert run(capsys, "inspect", "--rank-figures", tmp_path / "weights.bin")[0] == 2
+    assert run(capsys, "inspect", "--rank-figures", tmp_path / "x", "--seeds", "0")[0] == 2
+    assert not (tmp_path / "x").exists()

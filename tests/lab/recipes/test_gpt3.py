@@ -1,0 +1,188 @@
+"""GPT-3's language model and its recipes: counts of the document, init, JSON, the wider MLP, a whole run."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+
+from model_helpers import FAMILIES, batch
+from nlr_lab.recipes import RECIPES, get_recipe
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nonlinear_lowrank import NonlinearQuery, UserError
+from nonlinear_lowrank.hub import load_model
+from training_helpers import FakeText
+
+TEXT = SimpleNamespace(vocab_size=97, tokenizer=SimpleNamespace(eos_token_id=5))
+SIZES = {"layers": 2, "width": 64, "heads": 4, "hidden": 256}
+GPT3 = [name for name in RECIPES if name.startswith("gpt3")]
+
+
+def task(**sizes):
+    text = TextData(source="stdlib", vocab_size=300, sequence_length=32)
+    return OptLanguageModelTask(text=text, backbone=OptBackbone(**{**SIZES, **sizes}))
+
+
+def outside_embeddings(model):
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
+
+
+def test_counts_of_the_document():
+    """shared/facts/parameter_counts.json, nonlinear_query."""
+    recipe = get_recipe("gpt3-small")
+    expected = {
+        "baseline": 84_973_056,
+        "nonlinear-query": 85_000_704,
+        "residual-linear-query": 85_000_704,
+        "identity-query": 84_973_056 - 12 * 768 * 768,
+        "wide-mlp:ratio=4.75": 95_589_888,
+    }
+    for text, count in expected.items():
+        model = Arm.parse(text).apply(recipe.task.build_on_meta())
+        assert outside_embeddings(model) == count, text
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert sum(p.numel() for p in recipe.task.build_on_meta().parameters()) == 84_973_056 + (50257 + 1026) * 768
+
+
+def test_the_documents_training():
+    recipe = get_recipe("gpt3-small")
+    train, text = recipe.train, recipe.task.text
+    assert (train.steps, train.batch_size, train.betas, train.weight_decay) == (60_000, 480, (0.9, 0.95), 0.1)
+    assert (train.warmup_steps, train.schedule, train.lr) == (2000, "cosine", 6e-4)
+    assert (text.source, text.tokenizer, text.sequence_length) == ("Skylion007/openwebtext", "gpt2", 1024)
+    runs = {name: (get_recipe(name).train.weight_decay, get_recipe(name).train.lr) for name in GPT3[2:]}
+    assert runs == {"gpt3-stability": (0.05, 6e-4), "gpt3-stability-high-lr": (0.03, 3e-3)}
+    assert [get_recipe(name).train.stop_diverged for name in GPT3] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_every_arm_builds_and_survives_json(name):
+    recipe = get_recipe(name)
+    again = Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert type(again.task) is OptLanguageModelTask
+    arms = [Arm.parse(text) for text in recipe.arms]
+    assert arms[0] == Arm()
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert str(recipe.arm) in recipe.arms
+    for arm in arms:
+        assert arm.control == (arm.method != "nonlinear-query")
+        changed = arm.apply(recipe.task.build_on_meta())
+        assert all(parameter.is_meta for parameter in changed.parameters())
+    train = recipe.train
+    assert train.steps % train.eval_every == 0
+    assert train.steps / train.eval_every >= 10
+    options = ["--task.backbone.width", "96", "--task.no-tie-embeddings"]
+    parsed = tyro.cli(Recipe, default=recipe, args=options)
+    assert (parsed.task.backbone.width, parsed.task.tie_embeddings) == (96, False)
+
+
+def test_the_model_is_gpt3s():
+    model = task().build_model(TEXT, seed=3).train()
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias") and "norm" not in name]
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (5, None)
+    tokens = torch.randint(0, 97, (2, 32))
+    first, second = (model(input_ids=tokens, labels=tokens).loss for _ in range(2))
+    assert torch.equal(first, second), "no dropout"
+    assert first.item() == pytest.approx(math.log(97), abs=0.3)
+    layer = model.model.decoder.layers[0]
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(layer.activation_fn(x), torch.nn.functional.gelu(x))
+    assert layer.do_layer_norm_before
+    apart = dataclasses.replace(task(), tie_embeddings=False).build_model(TEXT)
+    assert apart.lm_head.weight is not apart.model.decoder.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dense_init", ["stock", "noble", "kaiming"])
+def test_init_follows_the_table_and_the_seed_alone(dense_init):
+    whole = task(width=256, hidden=512, embedding_std=0.3, dense_init=dense_init)
+    model = whole.build_model(TEXT, seed=11)
+    assert model.model.decoder.embed_tokens.weight.std().item() == pytest.approx(0.3, rel=0.03)
+    assert model.model.decoder.embed_positions.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for layer in model.model.decoder.layers:
+        for linear in (layer.self_attn.q_proj, layer.fc1, layer.fc2):
+            d_in = linear.in_features
+            std = {"stock": 0.02, "noble": 0.5 / math.sqrt(d_in), "kaiming": 1 / math.sqrt(3 * d_in)}[dense_init]
+            assert linear.weight.std().item() == pytest.approx(std, rel=0.03)
+    before = torch.get_rng_state()
+    again = whole.build_model(TEXT, seed=11).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    other = whole.build_model(TEXT, seed=12).state_dict()
+    assert not torch.equal(other["model.decoder.layers.0.fc1.weight"], again["model.decoder.layers.0.fc1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"width": 66}, "does not split into 4 heads"),
+        ({"hidden": 1.5}, "hidden"),
+        ({"embedding_std": 0.0}, "embedding_std"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"dense_init": "xavier"}, "unknown init"),
+    ],
+)
+def test_bad_sizes(sizes, word):
+    with pytest.raises(UserError, match=word):
+        task(**sizes)
+
+
+@pytest.mark.parametrize("family", ["opt", "vit", "glm", "llama", "eurobert"])
+def test_a_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
+    model = FAMILIES[family]().eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    changed = Arm.parse("wide-mlp:ratio=2.5").apply(model)
+    assert type(changed) is type(FAMILIES[family]())
+    inputs = batch(changed)
+    logits = changed(**inputs).logits
+    changed.save_pretrained(tmp_path)
+    again = load_model(tmp_path)
+    assert torch.equal(again(**inputs).logits, logits)
+    wide = [(name, parameter) for name, parameter in changed.named_parameters() if 80 in parameter.shape]
+    fused = [name for name, parameter in changed.named_parameters() if 160 in parameter.shape]
+    assert wide
+    assert bool(fused) == (family == "glm")
+    for name, parameter in changed.named_parameters():
+        if parameter.shape == before[name].shape:
+            assert torch.equal(parameter, before[name])
+        elif parameter.ndim == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_what_a_wider_mlp_refuses():
+    for text, words in (
+        ("wide-mlp", "wide-mlp:ratio=4.75"),
+        ("wide-mlp:ratio=0", "ratio must be"),
+        ("wide-mlp:width=3", "needs the MLP's width"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Arm.parse(text)
+    arm = Arm.parse("wide-mlp:ratio=4")
+    assert (arm.control, arm.name) == (True, "wide-mlp-4")
+    with pytest.raises(UserError, match="does not know the MLPs of GPT2"):
+        arm.apply(FAMILIES["gpt2"]())
+
+
+@pytest.mark.parametrize("arm", ["nonlinear-query", "wide-mlp:ratio=3", "identity-query"])
+def test_a_run_trains_and_its_model_loads(tmp_path, arm):
+    text = FakeText()
+    recipe = Recipe(
+        name="tiny",
+        task=task(),
+        arm=Arm.parse(arm),
+        train=TrainConfig(
+            steps=8, batch_size=4, lr=3e-3, eval_every=4, save_every=4, betas=(0.9, 0.95), tracker="none"
+        ),
+    )
+    whole = run_training(recipe, tmp_path / "whole", prepared=text, quiet=True)
+    assert whole.status == "done"
+    loaded = load_model(tmp_path / "whole" / "model")
+    queries = [module for module in loaded.modules() if isinstance(module, NonlinearQuery)]
+    assert len(queries) == (2 if "query" in arm else 0)
+    assert whole.final_loss < math.log(text.vocab_size)

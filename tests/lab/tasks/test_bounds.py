@@ -1,0 +1,226 @@
+"""Files whose headers claim more than there is are refused before memory is taken."""
+
+import io
+import json
+import lzma
+import math
+import struct
+import tracemalloc
+import zipfile
+import zlib
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from nonlinear_lowrank.hub.bounds import check_room, read_array, read_arrays, read_bytes, safetensors_header
+from safetensors.torch import save_file
+
+from nlr_lab.tasks.images.files import read_images
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import bounds
+from nonlinear_lowrank.hub.storage import is_inside
+from seeds import rng
+
+HUGE = 1 << 40
+
+
+def npy(shape, dtype="<f8", data=b"") -> bytes:
+    """An .npy file whose header says what it likes."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue() + data
+
+
+def assert_refused_cheaply(read, path, words) -> None:
+    """Refused, with a few megabytes taken: the least of three, as what other threads take is counted too."""
+    peaks = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UserError, match=words):
+                read(path)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert min(peaks) < 32 << 20
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------
+
+
+def test_arrays_come_back_as_they_were_saved(tmp_path):
+    generator = rng()
+    arrays = {
+        "floats": generator.normal(size=(3, 5, 2)),
+        "fortran": np.asfortranarray(generator.integers(0, 9, (4, 7))),
+        "bytes": generator.integers(0, 255, 11, dtype=np.uint8),
+        "words": np.array(["ab", "c"]),
+        "none": np.zeros((0, 3), dtype=np.float32),
+        "one": np.array(2.5),
+    }
+    np.savez(tmp_path / "a.npz", **arrays)
+    np.savez_compressed(tmp_path / "b.npz", **arrays)
+    (tmp_path / "c.npz.xz").write_bytes(lzma.compress((tmp_path / "a.npz").read_bytes()))
+    for name in ("a.npz", "b.npz", "c.npz.xz"):
+        found = read_arrays(tmp_path / name)
+        assert found.keys() == arrays.keys()
+        for key, value in arrays.items():
+            assert found[key].dtype == value.dtype
+            np.testing.assert_array_equal(found[key], value)
+    found["floats"][0] = 0  # they are the caller's own
+    np.save(tmp_path / "d.npy", arrays["floats"])
+    np.testing.assert_array_equal(read_array(tmp_path / "d.npy"), arrays["floats"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (npy((HUGE, 3)), r"claims \(1099511627776, 3\) of float64, 26,388,279,066,624 bytes, and has 0"),
+        (npy((2,), data=b"12345678"), "claims .* 16 bytes, and has 8"),
+        (npy((1,), dtype="|O", data=b"12345678"), "holds Python objects"),
+        (npy((-5,), data=b""), "claims|cannot be read|can be read"),
+        (b"\x93NUMPY", "can be read"),
+        (b"", "can be read"),
+        (b"not numpy at all, but long enough to look", "can be read"),
+    ],
+)
+def test_an_array_that_claims_more_than_there_is(tmp_path, content, words):
+    (tmp_path / "a.npy").write_bytes(content)
+    assert_refused_cheaply(read_array, tmp_path / "a.npy", words)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+    assert_refused_cheaply(read_arrays, tmp_path / "a.npz", words)
+
+
+def test_a_zip_that_unpacks_to_more_than_there_is_memory(tmp_path):
+    """A member that says it is huge is refused by what it says; nothing is unpacked."""
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", npy((8,), data=bytes(64)))
+    raw = bytearray((tmp_path / "a.npz").read_bytes())
+    place = raw.rindex(b"PK\x01\x02")
+    raw[place + 24 : place + 28] = struct.pack("<I", 0xFFFFFFF0)  # the size that the directory states
+    (tmp_path / "a.npz").write_bytes(raw)
+    assert_refused_cheaply(read_arrays, tmp_path / "a.npz", "memory, of which|claims|can be read")
+    (tmp_path / "b.npz").write_bytes(raw[: len(raw) // 2])
+    assert_refused_cheaply(read_arrays, tmp_path / "b.npz", "no .npz file that can be read")
+
+
+def test_room_is_what_the_machine_has_free():
+    check_room(1000, "a thing")
+    with pytest.raises(UserError, match=r"^a thing takes 1,099,511,627,776,000 bytes of memory"):
+        check_room(1000 * HUGE, "a thing")
+
+
+def test_an_xz_bomb_stops_at_half_of_the_memory(tmp_path, monkeypatch):
+    class Memory:
+        available = 64 << 20
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    with lzma.open(tmp_path / "bomb.xz", "wb") as file:
+        for _ in range(128):
+            file.write(bytes(1 << 20))
+    assert (tmp_path / "bomb.xz").stat().st_size < 100_000
+    with pytest.raises(UserError, match="unpacks to more than 33,554,432 bytes"):
+        read_bytes(tmp_path / "bomb.xz")
+    monkeypatch.undo()
+    assert len(read_bytes(tmp_path / "bomb.xz")) == 128 << 20
+
+
+# --- safetensors ----------------------------------------------------------------------------------------------
+
+
+def test_headers_of_every_type_are_those_that_the_library_writes(tmp_path):
+    kinds = [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.int32, torch.float32]
+    kinds += [torch.int64, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+    tensors = {str(kind): torch.ones(3, 2).to(kind) for kind in kinds} | {"empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    entries = safetensors_header(tmp_path / "a.safetensors")
+    assert entries.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert entries[name].shape == tuple(tensor.shape)
+        assert entries[name].end - entries[name].begin == tensor.nbytes
+
+
+def tensors_file(header: object, data: bytes = bytes(8), length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def f32(shape=(2,), offsets=(0, 8), dtype="F32") -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BROKEN = {
+    "claims a terabyte": (tensors_file({"a": f32()}, length=HUGE), "header claims 1,099,511,627,776 bytes"),
+    "too short": (b"1234", "is not whole"),
+    "empty": (b"", "is not whole"),
+    "no JSON": (tensors_file(b"{{{{"), "no JSON"),
+    "deep": (tensors_file(b"[" * 200_000), "no JSON"),
+    "a list": (tensors_file([1]), "no JSON object"),
+    "no shape": (tensors_file({"a": {"dtype": "F32"}}), "'a' has no dtype, shape"),
+    "negative": (tensors_file({"a": f32((-2,))}), "'a' has no dtype, shape"),
+    "true": (tensors_file({"a": f32((True,))}), "'a' has no dtype, shape"),
+    "unknown type": (tensors_file({"a": f32(dtype="F31")}), "unknown type 'F31'"),
+    "beyond the end": (tensors_file({"a": f32((4,), (0, 16))}), "claims bytes 0 to 16 of 8"),
+    "backwards": (tensors_file({"a": f32((2,), (8, 0))}), "claims bytes 8 to 0"),
+    "huge shape": (tensors_file({"a": f32((HUGE, HUGE))}), "takes 4,835,703,278,458,516,698,824,704 bytes and has 8"),
+    "hole": (tensors_file({"a": f32((1,), (4, 8))}), "begins at byte 4, where 0 is next"),
+    "overlap": (tensors_file({"a": f32(), "b": f32((1,), (0, 4))}), "begins at byte"),
+    "rest": (tensors_file({"a": f32((1,), (0, 4))}), "end at byte 4 of 8"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_header_that_does_not_fit_its_file(tmp_path, name):
+    content, words = BROKEN[name]
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert_refused_cheaply(safetensors_header, tmp_path / "a.safetensors", words)
+
+
+# --- pictures, meshes, paths ----------------------------------------------------------------------------------
+
+
+def picture(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+
+
+def test_a_picture_that_claims_more_pixels_than_any_has(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "a.png").write_bytes(picture(100_000, 100_000))
+    images = read_images(str(tmp_path)).train
+    assert_refused_cheaply(images.read, 0, "cannot read the image .*a.png.*pixels")
+
+
+@pytest.mark.parametrize("form", ["ascii", "binary_little_endian"])
+def test_a_mesh_that_claims_more_points_than_it_has_bytes(tmp_path, form):
+    pytest.importorskip("trimesh")
+    from nlr_lab.fields.mesh_files import read_mesh
+
+    lines = ["ply", f"format {form} 1.0", f"element vertex {HUGE}", "property float x", "element face 1"]
+    text = "\n".join([*lines, "property list uchar int vertex_indices", "end_header", ""])
+    (tmp_path / "a.ply").write_bytes(text.encode() + bytes(40))
+    assert_refused_cheaply(read_mesh, tmp_path / "a.ply", r"claims 1,099,511,627,776 of element 'vertex'")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "a.b", "..a", "a/...", "0"])
+def test_names_that_stay_inside(name):
+    assert is_inside(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "../a", "a/../../b", "/etc/passwd", "\\\\host\\a", "C:\\a", "C:a", "a\0", 3]
+)
+def test_names_that_leave_the_folder(name):
+    assert not is_inside(name)
+
+
+def test_the_pieces_of_a_stream_are_its_content():
+    content = bytes(range(256)) * 300_000
+    pieces = list(bounds.bounded(io.BytesIO(content), "it"))
+    assert len(pieces) == math.ceil(len(content) / (16 << 20))
+    assert b"".join(pieces) == content

@@ -1,0 +1,316 @@
+"""Instructions: forms of records, what is refused with its line, and which tokens are learned."""
+
+import json
+import lzma
+import re
+
+import pytest
+
+import finetune_helpers as kit
+from nlr_lab.tasks.finetune.instruction_files import Example, read_examples
+from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask, Tokens, summary
+from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nonlinear_lowrank.errors import UserError
+from seeds import rng
+
+CHAT = [
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "sat on"},
+    {"role": "user", "content": "a mat"},
+    {"role": "assistant", "content": "very red"},
+]
+
+
+def write(path, records, indent=None):
+    text = json.dumps(records, indent=indent) if indent is not None else "\n".join(map(json.dumps, records))
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def examples(path, template="plain", **options):
+    return list(read_examples(str(path), template, **options))
+
+
+@pytest.fixture
+def tokenizer():
+    return kit._tokenizer(False)
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
+    records = [
+        {"instruction": "Say yes.", "input": "", "output": "yes"},
+        {"instruction": "Sort.", "input": "b a", "output": "a b"},
+        {"instruction": "Say no.", "output": "no", "category": 3},
+    ]
+    path = write(tmp_path / "a.json", records, indent=2)
+    plain = examples(path)
+    assert plain == [Example("Say yes.\n\n", "yes"), Example("Sort.\nb a\n\n", "a b"), Example("Say no.\n\n", "no")]
+    first, second, _ = examples(path, "alpaca")
+    assert first.prompt.endswith("### Instruction:\nSay yes.\n\n### Response:\n")
+    assert first.prompt.startswith("Below is an instruction that describes a task. Write a response")
+    assert "### Input:\nb a\n\n### Response:\n" in second.prompt
+    assert "paired with an input" in second.prompt
+    chat = examples(path, "chat")[1]
+    assert chat.prompt == [{"role": "user", "content": "Sort.\nb a"}, {"role": "assistant", "content": "a b"}]
+    assert examples(path, rows=2) == plain[:2]
+
+
+def test_every_kind_of_file_gives_the_same(tmp_path):
+    records = [{"prompt": f"p{index}\u2028", "completion": f"c{index}"} for index in range(3)]
+    lines = write(tmp_path / "a.jsonl", records)
+    whole = write(tmp_path / "a.json", records, indent=1)
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
+    expected = [Example(each["prompt"], each["completion"]) for each in records]
+    for path in (lines, whole, tmp_path / "a.jsonl.xz"):
+        assert examples(path) == expected
+
+
+def test_conversations_in_both_spellings(tmp_path):
+    shared = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat on"}]
+    records = [{"messages": CHAT[:2]}, {"conversations": shared}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
+    assert examples(write(tmp_path / "a.jsonl", records)) == [Example(CHAT[:2])] * 3
+
+
+def test_empty_records_are_told_from_wrong_ones(tmp_path):
+    records = [
+        {"instruction": "x", "output": "  "},
+        {"instruction": " ", "input": "", "output": "x"},
+        {"prompt": "x", "completion": ""},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]},
+    ]
+    found = examples(write(tmp_path / "a.jsonl", records))
+    assert found == ["empty answer", "empty prompt", "empty answer", "empty answer", "empty answer"]
+
+
+@pytest.mark.parametrize("array", [False, True], ids=["lines", "array"])
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"instruction": "x"}, ["no field 'output'", "it has instruction"]),
+        ({"output": "x", "input": ""}, ["no field 'instruction'"]),
+        ({"prompt": "x"}, ["no field 'completion'"]),
+        ({"text": "x", "id": 3}, ["instruction and output", "it has text, id"]),
+        ({"instruction": "x", "output": 3}, ["output must be text, got int"]),
+        ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, ["both"]),
+        ({"messages": [{"role": "user"}]}, ["message 1 has no content"]),
+        ({"messages": "x"}, ["messages must be a list"]),
+        (["x"], ["a JSON object, not list"]),
+    ],
+)
+def test_wrong_records_are_named_with_their_line(tmp_path, record, words, array):
+    good = {"instruction": "a\nb", "output": "c"}
+    path = write(tmp_path / "a.json", [good, good, record, good], indent=2 if array else None)
+    with pytest.raises(UserError) as caught:
+        examples(path)
+    # With indentation a good record has four lines, after the bracket's.
+    line = 10 if array else 3
+    assert str(caught.value).startswith(f"{path}, line {line}")
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"instruction": "x", "output": "y"}\n{"instruction": \n', "line 2 is not JSON"),
+        ('[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "line 3 is not JSON"),
+        ('[{"instruction": "x", "output": "y"}', "is not JSON"),
+        (b"\xff\xfe", "no UTF-8"),
+    ],
+)
+def test_files_that_are_no_json(tmp_path, text, words):
+    (tmp_path / "a.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=words) as caught:
+        examples(tmp_path / "a.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_that_are_not_there():
+    with pytest.raises(UserError, match=r"no instruction file 'none\.json'"):
+        examples("none.json")
+    with pytest.raises(UserError, match="cannot read the dataset 'no/such'"):
+        examples("no/such")
+
+
+def test_docstrings_of_the_standard_library_are_embedded():
+    found = examples("stdlib", "alpaca", rows=30)
+    assert len(found) == 30
+    for example in found:
+        code = example.prompt.partition("### Input:\n")[2]
+        assert code.startswith(("def ", "@"))
+        assert example.answer[:20] not in code
+
+
+# --- tokens --------------------------------------------------------------------------------------------------
+
+
+def learned(tokenizer, tokens, mask):
+    return tokenizer.decode(tokens[mask])
+
+
+def test_only_the_answer_and_its_end_are_learned(tokenizer):
+    tokens, mask = Tokens(tokenizer, 32).encode(Example("the cat ", "sat on "))
+    assert tokenizer.decode(tokens) == "the cat sat on [SEP]"
+    assert learned(tokenizer, tokens, mask) == "sat on [SEP]"
+    again, _ = Tokens(tokenizer, 32).encode(Example("the cat ", "sat on [SEP]"))
+    assert tokens.tolist() == again.tolist(), "an end that is there is not put twice"
+
+
+def test_every_answer_of_a_conversation_is_learned(tokenizer):
+    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
+    assert learned(tokenizer, tokens, mask) == "sat on [SEP] very red [SEP]"
+    assert tokenizer.chat_template is not None, "it is saved with the tokenizer"
+
+
+def test_a_template_without_marks_learns_the_last_answer(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
+    assert learned(tokenizer, tokens, mask) == "very red [SEP]"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m['content'] }} {{ eos_token }}",
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} {{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }} {{ eos_token }}{% endif %}",
+    )
+    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
+    assert learned(tokenizer, tokens, mask) == "sat on [SEP] very red [SEP]"
+
+
+def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
+    records = [
+        {"prompt": "the cat ", "completion": "sat"},
+        {"prompt": "the cat ", "completion": "sat on a mat and saw"},  # cut within the answer
+        {"prompt": "the " * 20, "completion": "sat"},  # nothing of the answer is left
+        {"prompt": "the ", "completion": " "},
+        {"prompt": "", "completion": "red"},
+    ]
+    found, facts = Tokens(tokenizer, 6).read(write(tmp_path / "a.jsonl", records), "plain", None)
+    assert facts == {
+        "rows": 5,
+        "cut": 2,
+        "dropped": {"no answer within max_length": 1, "empty answer": 1, "empty prompt": 1},
+    }
+    assert [len(ids) for ids in found.ids] == [4, 6]
+    assert found.labels[1][:2].tolist() == [-100, -100]
+    assert (found.labels[1][2:] == found.ids[1][2:]).all()
+    assert summary(facts) == (
+        "5 rows, 3 dropped (1 empty answer, 1 empty prompt, 1 no answer within max_length), 2 longer than max_length"
+    )
+
+
+def test_counts_are_printed(tmp_path, capsys):
+    task = kit.instruction_task(tmp_path)
+    prepared = task.prepare()
+    assert capsys.readouterr().out == "instructions: 30 rows, 0 dropped, 0 longer than max_length\n"
+    task.prepare(progress=False)
+    assert capsys.readouterr().out == ""
+    assert (len(prepared.train), len(prepared.valid)) == (24, 6)
+    assert prepared.describe()["dropped"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_learned_tokens_are_those_of_trl(tmp_path):
+    """The same rows through SFTTrainer: tokens, labels, what is cut and what is dropped."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    generator = rng()
+    rows = [
+        {"prompt": kit.sentence(generator, words) + " ", "completion": kit.sentence(generator)}
+        for words in [*generator.integers(1, 14, 38).tolist(), 1, 13]  # one that is kept and one that is dropped
+    ]
+    task = kit.instruction_task(tmp_path, source=write(tmp_path / "rows.jsonl", rows), max_length=12)
+    ours, facts = Tokens(task.model.tokenizer(), 12).read(task.instructions.source, "plain", None)
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        max_length=12,
+        truncation_mode="keep_start",
+        completion_only_loss=True,
+        shuffle_dataset=False,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(task.model.checkpoint),
+        arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=task.model.tokenizer(),
+    )
+    theirs = trainer.train_dataset
+    assert len(theirs) == len(ours) < 40
+    assert facts["dropped"]["no answer within max_length"] == 40 - len(theirs)
+    for mine, row in zip(range(len(ours)), theirs, strict=True):
+        assert ours.ids[mine].tolist() == row["input_ids"]
+        assert ours.labels[mine].tolist() == row["labels"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"template": "vicuna"}, "unknown template"),
+        ({"held_out": 0.0}, "held_out"),
+        ({"max_length": 2}, "max_length"),
+        ({"rows": 1}, "rows"),
+        ({"eval_rows": 0}, "eval_rows"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        InstructionData(**settings)
+
+
+def test_nothing_left_and_no_end_of_text(tmp_path):
+    task = kit.instruction_task(tmp_path)
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
+    with pytest.raises(UserError, match="0 rows are left"):
+        kit.instruction_task(tmp_path, source=empty).prepare(progress=False)
+    tokenizer = kit._tokenizer(False)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(task.model.checkpoint)
+    with pytest.raises(UserError, match="no end-of-text token"):
+        task.prepare(progress=False)
+
+
+def test_a_vocabulary_that_does_not_fit(tmp_path):
+    task = kit.instruction_task(tmp_path)
+    prepared = task.prepare(progress=False)
+    prepared.tokenizer.add_tokens(["brand", "new"])
+    with pytest.raises(UserError, match="22 tokens and the model 20 embeddings"):
+        task.build_model(prepared)
+
+
+def test_a_validation_file_of_its_own(tmp_path):
+    other = kit.instruction_file(tmp_path / "valid.json", rows=8, seed=5)
+    prepared = kit.instruction_task(tmp_path, valid_source=other, eval_rows=5).prepare(progress=False)
+    assert (len(prepared.train), len(prepared.valid)) == (30, 5)
+
+
+@pytest.mark.shared_data
+def test_the_alpaca_sample(shared_data):
+    from nlr_lab.tasks.text.tokenizers import load_tokenizer
+
+    gpt2 = load_tokenizer(str(shared_data / "gpt2_bpe"))
+    found, facts = Tokens(gpt2, 512).read(str(shared_data / "alpaca_sample" / "alpaca_2000.json"), "alpaca", 300)
+    assert (facts["rows"], facts["dropped"], len(found)) == (300, {}, 300)
+    text = gpt2.decode(found.ids[0])
+    answer = gpt2.decode(found.ids[0][found.labels[0] != -100])
+    assert re.search(r"### Response:\n$", text.removesuffix(answer))
+    assert answer.endswith("<|endoftext|>") or len(found.ids[0]) == 512
+
+
+def test_llama3_8b_by_its_published_size():
+    """8,030,261,248 parameters, known without a download."""
+    task = InstructionTask(
+        instructions=InstructionData(), model=Pretrained(checkpoint="meta-llama/Meta-Llama-3-8B", targets=("q_proj",))
+    )
+    model = task.build_on_meta()
+    assert sum(each.numel() for each in model.parameters()) == 8_030_261_248
+    assert task.adapter_setup(model).head == ()

@@ -1,0 +1,589 @@
+"""Text end to end: every kind of source, three kinds of tokenizer, packing, splits, cache, wrong input."""
+
+import codecs
+import gzip
+import json
+import lzma
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from nlr_lab.tasks.text import packing
+from nlr_lab.tasks.text.corpus import Corpus
+from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
+from nlr_lab.tasks.text.tokenizers import END_OF_TEXT, load_tokenizer
+from nonlinear_lowrank import UserError
+from text_helpers import SQUEEZE, bad_file, make_documents, small, write
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
+
+
+def tokens_of(blocks):
+    return np.load(blocks.path)
+
+
+def texts_of(packed, blocks):
+    """The documents of one side, decoded."""
+    tokens = tokens_of(blocks)
+    ends = np.flatnonzero(tokens == packed.tokenizer.eos_token_id) + 1
+    return [packed.tokenizer.decode(part[:-1].tolist()).strip() for part in np.split(tokens, ends)[:-1]]
+
+
+def word_tokenizer(documents, **specials):
+    """Words and nothing else: no bytes, white space dropped."""
+    words = sorted({word for document in documents for word in document.split()})
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "[UNK]", "[END]"])}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **specials)
+
+
+@pytest.mark.parametrize("kind", ["txt", "md", "py", "jsonl", "parquet", "txt.xz", "jsonl.gz", "txt.zst", "parquet.gz"])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
+    documents = make_documents(5)
+    path = write(tmp_path / "data", kind, documents)
+    assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
+
+
+def test_folder_and_saved_dataset_and_streamed_folder(tmp_path):
+    documents = make_documents(6)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for index, document in enumerate(documents):
+        (folder / f"{index}.txt").write_text(document, encoding="utf-8")
+    (folder / "picture.png").write_bytes(b"\0\1")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "notes.txt").write_text("not for training")
+    assert list(Corpus(source=str(folder)).documents()) == documents
+    datasets.Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "saved")
+    assert list(Corpus(source=str(tmp_path / "saved")).documents()) == documents
+    rows = tmp_path / "rows"
+    write(rows, "jsonl", documents)
+    assert list(Corpus(source=str(rows), streaming=True).documents()) == documents
+    limit = len("".join(documents[:2]).encode()) + 1
+    assert list(Corpus(source=str(rows), streaming=True, max_bytes=limit).documents()) == documents[:2]
+
+
+def test_datasets_by_name_configuration_and_split(tmp_path, monkeypatch):
+    """`datasets` takes a folder for a name, so that names are tested without a network."""
+    monkeypatch.chdir(tmp_path)
+    sides = {name: make_documents(4) for name in ("en-train", "en-test", "de-train")}
+    for name, documents in sides.items():
+        write(tmp_path / "owner" / "rows" / name, "jsonl", documents)
+    lines = ["---", "configs:"]
+    for language, splits in (("en", ("train", "test")), ("de", ("train",))):
+        lines += [f"- config_name: {language}", "  data_files:"]
+        for split in splits:
+            lines += [f"  - split: {split}", f"    path: {language}-{split}/*.jsonl"]
+    (tmp_path / "owner" / "rows" / "README.md").write_text("\n".join([*lines, "---", ""]), encoding="utf-8")
+    seen = []
+    for source, name in (
+        ("owner/rows:en", "en-train"),
+        ("owner/rows:en@test", "en-test"),
+        ("owner/rows:de", "de-train"),
+    ):
+        for streaming in (False, True):
+            corpus = Corpus(source=source, streaming=streaming)
+            assert list(corpus.documents()) == sides[name]
+            seen.append(corpus.identity())
+    assert len(set(seen)) == 3
+    write(tmp_path / "owner" / "rows" / "en-train", "jsonl", make_documents(4))
+    assert Corpus(source="owner/rows:en").identity() not in seen
+    with pytest.raises(UserError, match="could not be read as a dataset"):
+        list(Corpus(source="owner/rows:fr").documents())
+
+
+def test_a_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkeypatch):
+    documents = make_documents()
+    path = write(tmp_path / "rows", "jsonl", documents)
+    plain = prepare_text(small(path), progress=False)
+    asked = []
+    rows = Corpus._rows
+    monkeypatch.setattr(Corpus, "_rows", lambda self, dataset: asked.append(1) or rows(self, dataset))
+    streamed = prepare_text(small(path.parent, streaming=True), progress=False)
+    assert streamed.fingerprint == plain.fingerprint
+    assert len(asked) == 1
+    names = {each.name for each in streamed.train.path.parent.iterdir()}
+    assert names == {"train.npy", "valid.npy", "tokenizer", "text.json"}
+    write(path.parent, "jsonl", make_documents())  # a folder that has changed is another source
+    assert prepare_text(small(path.parent, streaming=True), progress=False).fingerprint != plain.fingerprint
+
+
+def test_large_files_are_read_in_blocks(tmp_path, monkeypatch):
+    documents = make_documents(30)
+    paths = [write(tmp_path, kind, documents) for kind in ("txt", "txt.xz", "txt.zst", "jsonl.zst")]
+    # Frames that follow each other, as parallel compressors write them.
+    data = paths[0].read_bytes()
+    frames = tmp_path / "frames.txt.zst"
+    frames.write_bytes(b"".join(zstandard.compress(data[i : i + 1000]) for i in range(0, len(data), 1000)))
+    for size in (1, 7, 100, 1 << 20):
+        monkeypatch.setattr("nlr_lab.tasks.text.corpus._BLOCK", size)
+        for path in [*paths, frames] if size > 1 else [paths[0]]:
+            assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "txt.gz", "jsonl.xz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, kind):
+    documents = make_documents(30)
+    plain = write(tmp_path / "plain", kind, documents)
+    base, *packed = kind.split(".")
+    data = codecs.BOM_UTF8 + write(tmp_path / "base", base, documents).read_bytes()
+    marked = bad_file(tmp_path, f"marked.{kind}", SQUEEZE[packed[0]](data) if packed else data)
+    assert list(Corpus(source=str(marked)).documents()) == list(Corpus(source=str(plain)).documents())
+    assert list(Corpus(source=str(marked), max_bytes=5).documents()) == [
+        documents[0].encode()[:5].decode("utf-8", "ignore")
+    ]
+    assert (
+        prepare_text(small(marked), progress=False).fingerprint
+        == prepare_text(small(plain), progress=False).fingerprint
+    )
+
+
+def test_separators(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(f"one\r\n{END_OF_TEXT}\r\ntwo {END_OF_TEXT} two\n{END_OF_TEXT}  \nthree\n%%\nfour".encode())
+    read = [each.strip() for each in Corpus(source=str(path)).documents()]
+    assert read == ["one", f"two {END_OF_TEXT} two", "three\n%%\nfour"]
+    read = [each.strip() for each in Corpus(source=str(path), separator="%%").documents()]
+    assert len(read) == 2
+    assert read[1] == "four"
+    assert list(Corpus(source=str(path), separator="").documents()) == [path.read_bytes().decode()]
+
+
+def test_max_bytes_keeps_documents_whole_but_cuts_a_first_that_is_longer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("ab\u4e2d", "cde", "f")), encoding="utf-8")
+    for limit, expected in ((9, ["ab\u4e2d", "cde", "f"]), (8, ["ab\u4e2d", "cde"]), (7, ["ab\u4e2d"]), (4, ["ab"])):
+        assert list(Corpus(source=str(path), max_bytes=limit).documents()) == expected
+
+
+def test_packing_keeps_every_token_and_marks_every_document(tmp_path):
+    documents = make_documents()
+    packed = prepare_text(small(write(tmp_path, "txt", documents)), progress=False)
+    assert sorted(texts_of(packed, packed.train) + texts_of(packed, packed.valid)) == sorted(documents)
+    assert tokens_of(packed.valid)[-1] == packed.tokenizer.eos_token_id
+    facts = packed.describe()
+    assert facts["train"]["documents"] + facts["valid"]["documents"] == len(documents)
+    item = packed.train[1]
+    assert item["input_ids"].tolist() == tokens_of(packed.train)[16:32].tolist()
+    assert torch.equal(item["labels"], item["input_ids"])
+    assert item["input_ids"].dtype == torch.int64
+    with pytest.raises(IndexError):
+        packed.train[len(packed.train)]
+
+
+def test_bytes_per_token_are_the_bytes_that_predicted_tokens_decode_to(tmp_path):
+    documents = make_documents()
+    packed = prepare_text(small(write(tmp_path, "jsonl", documents), valid_fraction=0.3), progress=False)
+    text = "\0".join(documents).encode()
+    # GPT-2's alphabet: printable bytes stand for themselves, the others come after 255 in order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    size = count = 0
+    for index in range(len(packed.valid)):
+        predicted = packed.valid[index]["input_ids"][1:].tolist()
+        names = packed.tokenizer.convert_ids_to_tokens(predicted)
+        for run in "\0".join(names).split(END_OF_TEXT):
+            run = bytes(byte_of[character] for character in run.replace("\0", ""))
+            assert run in text
+            size += len(run)
+        count += len(predicted)
+    assert len(packed.valid) == 8
+    assert packed.valid_bytes_per_token == size / count
+
+
+def test_bytes_per_token_of_a_tokenizer_that_drops_white_space(tmp_path):
+    documents = make_documents()
+    path = write(tmp_path, "jsonl", [f"{each}\n" for each in documents])
+    word_tokenizer(documents, sep_token="[END]").save_pretrained(tmp_path / "words")
+    config = small(path, tokenizer=str(tmp_path / "words"), valid_fraction=0.2, eval_sequences=10**6)
+    packed = prepare_text(config, progress=False)
+    names = packed.tokenizer.convert_ids_to_tokens(tokens_of(packed.valid).tolist())
+    sizes = []
+    for index, name in enumerate(names):
+        first = index == 0 or names[index - 1] == "[END]"
+        # A space or a new line before every word but a document's first; the last new line is the boundary's.
+        sizes.append(1 if name == "[END]" else len(name.encode()) + (not first))
+    assert sum(sizes) == packed.describe()["valid"]["bytes"]
+    blocks = np.array(sizes[: len(packed.valid) * 16]).reshape(-1, 16)[:, 1:]
+    assert packed.valid_bytes_per_token == blocks.mean()
+    assert prepare_text(config, progress=False).valid_bytes_per_token == blocks.mean()
+
+
+def test_train_and_held_out_never_share_a_document(tmp_path):
+    documents = make_documents()
+    twice = [*documents, *documents]  # equal documents land on one side
+    packed = prepare_text(small(write(tmp_path, "jsonl", twice), valid_fraction=0.2), progress=False)
+    train, valid = set(texts_of(packed, packed.train)), set(texts_of(packed, packed.valid))
+    assert not train & valid
+    assert len(valid) == 8
+    valid_path = write(tmp_path / "valid", "jsonl", [*make_documents(30), *documents[:7]])
+    packed = prepare_text(small(tmp_path / "corpus.jsonl", valid_source=str(valid_path)), progress=False)
+    facts = packed.describe()
+    assert facts["held_out_documents_dropped_as_also_in_train"] == 7
+    assert facts["valid"]["documents"] == 30
+    with pytest.raises(UserError, match=r"all 40 documents of .* are also in"):
+        prepare_text(small(write(tmp_path, "txt", documents), valid_source=str(tmp_path / "corpus.txt")))
+
+
+def test_a_document_is_the_same_wherever_it_stands_in_a_file(tmp_path):
+    """In the middle of a file a document ends with a new line, at its end with none, on Windows with two bytes."""
+    documents = make_documents(3)
+    marked = f"\n{END_OF_TEXT}\n".join(documents)
+    (tmp_path / "train.txt").write_bytes(marked.encode())
+    (tmp_path / "valid.txt").write_bytes(
+        f"\n{END_OF_TEXT}\n".join([*reversed(documents), *make_documents(2)]).replace("\n", "\r\n").encode()
+    )
+    packed = prepare_text(small(tmp_path / "train.txt", valid_source=str(tmp_path / "valid.txt")), progress=False)
+    assert packed.describe()["held_out_documents_dropped_as_also_in_train"] == 3
+    assert packed.describe()["valid"]["documents"] == 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_few_documents_are_held_out_whole(tmp_path, count):
+    documents = make_documents(count)
+    documents[0] *= 5 * count  # most of the text stays for training, whatever its hash
+    packed = prepare_text(small(write(tmp_path, "jsonl", documents)), progress=False)
+    valid = texts_of(packed, packed.valid)
+    assert len(valid) == 1
+    assert valid[0] in documents[1:]
+    assert not packed.describe()["divided_documents"]
+
+
+def test_one_long_document_is_divided(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(make_documents(60)), encoding="utf-8")
+    packed = prepare_text(small(path, valid_fraction=0.1), progress=False)
+    facts = packed.describe()
+    assert facts["divided_documents"]
+    assert facts["train"]["bytes"] + facts["valid"]["bytes"] == path.stat().st_size
+    assert 0.02 < facts["valid"]["bytes"] / path.stat().st_size < 0.3
+
+
+def test_cache_is_found_by_content_and_rebuilt_when_damaged(tmp_path):
+    path = write(tmp_path, "txt", make_documents())
+    first = prepare_text(small(path), progress=False)
+    stamp = first.train.path.stat().st_mtime_ns
+    path.touch()
+    assert prepare_text(small(path), progress=False).train.path.stat().st_mtime_ns == stamp
+    assert prepare_text(small(path, sequence_length=8), progress=False).train.path == first.train.path
+    assert prepare_text(small(path, vocab_size=310), progress=False).train.path != first.train.path
+    first.train.path.write_bytes(first.train.path.read_bytes()[:-2])
+    again = prepare_text(small(path), progress=False)
+    assert again.fingerprint == first.fingerprint
+    assert again.train.path.stat().st_mtime_ns != stamp
+    (first.train.path.parent / "text.json").write_text("{")
+    assert prepare_text(small(path), progress=False).fingerprint == first.fingerprint
+    path.write_text(path.read_text() + "more words", encoding="utf-8")
+    assert prepare_text(small(path), progress=False).fingerprint != first.fingerprint
+
+
+def test_what_a_killed_process_left_is_no_hindrance_and_two_build_as_one(tmp_path):
+    config = small(write(tmp_path, "txt", make_documents()))
+    first = prepare_text(config, progress=False)
+    expected, folder = tokens_of(first.train), first.train.path.parent
+    shutil.rmtree(folder)
+    left = folder.with_name(f".tmp-{folder.name}")
+    left.mkdir()
+    (left / "train.npy").write_bytes(b"half a header")
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: prepare_text(config, progress=False), range(3)))
+    assert {each.fingerprint for each in found} == {first.fingerprint}
+    assert np.array_equal(tokens_of(found[0].train), expected)
+    assert not left.exists()
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_and_processes_that_race(tmp_path):
+    path = write(tmp_path, "jsonl", make_documents(800, lines=60))
+    code = (
+        "import sys; from nlr_lab.tasks.text.data import *;"
+        "print(prepare_text(TextData(source=sys.argv[1], vocab_size=300, sequence_length=16)).fingerprint)"
+    )
+
+    def start():
+        return subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+
+    killed = start()
+    while not list((tmp_path / "cache").glob("text/.tmp-*/train.npy")):
+        assert killed.poll() is None
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    racing = [start(), start()]
+    prints = {process.communicate()[0].strip() for process in racing}
+    own = TextData(source=str(path), vocab_size=300, sequence_length=16, cache_dir=str(tmp_path / "other"))
+    assert prints == {prepare_text(own, progress=False).fingerprint}
+    assert not list((tmp_path / "cache").glob("text/.tmp-*"))
+
+
+def test_workers_read_the_same_sequences(tmp_path):
+    packed = prepare_text(small(write(tmp_path, "txt", make_documents())), progress=False)
+    assert isinstance(packed.train, TokenBlocks)
+    copy = pickle.loads(pickle.dumps(packed.train))
+    assert torch.equal(copy[2]["input_ids"], packed.train[2]["input_ids"])
+    batches = list(DataLoader(packed.train, batch_size=4, num_workers=1))
+    assert torch.equal(torch.cat([each["input_ids"] for each in batches])[5], packed.train[5]["input_ids"])
+
+
+def test_tokenizers_from_files(tmp_path):
+    path = write(tmp_path, "txt", make_documents())
+    packed = prepare_text(small(path), progress=False)
+    folder = tmp_path / "tokenizer"
+    packed.tokenizer.save_pretrained(folder)
+    again = prepare_text(small(path, tokenizer=str(folder)), progress=False)
+    assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
+    again = prepare_text(small(path, tokenizer=str(folder / "tokenizer.json")), progress=False)
+    assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    for names in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        gpt2 = tmp_path / names[0]
+        gpt2.mkdir()
+        (gpt2 / names[0]).write_text(json.dumps(model["vocab"]), encoding="utf-8")
+        merges = "\n".join(" ".join(pair) for pair in model["merges"])
+        (gpt2 / names[1]).write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+        again = prepare_text(small(path, tokenizer=str(gpt2)), progress=False)
+        assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##s"]
+    loaded = []
+    for name, mark in (("plain", ""), ("marked", "\ufeff")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vocab.txt").write_text(mark + "\n".join(tokens), encoding="utf-8")
+        loaded.append(load_tokenizer(str(tmp_path / name)))
+    assert loaded[0].get_vocab() == loaded[1].get_vocab() == {token: index for index, token in enumerate(tokens)}
+    assert loaded[1]("thes")["input_ids"] == loaded[0]("thes")["input_ids"]
+
+
+def test_ids_with_gaps_and_more_than_two_bytes(tmp_path):
+    path = write(tmp_path, "txt", make_documents())
+    folder = tmp_path / "gaps"
+    folder.mkdir()
+    vocabulary = {token: 70_000 + 3 * i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT])}
+    (folder / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "vocab.bpe").write_text("#version: 0.2\n", encoding="utf-8")
+    packed = prepare_text(small(path, tokenizer=str(folder)), progress=False)
+    assert packed.vocab_size == 70_000 + 3 * 256 + 1
+    assert tokens_of(packed.train).dtype == np.uint32
+    assert 70_000 <= int(packed.train[0]["input_ids"].min()) <= int(packed.train[0]["input_ids"].max())
+    assert packed.valid_bytes_per_token <= 1  # single bytes, and boundaries that have none
+    assert packed.valid_bytes_per_token > 0.95
+
+
+def test_only_a_tokenizer_json_and_a_folder_with_only_that(tmp_path):
+    path = write(tmp_path, "txt", make_documents())
+    packed = prepare_text(small(path), progress=False)
+    packed.tokenizer.save_pretrained(tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "whole" / "tokenizer.json", tmp_path / "bare")
+    again = prepare_text(small(path, tokenizer=str(tmp_path / "bare")), progress=False)
+    assert again.tokenizer.eos_token == END_OF_TEXT
+    assert torch.equal(again.train[3]["input_ids"], packed.train[3]["input_ids"])
+
+
+def test_the_vocabulary_is_learned_from_training_documents_alone(tmp_path):
+    documents = make_documents()
+    path = write(tmp_path, "jsonl", documents)
+    valid = write(tmp_path / "valid", "jsonl", ["qzx" * 50 + str(i) for i in range(90)])
+    packed = prepare_text(small(path, valid_source=str(valid), vocab_size=330), progress=False)
+    assert not any("qz" in token or "zx" in token for token in packed.tokenizer.get_vocab())
+    assert any("qz" in each for each in texts_of(packed, packed.valid))
+
+
+def test_a_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(packing, "_TRAINING_BYTES", 10_000)
+    monkeypatch.setattr(packing, "PIECE", 100)
+    lines = "\n".join(f"{i:07d} words of a long text" for i in range(5000))
+    with packing.Progress(disable=True) as bar:
+        kept = packing._sample(iter([lines]), len(lines), packing._Bar(bar))
+    assert 2500 < sum(map(len, kept)) <= 10_000
+    numbers = [int(each) for each in re.findall(r"\b\d{7}\b", "".join(kept))]
+    assert max(np.diff([0, *numbers, 5000])) < 500
+
+
+def test_text_that_looks_like_a_special_token_stays_text(tmp_path):
+    documents = [f"{each} say {END_OF_TEXT} now" for each in make_documents(30)]
+    packed = prepare_text(small(write(tmp_path, "jsonl", documents)), progress=False)
+    assert sorted(texts_of(packed, packed.train) + texts_of(packed, packed.valid)) == sorted(documents)
+
+
+def test_the_standard_library_is_real_code():
+    files = Corpus(source="stdlib").files()
+    assert len(files) > 300
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
+    assert "def dumps(" in next(path for path in files if path.parts[-2:] == ("json", "__init__.py")).read_text()
+
+
+def _flip(data):
+    """Damage in the middle of it."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 255 for byte in data[middle : middle + 40]) + data[middle + 40 :]
+
+
+def _saved(tmp_path, **splits):
+    path = tmp_path / "saved"
+    datasets.DatasetDict({name: datasets.Dataset.from_dict(rows) for name, rows in splits.items()}).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "words"),
+    [
+        (lambda t: t / "absent.txt", {}, "no file or folder"),
+        (lambda t: "owner/absent-dataset-of-nobody", {}, "no dataset of that name"),
+        (lambda t: bad_file(t, "a.bin", b"abc"), {}, "unknown kind of file"),
+        (lambda t: bad_file(t, "a.txt", b""), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"   \n\n"), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"abc\0def"), {}, "binary .*offset 3"),
+        (lambda t: bad_file(t, "a.txt", b"abc\xff\xfedef"), {}, "not UTF-8 .*offset 3"),
+        (lambda t: bad_file(t, "a.txt.xz", lzma.compress(b"word " * 900)[:-20]), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt.gz", b"not gzip"), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt.zst", zstandard.compress(b"word " * 900)[:-5]), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.parquet", b"PAR1 no"), {}, "not a whole parquet file"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"tex\n'), {}, r"a\.jsonl:2 is not JSON"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), {}, r"a\.jsonl:2 has no text .*'text'"),
+        (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
+        (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
+        (
+            lambda t: write(t, "txt", make_documents()),
+            {"vocab_size": 10**5},
+            "too small, or repeats .* for a vocabulary",
+        ),
+        (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
+        (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
+        (lambda t: t, {}, "holds no file of a known kind"),
+        (lambda t: bad_file(t, "a.txt.gz", gzip.compress(b"")), {}, "holds no text"),
+        (lambda t: bad_file(t, "a.txt", b"one line"), {}, "too few to hold some out"),
+        (lambda t: bad_file(t, "a.txt.gz", _flip(gzip.compress(random.randbytes(9000).hex().encode()))), {}, "damaged"),
+        (lambda t: bad_file(t, "a.txt.zst", b"not zstd"), {}, "damaged or cut off"),
+        (lambda t: bad_file(t, "a.txt", b"good\n" * 3_000_000 + b"b\0d"), {}, "binary .*offset 15000001"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), {}, r"UTF-8 text \(offset 24\)"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a \\ud800 b"}\n'), {}, r"a\.jsonl:1 holds half a character"),
+        (lambda t: bad_file(t, "a.jsonl", b'{"text": 5}\n'), {}, "is no text but int"),
+        (
+            lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n\n' + b'{"text": null}\n' * 2 + b'{"text": "b"}\n'),
+            {},
+            r"2 of 4 lines of .*a\.jsonl have null in the field 'text', the first is line 3; drop",
+        ),
+        (lambda t: _saved(t, train={"text": ["a", None]}), {}, "'text' of row 1 of .* is null; drop such rows"),
+        (
+            lambda t: bad_file(t, "a.jsonl", b'{"text": "hello world"}\n' * 3000),
+            {},
+            "3,000 copies of one document of 11 characters, too few to hold some out; give other text",
+        ),
+        (
+            lambda t: bad_file(t, "a.txt", (b"a" * 999 + b"\n") * 90),
+            {},
+            "one document .*the same lines again and again",
+        ),
+        (lambda t: bad_file(t, "a.jsonl", b"[1]\n"), {}, r"a\.jsonl:1 has no text"),
+        (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* is no text but int"),
+        (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),
+        (lambda t: bad_file(t, "state.json", b"{").parent, {}, "not a whole saved dataset"),
+        (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
+        (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
+        (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
+    ],
+)
+def test_wrong_text_is_one_clear_line(tmp_path, make, fields, words):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with pytest.raises(UserError, match=words) as caught:
+        prepare_text(small(make(folder), **fields), progress=False)
+    assert "\n" not in str(caught.value)
+    built = tmp_path / "cache" / "text"
+    assert not built.exists() or "fewer than one" in str(caught.value) or not list(built.glob("*/"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sequence_length": 1},
+        {"eval_sequences": 0},
+        {"valid_fraction": 0.0},
+        {"valid_fraction": 0.9},
+        {"vocab_size": 100},
+        {"max_bytes": 0},
+        {"max_bytes": "5"},
+        {"valid_fraction": "half"},
+        {"source": ""},
+        {"valid_source": ""},
+        {"tokenizer": ""},
+    ],
+)
+def test_wrong_settings(fields):
+    with pytest.raises(UserError, match=next(iter(fields))):
+        TextData(**fields)
+
+
+def test_tokenizers_that_do_not_fit(tmp_path):
+    path = write(tmp_path, "txt", make_documents())
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "vocab.json").write_text('{"a": 0, "b": 1}', encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\nq z\n", encoding="utf-8")
+    with pytest.raises(UserError, match="do not fit"):
+        prepare_text(small(path, tokenizer=str(folder)), progress=False)
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    with pytest.raises(UserError, match="not GPT-2's files"):
+        prepare_text(small(path, tokenizer=str(folder)), progress=False)
+
+    vocabulary = {token: i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT])}
+    (folder / "vocab.json").write_text(json.dumps({k: i for k, i in vocabulary.items() if k != "e"}), encoding="utf-8")
+    with pytest.raises(UserError, match="lacks 1 of the 256 byte symbols"):
+        prepare_text(small(path, tokenizer=str(folder)), progress=False)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    prepare_text(small(path, tokenizer=str(folder)), progress=False).tokenizer.save_pretrained(tmp_path / "lossy")
+    whole = json.loads((tmp_path / "lossy" / "tokenizer.json").read_text(encoding="utf-8"))
+    del whole["model"]["vocab"]["e"]
+    (tmp_path / "lossy" / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    with pytest.raises(UserError, match=r"does not fit the text: .* bytes are lost"):
+        prepare_text(small(path, tokenizer=str(tmp_path / "lossy")), progress=False)
+
+    words = word_tokenizer(["the"])
+    words.save_pretrained(tmp_path / "words")
+    with pytest.raises(UserError, match="no end-of-text token"):
+        prepare_text(small(path, tokenizer=str(tmp_path / "words")), progress=False)
+    words.eos_token = "[END]"
+    words.save_pretrained(tmp_path / "words")
+    with pytest.raises(UserError, match=r"does not fit the text: .* tokens are unknown"):
+        prepare_text(small(path, tokenizer=str(tmp_path / "words")), progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_gpt2_files_give_the_known_counts(shared_data):
+    """The held-out novels' published count has the four separators among five novels as text, 8 tokens each."""
+    config = TextData(
+        source=str(shared_data / "eltec_eng" / "valid.txt.xz"),
+        tokenizer=str(shared_data / "gpt2_bpe"),
+        valid_fraction=0.1,
+    )
+    packed = prepare_text(config, progress=False)
+    facts = packed.describe()
+    assert facts["train"]["documents"] + facts["valid"]["documents"] == 5
+    assert facts["train"]["tokens"] + facts["valid"]["tokens"] - 5 == 696_449 - 4 * 8
+    assert packed.vocab_size == 50257
+    assert packed.tokenizer.eos_token_id == 50256
+    assert packed.tokenizer("Hello world")["input_ids"] == [15496, 995]
+    assert 3.9 < packed.valid_bytes_per_token < 4.4

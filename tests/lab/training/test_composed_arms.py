@@ -1,0 +1,245 @@
+"""Arms of several methods, with a budget, or with Muon: their short forms, what they build, and whole runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES, batch
+from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, run_training
+from nlr_lab.training.checkpoints import step_folders
+from nlr_lab.training.run import optimizer_groups
+from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
+from nonlinear_lowrank.analysis import part_of
+from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.methods import method_of_layer
+from training_helpers import FakeText, make_recipe
+
+TEXT = FakeText()
+BOTH = "nonlinear-query+noble:rank=4"
+
+FORMS = {
+    BOTH: Arm(method="nonlinear-query+noble", settings={"nonlinear-query": {}, "noble": {"rank": 4}}),
+    "nonlinear-query:scale=1.0+noble:rank=4,init=pretrained,dense_init=kaiming,qk_norm=true,lr=0.003": Arm(
+        method="nonlinear-query+noble",
+        settings={"nonlinear-query": {"scale": 1.0}, "noble": {"rank": 4, "init": "pretrained"}},
+        dense_init="kaiming",
+        qk_norm=True,
+        lr=3e-3,
+    ),
+    "noble:rank=16+rational": Arm(method="noble+rational", settings={"noble": {"rank": 16}, "rational": {}}),
+    "noble:budget=5%": Arm(method="noble", settings={"budget": "5%"}),
+    "noble:select=query/feed_forward,budget=9%flops": Arm(
+        method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
+    ),
+    "baseline:init=noble,optimizer=muon,grid=0.001/0.003": Arm(dense_init="noble", optimizer="muon", grid=(1e-3, 3e-3)),
+    "nora++:r=2": Arm(method="nora++", settings={"r": 2}),
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_short_forms(text):
+    arm = Arm.parse(text)
+    assert arm == FORMS[text]
+    assert str(arm) == text
+    recipe = replace(make_recipe(), arm=arm)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_what_is_read_but_written_otherwise():
+    assert str(Arm.parse("nonlinear-query:lr=1e+0+noble:r=4")) == f"{BOTH},lr=1.0"
+    assert Arm.parse("nonlinear-query:init=noble + noble:r=4").dense_init == "noble"
+    names = [Arm.parse(text).name for text in FORMS]
+    assert len(set(names)) == len(names)
+    assert names[0] == "nonlinear-query-noble-r4"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("noble:rank=4+lora:r=2", "lora cannot be one of several"),
+        ("baseline+noble:rank=4", "baseline cannot be one of several"),
+        ("noble:rank=4+noble:rank=8", "names noble twice"),
+        ("noble:rank=4,lr=1+nonlinear-query:lr=1", "lr is of the whole arm"),
+        ("nonlinear-query+noble:width=3", "noble has no setting 'width'"),
+        ("noble:rank=4,budget=5%", "budget= or rank=, not both"),
+        ("noble:budget=5", "cannot read the budget"),
+        ("nonlinear-query:budget=5%", "cannot choose ranks for a budget"),
+        ("noble:select=head", "names no part of a block; choose from query, key"),
+        ("noble:optimizer=sgd", "optimizer must be one of adamw, muon"),
+    ],
+)
+def test_bad_arms(text, words):
+    with pytest.raises(UserError, match=words) as caught:
+        Arm.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [BOTH, "noble:rank=4+nonlinear-query"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_are_nonlinear_and_every_other_linear_has_a_branch(family, text):
+    alone = Arm.parse("noble:rank=4").apply(FAMILIES[family]())
+    branched = {name for name, module in alone.named_modules() if method_of_layer(module) is not None}
+    both = Arm.parse(text).apply(FAMILIES[family]())
+    kinds = {name: found.name for name, module in both.named_modules() if (found := method_of_layer(module))}
+    assert kinds.keys() == branched
+    for name, kind in kinds.items():
+        assert kind == ("nonlinear-query" if part_of(name) == "query" else "noble"), name
+    logits = both(**batch(both)).logits
+    logits.square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in both.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("text", ["noble:rank=4+rational:groups=4", f"rational:groups=4+{BOTH}"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rational_activations_go_with_methods_of_linears(family, text):
+    alone, both = (Arm.parse(each).apply(FAMILIES[family]()) for each in ("rational:groups=4", text))
+    kinds = {name: found.name for name, module in both.named_modules() if (found := method_of_layer(module))}
+    activations = {name for name, kind in kinds.items() if kind == "rational"}
+    assert activations == {name for name, module in alone.named_modules() if method_of_layer(module) is not None}
+    assert set(kinds.values()) == set(both_methods(text))
+    both(**batch(both)).logits.square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in both.parameters() if parameter.grad is not None)
+
+
+def both_methods(text):
+    return {part.partition(":")[0] for part in text.split("+")}
+
+
+def test_a_wider_mlp_comes_first_and_norms_come_last():
+    model = Arm.parse("noble:rank=4+qk-norm+wide-mlp:ratio=2").apply(FAMILIES["opt"]())
+    layer = model.model.decoder.layers[0]
+    assert (layer.fc1.out_features, layer.fc1.noble_rank) == (64, 4)
+    assert isinstance(layer.self_attn.k_proj, QKNormProjection)
+    assert layer.self_attn.k_proj.projection.noble_rank == 4
+    assert model(**batch(model)).logits.isfinite().all()
+
+
+def test_a_budget_is_kept_and_only_the_selected_parts_have_branches():
+    plain = sum(parameter.numel() for parameter in FAMILIES["glm"]().parameters())
+    whole = Arm.parse("noble:budget=40%").apply(FAMILIES["glm"]())
+    some = Arm.parse("noble:budget=40%,select=query/feed_forward").apply(FAMILIES["glm"]())
+    ranks = []
+    for model in (whole, some):
+        added = sum(parameter.numel() for parameter in model.parameters()) - plain
+        assert 0 < added <= 0.4 * plain
+        ranks.append(model.model.layers[0].self_attn.q_proj.noble_rank)
+    assert ranks[1] > ranks[0], "fewer linears may be wider"
+    swapped = {part_of(name) for name, module in some.named_modules() if method_of_layer(module) is not None}
+    assert swapped == {"query", "feed_forward"}
+    with pytest.raises(UserError, match="cannot be met"):
+        Arm.parse("noble:budget=0.01%").apply(FAMILIES["glm"]())
+    with pytest.raises(UserError, match="no plain linear of this GPT2LMHeadModel is key"):
+        Arm.parse("noble:rank=2,select=key").apply(FAMILIES["gpt2"]())
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------
+
+
+def opt_recipe(arm):
+    task = OptLanguageModelTask(
+        text=make_recipe().task.text, backbone=OptBackbone(layers=2, width=32, heads=2, hidden=48, dropout=0.1)
+    )
+    return replace(make_recipe(arm, save_every=4), task=task)
+
+
+def train(recipe, out, resume=False):
+    return run_training(recipe, out, prepared=TEXT, resume=resume, quiet=True)
+
+
+RUNS = (
+    *(f"{BOTH},qk_norm=true", f"{BOTH},optimizer=muon", "noble:budget=30%", "baseline:optimizer=muon"),
+    "noble:rank=4+rational:groups=4",
+)
+
+
+@pytest.mark.parametrize("build", [make_recipe, opt_recipe], ids=["glm", "opt"])
+@pytest.mark.parametrize("arm", RUNS)
+def test_resumed_bit_by_bit(tmp_path, arm, build):
+    recipe = build(arm)
+    recipe = replace(recipe, train=replace(recipe.train, save_every=4, keep_checkpoints=9))
+    done = train(recipe, tmp_path / "out")
+    weights = (tmp_path / "out" / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "out" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "model")
+    for step, folder in step_folders(tmp_path / "out" / "checkpoints").items():
+        if step > 4:
+            shutil.rmtree(folder)
+    again = train(recipe, tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "model" / "model.safetensors").read_bytes() == weights
+    assert replace(again, seconds=0.0) == replace(done, seconds=0.0)
+    with pytest.raises(UserError, match=r"^arm\."):
+        train(replace(recipe, arm=Arm.parse("nonlinear-query+noble:rank=5")), tmp_path / "out", resume=True)
+
+
+LOAD = """
+import sys
+import torch
+import nonlinear_lowrank
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+known = load_file(sys.argv[2])
+print(torch.equal(model(input_ids=known["tokens"]).logits, known["logits"]))
+"""
+
+
+def test_a_trained_composition_loads_in_a_fresh_process(tmp_path):
+    from safetensors.torch import save_file
+
+    train(opt_recipe(f"{BOTH},qk_norm=true"), tmp_path / "out")
+    model = load_model(tmp_path / "out" / "model").eval()
+    assert sum(isinstance(module, NonlinearQuery) for module in model.modules()) == 2
+    tokens = torch.randint(0, TEXT.vocab_size, (2, 16))
+    save_file({"tokens": tokens, "logits": model(input_ids=tokens).logits.detach()}, tmp_path / "known.safetensors")
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "out" / "model"), str(tmp_path / "known.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+# --- Muon -----------------------------------------------------------------------------------------------------
+
+
+def test_an_arm_has_its_own_optimizer(tmp_path):
+    train(make_recipe(f"{BOTH},optimizer=muon"), tmp_path / "muon")
+    train(make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"), tmp_path / "adamw")
+    state = load_file(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer.safetensors")
+    by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
+    ends = {name.partition("self_attn.")[2] or name.partition("mlp.")[2] for name in by_muon}
+    assert ends == {
+        *("q_proj.query_down", "q_proj.query_up"),
+        *(f"{name}.dense.weight" for name in ("k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+    }
+    state = load_file(tmp_path / "adamw" / "checkpoints" / "step-000012" / "optimizer.safetensors")
+    assert not [name for name in state if name.startswith("momentum_buffer/")]
+    recipe = json.loads((tmp_path / "muon" / "recipe.json").read_text())["recipe"]
+    assert (recipe["arm"]["optimizer"], recipe["train"]["optimizer"]) == ("muon", "adamw")
+
+
+def test_muon_learns_faster_here_than_a_random_walk(tmp_path):
+    """The rate is AdamW's: both optimizers' updates have one root mean square."""
+    losses = {}
+    for optimizer in ("adamw", "muon"):
+        recipe = make_recipe(f"baseline:optimizer={optimizer}", dropout=0.0, steps=40, save_every=40, eval_every=40)
+        losses[optimizer] = train(recipe, tmp_path / optimizer).final_loss
+    assert max(losses.values()) < 3.6, "chance is ln 48 = 3.87"
+    assert losses["adamw"] != losses["muon"]
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+def test_adapters_are_not_muons():
+    model = get_peft_model(FAMILIES["llama"](), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="trains an adapter"):
+        optimizer_groups(model, make_recipe(), Arm.parse("lora:r=2,optimizer=muon"), 1e-3)
+    frozen = FAMILIES["llama"]().requires_grad_(False)
+    frozen.lm_head.requires_grad_(True)
+    with pytest.raises(UserError, match="trains no dense matrices"):
+        optimizer_groups(frozen, make_recipe(), Arm.parse("baseline:optimizer=muon"), 1e-3)

@@ -1,0 +1,537 @@
+"""Fine-tuning from end to end: arms, what is trained and saved, resume, loading, comparing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import finetune_helpers as kit
+import nonlinear_lowrank as nlr
+from nlr_lab.compare import compare
+from nlr_lab.compare.report import render_report, render_tables
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.task import AdapterSetup, Measure
+from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
+from nlr_lab.training.methods import ARM_METHODS
+from nlr_lab.training.result import judged
+from nlr_lab.training.run import apply_arm, build_model, count_parameters, optimizer_groups
+from nlr_lab.training.trainer import EndlessShuffle
+from nlr_lab.training.tuning import raise_up_rates
+from nonlinear_lowrank.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def adapted(recipe: Recipe, prepared=None):
+    prepared = recipe.task.prepare(progress=False) if prepared is None else prepared
+    return apply_arm(recipe, recipe.arm, build_model(recipe, prepared))
+
+
+def train(recipe: Recipe, out: Path, **options) -> TrainResult:
+    return run_training(recipe, out, quiet=True, **options)
+
+
+def trained_names(model) -> set[str]:
+    return {name for name, each in model.named_parameters() if each.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Tiny checkpoints and data, made once."""
+    return kit.root(tmp_path_factory.mktemp("data"))
+
+
+# --- arms ----------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "full": {},
+    "head": {},
+    "lora:r=4": {"r": 4},
+    "lora:r=4,lora_alpha=8,target_modules=query/value,lr=0.001": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["query", "value"],
+    },
+    "dora:r=1,plus=16": {"r": 1, "plus": 16},
+    "lora:r=2,grid=0.0001/0.001": {"r": 2},
+    "peanut:r=2,depth=1": {"r": 2, "depth": 1},
+    "lora:target_modules=all-linear": {"target_modules": "all-linear"},
+    r"lora:target_modules=.*\.query": {"target_modules": r".*\.query"},
+    "sine-lora:r=4,omega=200": {"r": 4, "omega": 200},
+    "sine-dora:r=1,omega=50": {"r": 1, "omega": 50},
+    "noble-adapter:r=4": {"r": 4},
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_short_forms(text):
+    arm = Arm.parse(text)
+    assert arm.settings == FORMS[text]
+    assert str(arm) == text
+    assert Arm.parse(str(arm)) == arm
+    assert Recipe.from_json(replace(get_recipe("glue-minilm"), arm=arm).to_json()).arm == arm
+
+
+def test_short_names_of_settings_are_spelled_out():
+    arm = Arm.parse("lora:r=4,alpha=8,dropout=0.1,targets=query")
+    assert arm.settings == {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["query"]}
+    assert arm.name == "lora-r4-a8-lora_dropout0.1-on-query"
+    assert Arm.parse("lora:r=2,grid=1e-3/1e-4").grid == (1e-3, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora:rank=4", r"lora has no setting 'rank'; it has r, lora_alpha"),
+        ("lora:r=0", "r of lora must be an integer of at least 1"),
+        ("lora:r=four", "r of lora"),
+        ("dora:use_dora=false", "no setting 'use_dora'"),
+        ("lora:plus=0.5", "plus of lora"),
+        ("peanut:plus=2", "no setting 'plus'"),
+        ("full:r=2", "full has no setting 'r'"),
+        ("lora:r=2,grid=0.1", "two different rates"),
+        ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
+        ("lora:r=2,grid=a/b", "grid must be a number"),
+        ("lora:r=2,grid=-1/1", "grid must be"),
+        ("lorra:r=2", "unknown arm 'lorra"),
+        ("peanut:act_fn=nothing", "peanut"),
+        ("sine-lora:omega=0", "omega"),
+    ],
+)
+def test_bad_arms(text, message, root):
+    def use():
+        recipe = kit.recipe(kit.glue_task(root), text)
+        apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
+
+    with pytest.raises(UserError, match=message) as caught:
+        use()
+    assert "\n" not in str(caught.value)
+
+
+def test_who_is_there_to_be_compared_with():
+    controls = {name for name, method in ARM_METHODS.items() if method.control}
+    tuned = {"full", "head", "lora", "dora", "peanut"}
+    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query"}
+    assert controls == {"baseline", "wide-mlp", "qk-norm"} | tuned | built
+
+
+# Per arm: parameters beside the head's 34 (2 x 16 weights and 2 biases), on query and value of two layers.
+COUNTS = {
+    "head": 0,
+    "lora:r=2": 2 * 2 * 2 * (16 + 16),
+    "dora:r=2": 2 * 2 * (2 * 32 + 16),
+    "peanut:r=2": 2 * 2 * 2 * (16 + 16),
+    "sine-lora:r=2,omega=100": 2 * 2 * 2 * (16 + 16),
+    "sine-dora:r=2,omega=100": 2 * 2 * (2 * 32 + 16),
+    "noble-adapter:r=2": 2 * 2 * (2 * 32 + 2 * 2 + 4 * 2),
+}
+
+
+@pytest.mark.parametrize("arm", COUNTS)
+def test_what_is_trained(root, arm):
+    recipe = kit.recipe(kit.glue_task(root), arm)
+    model = adapted(recipe)
+    assert count_parameters(model, trainable=True) == COUNTS[arm] + 34
+    meta = apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
+    assert count_parameters(meta, trainable=True) == COUNTS[arm] + 34, "known before anything is loaded"
+
+
+def test_full_trains_everything_and_starts_alike(root):
+    recipe = kit.recipe(kit.glue_task(root), "full")
+    full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
+    assert trained_names(full) == {name for name, _ in full.named_parameters()}
+    batch = {"input_ids": torch.tensor([[2, 5, 6, 3]])}
+    with torch.no_grad():
+        one, two = full.eval()(**batch).logits, lora.eval()(**batch).logits
+    assert torch.equal(one, two), "the same new head, and an adapter that begins at zero"
+
+
+def test_all_of_them_fit_every_kind_of_model(root):
+    for task in (kit.glue_task(root, pooling="mean"), kit.instruction_task(root), kit.image_task(root)):
+        setup = task.adapter_setup(task.build_on_meta())
+        for arm in ("lora:r=2", "sine-lora:r=2,omega=100", "noble-adapter:r=2"):
+            model = Arm.parse(arm).apply(task.build_on_meta(), setup)
+            names = trained_names(model)
+            assert any("classifier" in name for name in names) == bool(setup.head)
+            assert names
+
+
+def test_arms_that_do_not_fit(root):
+    task = kit.glue_task(root)
+    setup = task.adapter_setup(task.build_on_meta())
+    with pytest.raises(UserError, match=r"lora does not fit.*nosuch.*\(the linears of this model end in .*query"):
+        Arm.parse("lora:r=2,target_modules=nosuch").apply(task.build_on_meta(), setup)
+    with pytest.raises(UserError, match="trains one from scratch"):
+        Arm.parse("lora:r=2").apply(task.build_on_meta(), None)
+    language = kit.instruction_task(root)
+    with pytest.raises(UserError, match="head trains a new head, and this model has none"):
+        Arm.parse("head").apply(language.build_on_meta(), AdapterSetup())
+    with pytest.raises(UserError, match="init= is for"):
+        task.build_model(None, "noble")
+
+
+def test_lora_plus_groups_are_those_of_peft(root):
+    from peft.optimizers import create_loraplus_optimizer
+
+    recipe = kit.recipe(kit.glue_task(root), "dora:r=2,plus=16", weight_decay=0.0)
+    model = adapted(recipe)
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16)
+    expected = {id(each): group["lr"] for group in theirs.param_groups for each in group["params"]}
+    groups = optimizer_groups(model, recipe, recipe.arm, 1e-2)
+    ours = {id(each): group["lr"] for group in groups for _, each in group["params"]}
+    assert ours == pytest.approx(expected)
+    assert set(ours.values()) == {1e-2, 16 * 1e-2}
+
+
+@pytest.mark.parametrize("arm", ["full", "head", "lora:r=2", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"])
+def test_a_head_of_its_own_rate(root, arm):
+    recipe = kit.recipe(kit.glue_task(root), arm, head_lr=0.5)
+    model = adapted(recipe)
+    groups = optimizer_groups(model, recipe, recipe.arm, 0.01)
+    head = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." in name}
+    rest = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." not in name}
+    if arm == "head":
+        assert head == {0.01}, "the rate of what the arm trains is the arm's"
+        assert not rest
+    else:
+        assert min(head) == 0.5
+        assert min(rest) == 0.01
+    listed = [id(each) for group in groups for _, each in group["params"]]
+    assert sorted(listed) == sorted(id(each) for each in model.parameters() if each.requires_grad)
+
+
+def test_lora_plus_knows_our_up_factors():
+    matrix = torch.nn.Parameter(torch.zeros(2, 2))
+    names = ("a.nlr_sine_lora_up.default", "a.nlr_sine_lora_down.default", "a.nlr_noble_up.default")
+    groups = raise_up_rates([{"params": [(name, matrix) for name in names], "lr": 1.0, "role": "other"}], 4.0)
+    rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
+    assert rates == dict(zip(names, (4.0, 1.0, 4.0), strict=True))
+
+
+# --- lengths -------------------------------------------------------------------------------------------------
+
+
+def test_epochs_become_steps():
+    config = TrainConfig(epochs=3, batch_size=8, lr=1e-3, eval_every=0, save_every=0, warmup_share=0.1)
+    exact = config.resolved(100)
+    assert (exact.steps, exact.eval_every, exact.save_every, exact.warmup_steps) == (39, 13, 13, 4)
+    assert (exact.epochs, exact.warmup_share) == (None, 0.0)
+    assert replace(config, steps=7).resolved(100).steps == 7, "steps win"
+    assert replace(config, epochs=0.5).resolved(16).steps == 1
+    assert config.length == "3 epochs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": None}, "steps"),
+        ({"epochs": 0}, "epochs"),
+        ({"epochs": None, "steps": 4, "eval_every": 0}, "eval_every"),
+        ({"warmup_share": 1.0}, "warmup_share"),
+        ({"warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
+    ],
+)
+def test_lengths_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**{"epochs": 1, "batch_size": 8, "lr": 1e-3, **settings})
+
+
+def test_order_tells_passes_apart():
+    order = list(EndlessShuffle(5, 12, seed=3, passes=True))
+    assert sorted(order[:5]) == list(range(5))
+    assert sorted(order[5:10]) == list(range(5, 10))
+    assert [index % 5 for index in order] == list(EndlessShuffle(5, 12, seed=3))
+
+
+# --- runs ----------------------------------------------------------------------------------------------------
+
+
+def test_last_and_best_are_read_from_the_log():
+    log = [
+        {"step": 1, "eval_loss": 1.0, "eval_f1": 0.5, "test_loss": 1.0, "test_f1": 0.4},
+        {"step": 2, "eval_loss": 0.9, "eval_f1": 0.8, "test_loss": 1.1, "test_f1": 0.3},
+        {"step": 2, "loss": 3.0},
+        {"step": 3, "eval_loss": 0.8, "eval_f1": 0.7, "test_loss": 1.2, "test_f1": 0.6},
+    ]
+    found = judged(log, Measure(name="f1", higher_is_better=True), apart=True)
+    assert (found["score"], found["selection"]) == (0.6, 0.7)
+    assert (found["best_step"], found["best_score"]) == (2, 0.3), "chosen by the held-out, scored apart"
+    assert found["scores"] == {"loss": 1.2, "f1": 0.6}
+    assert found["metric_curve"] == ((1, 0.5), (2, 0.8), (3, 0.7))
+    alone = judged(log, Measure(), apart=False)
+    assert (alone["score"], alone["best_step"], alone["metric"]) == (0.8, 3, "loss")
+
+
+def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
+    """By hand, one example at a time, from the saved adapter."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    task = kit.glue_task(root, "stsb", scored="test")
+    recipe = kit.recipe(task, "lora:r=2", eval_batch_size=7)
+    result = train(recipe, tmp_path / "out")
+    model = AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "out" / "model", num_labels=1, ignore_mismatched_sizes=True
+    ).eval()
+    prepared = task.prepare()
+    for examples, found in ((prepared.test, result.scores), (prepared.valid, {"pearson": result.selection})):
+        guesses, labels = [], []
+        for index in range(len(examples)):
+            item = {name: value[None] for name, value in examples[index].items()}
+            labels.append(item.pop("labels").item())
+            with torch.no_grad():
+                guesses.append(model(**item).logits.item())
+        pair = torch.tensor([guesses, labels], dtype=torch.float64)
+        assert found["pearson"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), rel=1e-4, abs=1e-5)
+        if "loss" in found:
+            assert found["loss"] == pytest.approx(((pair[0] - pair[1]) ** 2).mean().item(), rel=1e-4)
+    assert (result.metric, result.higher_is_better) == ("pearson", True)
+    assert [step for step, _ in result.metric_curve] == [5, 10, 12]
+    assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
+
+
+def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    task = kit.instruction_task(root)
+    result = train(kit.recipe(task, "lora:r=2", eval_batch_size=4), tmp_path / "out")
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    prepared = task.prepare(progress=False)
+    total, count = 0.0, 0
+    for index in range(len(prepared.valid)):
+        item = prepared.valid[index]
+        with torch.no_grad():
+            log_p = model(input_ids=item["input_ids"][None]).logits[0, :-1].double().log_softmax(-1)
+        targets = item["labels"][1:]
+        kept = targets != -100
+        total -= log_p[kept].gather(-1, targets[kept, None]).sum().item()
+        count += int(kept.sum())
+    assert result.score == result.final_loss == pytest.approx(total / count, rel=1e-4)
+    assert result.bits_per_byte is None
+
+
+def test_learning_happens(root, tmp_path):
+    settings = {"steps": 80, "batch_size": 16, "lr": 5e-3, "eval_every": 80, "warmup_steps": 5}
+    image = train(kit.recipe(kit.image_task(root), "full", **settings), tmp_path / "image")
+    assert image.score > 0.9
+    words = train(kit.recipe(kit.glue_task(root), "full", steps=60, lr=1e-2, eval_every=20), tmp_path / "words")
+    assert words.train_curve[-1][1] < 0.5 * words.train_curve[0][1]
+
+
+def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
+    settings = {"steps": 4, "lr": 1e-3}
+    kit.encoder(tmp_path / "still", dropout=0.0)
+    task = kit.glue_task(root)
+    task = replace(task, model=replace(task.model, checkpoint=str(tmp_path / "still")))
+    one = train(kit.recipe(task, **settings), tmp_path / "a")
+    two = train(kit.recipe(task, gradient_accumulation=2, **settings), tmp_path / "b")
+    padded = replace(task, glue=replace(task.glue, pad="max_length"))
+    three = train(kit.recipe(padded, **settings), tmp_path / "c")
+    for other in (two, three):
+        assert other.final_loss == pytest.approx(one.final_loss, rel=1e-4)
+        assert other.train_curve[-1][1] == pytest.approx(one.train_curve[-1][1], rel=1e-3)
+
+
+RESUMED = ["lora:r=2", "head", "full", "dora:r=2,plus=4", "sine-lora:r=2,omega=100", "noble-adapter:r=2"]
+
+
+@pytest.mark.parametrize("arm", RESUMED)
+def test_resumed_bit_by_bit_with_what_is_trained_alone_saved(root, tmp_path, arm):
+    recipe = kit.recipe(kit.glue_task(root, pooling="mean"), arm, group_by_length=arm == "lora:r=2")
+    whole = train(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "model")
+    for path in (tmp_path / "cut" / "checkpoints").glob("step-*"):
+        if path.name != "step-000008":
+            shutil.rmtree(path)
+    again = train(recipe, tmp_path / "cut", resume=True)
+    assert replace(again, seconds=whole.seconds) == whole
+    model = {path.name: path for path in (tmp_path / "whole" / "model").glob("*.safetensors")}
+    for name, path in model.items():
+        assert path.read_bytes() == (tmp_path / "cut" / "model" / name).read_bytes()
+    saved = {path.name for path in (tmp_path / "whole/checkpoints/step-000012").glob("*.safetensors")}
+    file = {"head": "trainable.safetensors", "full": "model.safetensors"}.get(arm, "adapter_model.safetensors")
+    assert saved == {file, "optimizer.safetensors"}
+    tensors = load_file(tmp_path / "whole/checkpoints/step-000012" / file)
+    assert sum(each.numel() for each in tensors.values()) == whole.trainable
+
+
+def test_augmented_images_resume_bit_by_bit(root, tmp_path):
+    recipe = kit.recipe(kit.image_task(root, augment="crop-flip", held_out=0.5), "lora:r=2", steps=20, save_every=6)
+    whole = train(recipe, tmp_path / "out")
+    plain = train(replace(recipe, task=kit.image_task(root, held_out=0.5)), tmp_path / "plain")
+    assert plain.train_curve != whole.train_curve
+    (tmp_path / "out" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-000020")
+    assert replace(train(recipe, tmp_path / "out", resume=True), seconds=whole.seconds) == whole
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(root, tmp_path):
+    recipe = kit.recipe(kit.glue_task(root), "lora:r=2")
+    train(recipe, tmp_path / "out")
+    (tmp_path / "out" / "result.json").unlink()
+    with pytest.raises(UserError, match=r"arm\.settings\.r was 2"):
+        train(replace(recipe, arm=Arm.parse("lora:r=4")), tmp_path / "out", resume=True)
+
+
+def test_gradient_checkpointing_and_bf16_are_what_they_say(root, tmp_path, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    seen = []
+    original = LlamaMLP.forward
+
+    def spy(self, *args, **kwargs):
+        seen.append((self.training, torch.is_autocast_enabled("cpu")))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaMLP, "forward", spy)
+    task = kit.instruction_task(root)
+    plain = train(kit.recipe(task, steps=2, eval_every=2), tmp_path / "plain")
+    training = len([each for each in seen if each[0]])
+    seen.clear()
+    again = train(kit.recipe(task, steps=2, eval_every=2, gradient_checkpointing=True), tmp_path / "again")
+    assert len([each for each in seen if each[0]]) == 2 * training
+    assert again.final_loss == pytest.approx(plain.final_loss, rel=1e-6)
+    seen.clear()
+    train(kit.recipe(task, steps=2, eval_every=2, bf16=True), tmp_path / "bf16")
+    assert all(autocast for _, autocast in seen)
+
+
+# --- loading -------------------------------------------------------------------------------------------------
+
+LOADER = """
+import json, sys, torch
+{code}
+model.eval()
+batch = json.loads(sys.argv[1])
+with torch.no_grad():
+    print(json.dumps(model(**{{name: torch.tensor(value) for name, value in batch.items()}}).logits.tolist()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "arm"),
+    [
+        ("glue", "lora:r=2"),
+        ("mean", "lora:r=2"),
+        ("mean", "sine-lora:r=2,omega=100"),
+        ("mean", "head"),
+        ("image", "lora:r=2"),
+    ],
+)
+def test_the_printed_lines_load_it_in_a_fresh_process(root, tmp_path, kind, arm):
+    from nonlinear_lowrank.hub.usage import loading_code
+
+    tasks = {
+        "glue": lambda: kit.glue_task(root, "stsb"),
+        "mean": lambda: kit.glue_task(root, pooling="mean"),
+        "image": lambda: kit.image_task(root),
+    }
+    recipe = kit.recipe(tasks[kind](), arm, steps=3)
+    prepared = recipe.task.prepare()
+    train(recipe, tmp_path / "out", prepared=prepared)
+    folder = tmp_path / "out" / "model"
+    batch = prepared.collate([prepared.train[index] for index in range(3)])
+    batch.pop("labels")
+    model = adapted(recipe, prepared)
+    if arm == "head":
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    else:
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        text = (folder / "README.md").read_text()
+        assert "## Loading" in text
+        assert str(tmp_path) not in text.partition("## Loading")[2]
+    with torch.no_grad():
+        expected = model.eval()(**batch).logits
+    values = json.dumps({name: value.tolist() for name, value in batch.items()})
+    code = LOADER.format(code=loading_code(folder))
+    done = subprocess.run([sys.executable, "-c", code, values], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert torch.tensor(json.loads(done.stdout.splitlines()[-1])).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+    if kind != "image":
+        from transformers import AutoTokenizer
+
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == prepared.tokenizer.get_vocab()
+
+
+# --- comparing -----------------------------------------------------------------------------------------------
+
+
+def test_compare_by_a_metric(root, tmp_path):
+    recipe = kit.recipe(kit.glue_task(root), steps=6, eval_every=3, lr=1e-3)
+    arms = [Arm.parse(text) for text in ("lora:r=2,grid=0.001/0.003", "head", "sine-lora:r=2,omega=100,lr=0.001")]
+    options = {"seeds": 2, "timing_rounds": 3, "max_extensions": 0, "quiet": True}
+    comparison = compare(recipe, tmp_path / "out", arms=arms, **options)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["metric"] == {"name": "matthews", "higher_is_better": True, "unit": ""}
+    lora, head, sine = results["arms"]
+    assert [each["trainable"] for each in results["arms"]] == [256 + 34, 34, 256 + 34]
+    assert [each["control"] for each in results["arms"]] == [True, True, False]
+    assert [run["lr"] for run in lora["tuning"]] == [0.001, 0.003]
+    assert (head["tuning"], sine["tuning"]) == ([], [])
+    best = max(lora["tuning"], key=lambda run: (run["selection"], -run["final_loss"], -run["lr"]))
+    assert lora["lr"] == best["lr"], "by the held-out share, higher is better"
+    for arm in results["arms"]:
+        for run in arm["runs"]:
+            path = tmp_path / "out" / "runs" / arm["name"] / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
+            result = TrainResult.from_json((path / "result.json").read_text())
+            assert (run["score"], run["selection"], run["best_score"]) == (
+                *(result.score, result.selection),
+                result.best_score,
+            )
+            assert result.trainable == arm["trainable"]
+        assert arm["score"]["mean"] == pytest.approx(sum(run["score"] for run in arm["runs"]) / 2)
+    pair = results["against"]["lora-r2"]["head"]
+    deltas = [b["score"] - a["score"] for a, b in zip(lora["runs"], head["runs"], strict=True)]
+    assert pair["delta"]["value"] == pytest.approx(sum(deltas) / 2)
+    assert pair["step_speedup"]["value"] is None
+    assert head["step_time_ratio"]["n"] == 3
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report == render_report(results)
+    assert "| arm | rate | trainable | matthews | best step | delta [95 %] | p | p (Holm) |" in report
+    assert "speedup" not in report
+    assert "matthews against learning rate" in report
+    assert report.isascii()
+    assert render_tables(results)
+    assert "290" in str(comparison)
+    assert {"curves.png", "rates.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    again = compare(recipe, tmp_path / "out", arms=arms, resume=True, **options)
+    assert again.results["arms"][0]["runs"] == comparison.results["arms"][0]["runs"]
+
+
+def test_compare_says_when_choices_fell_on_the_scored_examples(root, tmp_path):
+    recipe = kit.recipe(kit.glue_task(root, held_out=0.0), steps=2, eval_every=2)
+    arms = [Arm.parse("lora:r=2"), Arm.parse("head")]
+    comparison = compare(recipe, tmp_path / "out", arms=arms, seeds=1, timing_rounds=0, quiet=True)
+    assert any("chosen on the scored examples" in note for note in comparison.results["notes"])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## Speed" not in report  # nothing was timed, and no curve says when a loss was reached
+
+
+def test_compare_by_the_loss_keeps_its_speeds(root, tmp_path):
+    recipe = kit.recipe(kit.instruction_task(root), steps=4, eval_every=2)
+    arms = [Arm.parse("lora:r=2"), Arm.parse("full:lr=0.001")]
+    comparison = compare(recipe, tmp_path / "out", arms=arms, seeds=1, timing_rounds=0, quiet=True)
+    assert comparison.results["loss_unit"] == "nats per answer token"
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "step speedup" in report
+    assert "| arm | rate | trainable | final loss | delta" in report
+
+
+@pytest.mark.parametrize("targets", ["", ",target_modules=query/nosuch", ",target_modules=all-linear"])
+def test_lora_of_a_model_with_branches_goes_onto_their_dense_parts(root, targets):
+    task = kit.glue_task(root)
+    model = task.build_on_meta()
+    nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*(query|value)", verbose=False)
+    adapted = Arm.parse(f"lora:r=2{targets}").apply(model, task.adapter_setup(model), verbose=False)
+    names = {name.partition(".lora_")[0] for name, each in adapted.named_parameters() if ".lora_" in name}
+    assert any(name.endswith("query.dense") for name in names)
+    assert all(not name.endswith(("query", "value")) for name in names)

@@ -1,0 +1,278 @@
+"""A run folder says what it was made from, and can be run again to the same bits."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from nlr_lab.cli import main as cli
+from nlr_lab.runtime.environment import determinism, deterministic, git_state
+from nlr_lab.tasks.data_record import changed_files, data_record
+from nlr_lab.training import run_training
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import hash_file
+from training_helpers import FakeText, make_recipe
+
+TINY = (
+    *("--steps", "3", "--batch-size", "2", "--layers", "1", "--width", "16", "--hidden", "24", "--heads", "2"),
+    *("--arm", "noble:rank=4", "--vocab-size", "300", "--sequence-length", "16", "--eval-sequences", "2"),
+    *("--warmup-steps", "1", "--tracker", "none", "--threads", "1", "--dropout", "0.1"),
+)
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, env={**os.environ, **identity}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+# --- deterministic kernels ------------------------------------------------------------------------------------
+
+
+def test_deterministic_sets_every_switch_and_puts_all_back(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = determinism()
+    assert before["algorithms"] is False  # conftest's warnings do not count
+    with deterministic(True):
+        assert determinism() == {
+            "algorithms": True,
+            "cudnn_deterministic": True,
+            "cudnn_benchmark": False,
+            "cublas_workspace": ":4096:8",
+        }
+    assert determinism() == before
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    with deterministic(False):
+        assert determinism() == before
+
+
+def test_a_choice_of_the_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic(True):
+        assert determinism()["cublas_workspace"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_an_operation_without_such_a_kernel_is_named(tmp_path):
+    recipe = make_recipe("test_repeat:unpools", deterministic=True, steps=2)
+    with pytest.raises(UserError, match=r"^max_unpooling2d\S* has no deterministic kernel.*--deterministic"):
+        run_training(recipe, tmp_path / "out", prepared=FakeText(), quiet=True)
+    assert determinism()["algorithms"] is False
+    assert not (tmp_path / "out" / "result.json").exists()
+    assert read(tmp_path / "out" / "recipe.json")["deterministic"]["algorithms"] is True
+    with pytest.raises(RuntimeError, match="something else"), deterministic(True):
+        raise RuntimeError("something else")
+
+
+def unpools(model):
+    """Runs an operation that has no deterministic kernel."""
+
+    def spoil(module, args, output):
+        places = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        extra = torch.nn.functional.max_unpool2d(torch.zeros(1, 1, 1, 1), places, 2)
+        output["loss"] = output["loss"] + extra.sum()
+
+    model.register_forward_hook(spoil)
+    return model
+
+
+# --- what a run folder says -----------------------------------------------------------------------------------
+
+
+def test_git_state_of_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert git_state(tmp_path) is None  # no repository
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) is None  # no commit
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "untracked").write_text("1")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+    assert git_state(tmp_path / "missing") is None
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
+    assert git_state(tmp_path) is None
+
+
+def test_git_state_starts_no_program_of_the_repository(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "one")
+    spy = tmp_path / "spy.sh"
+    spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    spy.chmod(0o755)
+    git(tmp_path, "config", "core.fsmonitor", str(spy))
+    assert git_state(tmp_path)["dirty"] is False
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_folder_says_what_it_was_made_from(tmp_path):
+    run_training(make_recipe(steps=2), tmp_path / "out", prepared=FakeText(), quiet=True)
+    about = read(tmp_path / "out" / "recipe.json")
+    assert about.keys() == {"recipe", "fingerprint", "versions", "machine", "git", "deterministic"}
+    assert about["machine"]["threads"] == 1
+    assert {"torch", "transformers", "peft", "safetensors", "numpy"} <= about["versions"].keys()
+    data = read(tmp_path / "out" / "data.json")
+    assert data["fingerprint"] == "f" * 16
+    assert data["sources"]["text.source"]["bytes"] > 1_000_000  # the library's sources
+    assert data["sources"]["text.tokenizer"] == {"name": "bpe"}
+    assert str(tmp_path) not in json.dumps([about, data])
+
+
+def test_data_are_recorded_file_by_file(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a.txt").write_text("one")
+    (folder / "inner" / "b.txt").write_text("three")
+    (folder / ".hidden").write_text("no")
+    task = make_recipe().task
+
+    def record(source):
+        from dataclasses import replace
+
+        return data_record(replace(task, text=replace(task.text, source=str(source))), "f")
+
+    before = record(folder)
+    entry = before["sources"]["text.source"]
+    assert entry["name"] == "corpus"
+    assert entry["bytes"] == 8
+    assert entry["files"] == {
+        "a.txt": {"bytes": 3, "sha256": hash_file(folder / "a.txt")},
+        "inner/b.txt": {"bytes": 5, "sha256": hash_file(folder / "inner" / "b.txt")},
+    }
+    assert changed_files(before, record(folder)) == []
+    (folder / "a.txt").write_text("two")
+    (folder / "inner" / "b.txt").unlink()
+    (folder / "c.txt").write_text("")
+    assert changed_files(before, record(folder)) == [
+        "text.source: corpus, a.txt has changed",
+        "text.source: corpus, c.txt is new",
+        "text.source: corpus, inner/b.txt is missing",
+    ]
+    assert record(folder / "c.txt")["sources"]["text.source"]["files"].keys() == {"c.txt"}
+    assert record("owner/name")["sources"]["text.source"] == {"name": "owner/name", "fingerprint": "f"}
+
+
+# --- a run again ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A text and a finished run on it, by the command."""
+    root = tmp_path_factory.mktemp("repeat")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NLR_CACHE", str(root / "cache"))
+        patched.chdir(root)  # where there is no git, whose state would differ from time to time
+        (root / "text").mkdir()
+        for number in range(40):
+            words = " ".join(f"word{(number * 7 + place) % 23} = {place}" for place in range(60))
+            (root / "text" / f"{number:02}.txt").write_text(words)
+        command = ["train", "llm-demo", "--source", root / "text", "--out", root / "run", *TINY, "--deterministic"]
+        assert cli.main([str(each) for each in command]) == 0
+        yield root
+
+
+def again(capsys, *arguments) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_a_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
+    code, out, err = again(capsys, "train", "--from", trained / "run", "--out", tmp_path / "again")
+    assert code == 0
+    assert "warning" not in err
+    assert f"the same bits as {trained / 'run'}: every loss and score, every weight" in out
+    for name in ("model/model.safetensors", "data.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained / "run" / name).read_bytes()
+    assert read(tmp_path / "again/recipe.json")["recipe"] == read(trained / "run/recipe.json")["recipe"]
+    results = [read(folder / "result.json") for folder in (trained / "run", tmp_path / "again")]
+    assert [result.pop("seconds") > 0 for result in results] == [True, True]
+    assert results[0] == results[1]
+
+
+def test_what_has_changed_is_named(trained, tmp_path, capsys):
+    import shutil
+
+    former = tmp_path / "former"
+    shutil.copytree(trained / "run", former)
+    about = read(former / "recipe.json")
+    about["versions"]["torch"] = "1.0"
+    about["machine"]["processor"] = "another"
+    about["git"] = {"commit": "0" * 40, "dirty": True}
+    (former / "recipe.json").write_text(json.dumps(about))
+    data = read(former / "data.json")
+    data["sources"]["text.source"]["files"]["07.txt"]["sha256"] = "0" * 64
+    (former / "data.json").write_text(json.dumps(data))
+    result = read(former / "result.json")
+    result["curve"][-1][1] += 1e-15
+    (former / "result.json").write_text(json.dumps(result))
+    code, out, err = again(capsys, "train", "--from", former, "--out", tmp_path / "again")
+    assert code == 0
+    assert re.search(r"^warning: torch was 1\.0 and is 2", err, re.MULTILINE)
+    assert re.search(r"^warning: processor was another and is ", err, re.MULTILINE)
+    assert "warning: the working directory had changes beside its commit 000000000000" in err
+    assert "warning: text.source: text, 07.txt has changed" in err
+    assert f"not the bits of {former}: curve was " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--from", "{run}", "--out", "{run}"], "is the run itself"),
+        (["llm-demo", "--from", "{run}", "--out", "{new}"], "leave llm-demo out"),
+        (["--from", "{run}", "--out", "{new}", "--lr", "1"], "--lr"),
+        (["--from", "{run}"], "--out"),
+        (["--from", "{run}/model", "--out", "{new}"], "is no run folder"),
+        (["--from", "{run}/nothing", "--out", "{new}"], "does not exist"),
+    ],
+)
+def test_refused(trained, tmp_path, capsys, arguments, words):
+    filled = [each.format(run=trained / "run", new=tmp_path / "new") for each in arguments]
+    code, _, err = again(capsys, "train", *filled)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_each_command_repeats_its_own_runs(trained, tmp_path, capsys):
+    code, _, err = again(capsys, "finetune", "--from", trained / "run", "--out", tmp_path / "new")
+    assert code == 2
+    assert f"nlr train --from {trained / 'run'}" in err
+
+
+def test_code_that_a_folder_names_is_not_called_unasked(trained, tmp_path, capsys):
+    about = read(trained / "run" / "recipe.json")
+    about["recipe"]["arm"] = {"method": "test_repeat:unpools"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(about))
+    arguments = ["train", "--from", tmp_path / "run", "--out", tmp_path / "again"]
+    code, _, err = again(capsys, *arguments)
+    assert code == 2
+    assert "calls test_repeat:unpools" in err
+    assert "--allow-code" in err
+    code, _, err = again(capsys, *arguments, "--allow-code")
+    assert code == 2
+    assert "no deterministic kernel" in err  # it was called
+
+
+def test_a_damaged_recipe_is_one_line(trained, tmp_path, capsys):
+    (tmp_path / "recipe.json").write_text('{"recipe": {"name": "x"')
+    code, _, err = again(capsys, "train", "--from", tmp_path, "--out", tmp_path / "new")
+    assert code == 2
+    assert "is damaged" in err

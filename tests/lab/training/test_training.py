@@ -1,0 +1,459 @@
+"""run_training from end to end: what is written, what is refused, what is the same in all arms."""
+
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import training_helpers
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
+from nlr_lab.training import run as training
+from nlr_lab.training.trainer import EndlessShuffle
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import load_model, load_tokenizer
+from nonlinear_lowrank.optim import param_groups
+from processes_helpers import fsdp_environment
+from training_helpers import SEEN, FakeText, Sequences, make_recipe
+
+TEXT = FakeText()
+
+
+def train(out: Path, arm="noble:rank=4", prepared=TEXT, resume=False, overwrite=False, **settings) -> TrainResult:
+    recipe = arm if isinstance(arm, Recipe) else make_recipe(arm, **settings)
+    return run_training(recipe, out, prepared=prepared, resume=resume, overwrite=overwrite, quiet=True)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what a run is --------------------------------------------------------------------------------------------
+
+
+def test_files_and_numbers(tmp_path):
+    recipe = make_recipe(tracker="tensorboard")
+    result = train(tmp_path / "out", recipe)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock")
+    }
+    assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
+    assert TrainResult.from_json(result.to_json()) == result
+    assert Recipe.from_json((tmp_path / "out" / "recipe.json").read_text()) == recipe
+    versions = json.loads((tmp_path / "out" / "recipe.json").read_text())["versions"]
+    assert versions["torch"] == torch.__version__.split("+")[0] or versions["torch"] == torch.__version__
+    assert (result.status, result.steps, result.arm, result.lr) == ("done", 12, "noble-r4", 1e-2)
+    assert [step for step, _ in result.curve] == [5, 10, 12]
+    assert [step for step, _ in result.train_curve] == [2, 3, 4, 5, 6, 8, 9, 10, 12]
+    assert result.final_loss == result.curve[-1][1] < result.curve[0][1] < 4.5
+    assert result.bits_per_byte == pytest.approx(result.final_loss / math.log(2) / 2.5)
+    assert result.tokens_per_step == 4 * training_helpers.LENGTH
+    assert list((tmp_path / "out" / "tensorboard").glob("events*"))
+    model = load_model(tmp_path / "out" / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) == result.parameters
+    # q, k, v, o 32 -> 32; gate-up 32 -> 96; down 48 -> 32; CosNet: r (d_in + d_out) + r r + 4 r
+    assert result.parameters_added == 2 * sum(4 * (a + b) + 32 for a, b in [(32, 32)] * 4 + [(32, 96), (48, 32)])
+    assert load_tokenizer(tmp_path / "out" / "model").vocab_size == training_helpers.VOCABULARY
+
+
+def test_last_step_is_the_seam_of_nothing(tmp_path):
+    """Evaluated and saved once, whether or not it is a multiple."""
+    for steps in (10, 11):
+        result = train(tmp_path / str(steps), steps=steps, eval_every=5, save_every=5)
+        assert [step for step, _ in result.curve] == sorted({5, 10, steps})
+        assert len({step for step, _ in result.train_curve}) == len(result.train_curve)
+
+
+@pytest.mark.parametrize("arm", ["baseline", "noble:rank=4", "training_helpers:plain_module"])
+def test_evaluation_is_the_mean_over_every_token(tmp_path, arm):
+    """Also where the batches do not divide the sequences and some labels are masked."""
+    text = FakeText(valid=11)
+    if arm != "training_helpers:plain_module":  # a mean loss of uneven batches is only the mean's mean
+        masked = text.valid.tokens.clone()
+        masked[3, 5:] = -100
+        text.valid.__class__ = type("Masked", (Sequences,), {"__getitem__": lambda self, i: _item(self, masked, i)})
+    losses = [
+        train(tmp_path / str(size), arm, text, steps=3, eval_batch_size=size, optimizer="adamw").final_loss
+        for size in (4, 11, 1)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    if arm == "training_helpers:plain_module":
+        return
+    model = load_model(tmp_path / "4" / "model").double().eval()
+    with torch.no_grad():
+        log_probabilities = model(input_ids=text.valid.tokens).logits[:, :-1].log_softmax(-1)
+    targets = masked[:, 1:]
+    kept = targets != -100
+    chosen = log_probabilities.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)[kept]
+    assert losses[0] == pytest.approx(-chosen.mean().item(), rel=1e-5)
+
+
+def _item(dataset, labels, index):
+    return {"input_ids": dataset.tokens[index], "labels": labels[index].clone()}
+
+
+def test_learning_rates_of_the_roles(tmp_path):
+    recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, weight_decay=0.02)
+    train(tmp_path / "out", recipe)
+    model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
+    expected = {
+        name: (group["lr"], group["weight_decay"])
+        for group in param_groups(model, 3e-3, 0.02, verbose=False)
+        for name, _ in group["params"]
+    }
+    assert len({lr for lr, _ in expected.values()}) >= 4
+    # The checkpoint of step k holds the rate of step k + 1: warm-up over two steps, then down to zero.
+    for step, factor in {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}.items():
+        groups = json.loads((tmp_path / f"out/checkpoints/step-{step:06d}/optimizer.json").read_text())["param_groups"]
+        found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in group["params"]}
+        assert found.keys() == expected.keys()
+        for name, (lr, decay) in expected.items():
+            assert found[name] == (pytest.approx(lr * factor, abs=1e-12), decay)
+        assert all(group["betas"] == [0.9, 0.98] for group in groups)
+
+
+def test_muon_takes_dense_matrices_only(tmp_path):
+    train(tmp_path / "out", optimizer="muon", steps=2)
+    state = load_file(tmp_path / "out/checkpoints/step-000002/optimizer.safetensors")
+    by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
+    by_adam = {name.partition("/")[2] for name in state if name.startswith("exp_avg/")}
+    assert by_muon == {name for name in by_muon if name.endswith("proj.dense.weight")}
+    assert len(by_muon) == 12
+    assert not by_muon & by_adam
+
+
+def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
+    plain = train(tmp_path / "plain", dropout=0.0, steps=4)
+    # The backend only traces: the plumbing is checked here, not inductor.
+    arguments = functools.partial(training.TrainingArguments, torch_compile_backend="eager")
+    monkeypatch.setattr(training, "TrainingArguments", arguments)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = train(tmp_path / "compiled", dropout=0.0, steps=4, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for training, one for evaluation"
+    assert compiled.final_loss == pytest.approx(plain.final_loss, rel=1e-4)
+    for path in ("model", "checkpoints/step-000004"):
+        names = [set(load_file(tmp_path / run / path / "model.safetensors")) for run in ("plain", "compiled")]
+        assert names[0] == names[1]
+    shutil.rmtree(tmp_path / "compiled" / "checkpoints" / "step-000004")
+    (tmp_path / "compiled" / "result.json").unlink()
+    resumed = train(tmp_path / "compiled", dropout=0.0, steps=4, compile=True, resume=True)
+    assert resumed.final_loss == compiled.final_loss
+
+
+# --- the same in all arms -------------------------------------------------------------------------------------
+
+
+def seen(out: Path, arm: str, **settings) -> torch.Tensor:
+    SEEN.clear()
+    train(out, arm, **settings)
+    return torch.stack(SEEN)
+
+
+def test_same_batches_whatever_the_arm_draws(tmp_path):
+    one = seen(tmp_path / "a", "training_helpers:spy", seed=3)
+    assert torch.equal(one, seen(tmp_path / "b", "training_helpers:spy,draws=17", seed=3))
+    assert torch.equal(one, seen(tmp_path / "c", "training_helpers:spy", seed=3, gradient_accumulation=2, eval_every=1))
+    assert torch.equal(one, seen(tmp_path / "d", "training_helpers:spy", seed=3, dataloader_workers=1))
+    assert not torch.equal(one, seen(tmp_path / "e", "training_helpers:spy", seed=4))
+    assert len(one) == 12 * 4
+
+
+def test_evaluating_more_often_changes_nothing(tmp_path):
+    rare, often = train(tmp_path / "a", eval_every=12), train(tmp_path / "b", eval_every=1, log_every=1, save_every=1)
+    assert rare.final_loss == often.final_loss
+    model = "model/model.safetensors"
+    assert (tmp_path / "a" / model).read_bytes() == (tmp_path / "b" / model).read_bytes()
+
+
+def test_runs_repeat_and_seeds_differ(tmp_path):
+    torch.manual_seed(1)
+    one = train(tmp_path / "a")
+    torch.manual_seed(2)  # the caller's generator is of no account
+    assert replace(train(tmp_path / "b"), seconds=one.seconds) == one
+    assert train(tmp_path / "c", seed=1).final_loss != one.final_loss
+
+
+def test_accumulation_changes_only_rounding(tmp_path):
+    whole = train(tmp_path / "a", dropout=0.0)
+    parts = train(tmp_path / "b", dropout=0.0, gradient_accumulation=4)
+    assert [loss for _, loss in parts.curve] == pytest.approx([loss for _, loss in whole.curve], rel=1e-4)
+
+
+def test_shuffle_covers_the_text_before_it_repeats():
+    order = list(EndlessShuffle(10, 34, seed=5))
+    assert len(order) == len(EndlessShuffle(10, 34, seed=5)) == 34
+    for start in (0, 10, 20):
+        assert sorted(order[start : start + 10]) == list(range(10))
+    assert order[:10] != order[10:20]
+    assert order == list(EndlessShuffle(10, 34, seed=5))
+    assert order != list(EndlessShuffle(10, 34, seed=6))
+    assert order[:20] == list(EndlessShuffle(10, 20, seed=5)), "the length of the run does not change the order"
+
+
+def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
+    lengths = torch.randint(1, 90, (640,)).tolist()
+    order = list(EndlessShuffle(640, 1280, seed=5, lengths=lengths, batch=8))
+    assert len(order) == 1280
+    plain = EndlessShuffle(640, 1280, seed=5)
+    for first in range(0, 1280, 400):  # a window is 50 batches
+        assert sorted(order[first : first + 400]) == sorted(list(plain)[first : first + 400])
+    grouped = [[lengths[index] for index in order[first : first + 8]] for first in range(0, 1280, 8)]
+    mixed = [[lengths[index] for index in list(plain)[first : first + 8]] for first in range(0, 1280, 8)]
+    padded = [sum(8 * max(batch) for batch in batches) for batches in (grouped, mixed)]
+    assert padded[0] < 1.1 * 2 * sum(lengths) < padded[1]
+    longest = [max(batch) for batch in grouped]
+    assert longest != sorted(longest, reverse=True), "the batches themselves are shuffled"
+    assert order != list(EndlessShuffle(640, 1280, seed=6, lengths=lengths, batch=8))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def test_used_folder_is_refused_and_left_alone(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(UserError, match="choose another folder"):
+            train(out, **options)
+    assert snapshot(out) == {"thesis.txt": b"years of work"}
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        train(tmp_path / "file")
+    with pytest.raises(UserError, match="choose one"):
+        train(tmp_path / "new", resume=True, overwrite=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwrite_resume_and_finished(tmp_path):
+    out = tmp_path / "out"
+    first = train(out)
+    with pytest.raises(UserError, match="--resume to go on or --overwrite"):
+        train(out)
+    before = snapshot(out)
+    assert train(out, resume=True) == first, "a finished run is not run again"
+    assert snapshot(out) == before
+    (out / "letter.txt").write_text("somebody's")
+    assert train(out, overwrite=True, arm="baseline").arm == "baseline"
+    assert (out / "letter.txt").read_text() == "somebody's"
+    assert Recipe.from_json((out / "recipe.json").read_text()).arm == Arm()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"lr": 2e-2}, "train.lr"),
+        ({"steps": 13}, "train.steps"),
+        ({"arm": "noble:rank=5"}, "arm.settings.rank"),
+        ({"arm": "baseline"}, "arm.method"),
+        ({"dropout": 0.2}, "task.backbone.dropout"),
+        ({"seed": 1}, "train.seed"),
+    ],
+)
+def test_resume_with_another_recipe_names_the_field(tmp_path_factory, change, field):
+    out = tmp_path_factory.getbasetemp() / "one-run"
+    if not out.exists():
+        train(out)
+    before = snapshot(out)
+    with pytest.raises(UserError, match=rf"^{field} was "):
+        train(out, resume=True, **change)
+    assert snapshot(out) == before
+    assert train(out, resume=True, log_every=1, keep_checkpoints=1).steps == 12, "these change no number"
+
+
+def test_resume_with_another_text_is_refused(tmp_path):
+    train(tmp_path / "out")
+    (tmp_path / "out" / "result.json").unlink()
+    with pytest.raises(UserError, match="no longer the one"):
+        train(tmp_path / "out", resume=True, prepared=FakeText(fingerprint="other"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arm": "noble:rank=32"}, "rank 32 is not low"),
+        ({"arm": "training_helpers:no_module"}, "gave back NoneType"),
+        ({"tracker": "carrier-pigeon"}, "unknown tracker"),
+        ({"tracker": "comet_ml"}, "not installed"),
+        ({"prepared": FakeText(train=0)}, "too short"),
+        ({"prepared": FakeText(valid=0)}, "too short"),
+        ({"group_by_length": True}, "batches of different lengths"),
+    ],
+)
+def test_bad_input_writes_nothing(tmp_path, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        train(tmp_path / "out", **settings)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        train(tmp_path / "file" / "out")
+
+
+def test_damaged_recipe_and_result(tmp_path):
+    train(tmp_path / "out", steps=2)
+    (tmp_path / "out" / "recipe.json").write_text('{"recipe": {"name"')
+    with pytest.raises(UserError, match="damaged"):
+        train(tmp_path / "out", steps=2, resume=True)
+    with pytest.raises(UserError, match="not the result"):
+        TrainResult.from_json('{"arm": "x"}')
+
+
+# --- quiet, and the surroundings ------------------------------------------------------------------------------
+
+
+def test_quiet_is_silent_and_loud_is_one_line_an_evaluation(tmp_path, capfd):
+    train(tmp_path / "a")
+    assert capfd.readouterr() == ("", "")
+    run_training(make_recipe(), tmp_path / "b", prepared=TEXT)
+    printed = capfd.readouterr()
+    assert printed.out.startswith("noble: 12 linears swapped"), "what the arm changed, and nothing else"
+    assert printed.out.count("linears swapped") == 1
+    run_training(make_recipe(), tmp_path / "c", prepared=TEXT, report=False)
+    assert capfd.readouterr().out == ""
+    lines = printed.err.splitlines()
+    assert [line.split()[2] for line in lines] == ["5/12", "10/12", "12/12"]
+    assert all("train" in line and "eval" in line and "bits/byte" in line for line in lines)
+
+
+def test_process_settings_are_put_back(tmp_path, monkeypatch):
+    before = torch.get_num_threads(), dict(os.environ)
+    train(tmp_path / "a", threads=2, bf16=True, deterministic=True, steps=2)
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    assert torch.get_num_threads() == before[0]
+    assert environment == {key: value for key, value in before[1].items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    assert torch.is_deterministic_algorithms_warn_only_enabled()  # as conftest set it
+
+
+# --- the real text --------------------------------------------------------------------------------------------
+
+
+def test_real_text_from_a_folder(tmp_path):
+    for index in range(60):
+        lines = [f"def function_{index}_{line}(value):\n    return value + {line}\n" for line in range(30)]
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{index}.py").write_text("\n".join(lines))
+    recipe = Recipe(
+        name="files",
+        task=LanguageModelTask(
+            text=TextData(
+                source=str(tmp_path / "text"), vocab_size=300, sequence_length=32, cache_dir=str(tmp_path / "cache")
+            ),
+            backbone=GlmBackbone(layers=1, width=32, heads=2, hidden=48, embedding_std=1.0),
+        ),
+        arm=Arm.parse("noble:rank=4"),
+        train=TrainConfig(steps=30, batch_size=8, lr=1e-2, warmup_steps=2, eval_every=15, tracker="none", threads=1),
+    )
+    result = run_training(recipe, tmp_path / "out", quiet=True)
+    assert result.final_loss < result.curve[0][1] < math.log(300)
+    model, tokenizer = load_model(tmp_path / "out" / "model"), load_tokenizer(tmp_path / "out" / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id is not None
+    tokens = tokenizer("def function_1", return_tensors="pt").input_ids
+    assert model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0).shape[1] <= tokens.shape[1] + 5
+    assert run_training(recipe, tmp_path / "out", resume=True, quiet=True) == result
+    data = json.loads((tmp_path / "out" / "result.json").read_text())["data"]
+    assert data
+
+
+# --- several processes ----------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import os, sys
+    from pathlib import Path
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        import processes_helpers
+        processes_helpers.shard_on_cpus()
+    from nlr_lab.training import CheckpointedTrainer, DivergedError
+    from nonlinear_lowrank.errors import UserError
+    from nlr_lab.training import run_training
+    from training_helpers import FakeText, make_recipe
+    out, text, rank = Path(sys.argv[1]), FakeText(), os.environ["RANK"]
+    settings = dict(gradient_accumulation=2, keep_checkpoints=9, save_every=3)
+    kinds = set()
+    save = CheckpointedTrainer._save_checkpoint
+    def spied(self, *args):
+        kinds.add(type(next(self.model.parameters())).__name__)
+        save(self, *args)
+    CheckpointedTrainer._save_checkpoint = spied
+    if not (out / "a" / "result.json").exists():
+        run_training(make_recipe(dropout=0.0, **settings), out / "a", prepared=text, quiet=True)
+        run_training(make_recipe(**settings), out / "b", prepared=text, quiet=True)
+        try:
+            run_training(make_recipe(batch_size=6, **settings), out / "c", prepared=text, quiet=True)
+        except UserError as error:
+            (out / f"refused-{rank}").write_text(str(error))
+        try:
+            poisoned = make_recipe("training_helpers:poison,at=7", **settings)
+            run_training(poisoned, out / "d", prepared=text, quiet=True)
+        except DivergedError as error:
+            (out / f"diverged-{rank}").write_text(str(error.step))
+        try:
+            run_training(make_recipe(**settings), out / "b", prepared=text, quiet=True)
+        except UserError as error:
+            (out / f"used-{rank}").write_text(str(error))
+    else:
+        run_training(make_recipe(**settings), out / "b", prepared=text, resume=True, quiet=True)
+    (out / f"kinds-{rank}").write_text(" ".join(kinds))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes(tmp_path, monkeypatch, sharded):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if sharded:
+        for name, value in fsdp_environment("GlmDecoderLayer").items():
+            monkeypatch.setenv(name, value)
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(textwrap.dedent(SCRIPT))
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    command += [str(script), str(out)]
+
+    def launch() -> None:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as started:
+            try:
+                errors = started.communicate(timeout=300)[1]
+            except subprocess.TimeoutExpired:
+                os.killpg(started.pid, signal.SIGKILL)  # the workers too
+                raise
+        assert started.returncode == 0, errors[-3000:]
+
+    launch()
+    result = TrainResult.from_json((out / "a" / "result.json").read_text())
+    alone = train(tmp_path / "alone", dropout=0.0)
+    assert [loss for _, loss in result.curve] == pytest.approx([loss for _, loss in alone.curve], rel=1e-4)
+    assert result.parameters == alone.parameters
+    assert not (out / "c").exists()
+    for rank in "01":
+        assert "does not split over 2 processes" in (out / f"refused-{rank}").read_text()
+        assert (out / f"diverged-{rank}").read_text() == "4"  # two micro-batches a step
+        assert "is not empty" in (out / f"used-{rank}").read_text()
+        assert (out / f"kinds-{rank}").read_text() == ("DTensor" if sharded else "Parameter")
+    assert load_model(out / "b" / "model") is not None
+
+    # Resumed, bit by bit.
+    weights = (out / "b" / "model" / "model.safetensors").read_bytes()
+    (out / "b" / "result.json").unlink()
+    shutil.rmtree(out / "b" / "model")
+    for step in (9, 12):
+        shutil.rmtree(out / "b" / "checkpoints" / f"step-{step:06d}")
+    launch()
+    assert (out / "b" / "model" / "model.safetensors").read_bytes() == weights

@@ -1,0 +1,491 @@
+"""The fine-tuning matrix: what peft's users expect of a method, for every row of `adapter_helpers`."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.adapters.base import AdapterLayer
+from rounding_helpers import assert_close_by_norm
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+merging_rows = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.merges], ids=[row.name for row in ROWS if row.merges]
+)
+# One row a method where the model adds nothing, so that the matrix stays fast.
+one_a_method = [
+    next(row for row in ROWS if row.name.startswith(f"{kind}-"))
+    for kind in dict.fromkeys(row.name.partition("-")[0] for row in ROWS)
+]
+every_method = pytest.mark.parametrize("row", one_a_method, ids=[row.name for row in one_a_method])
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+
+def wrapped(row, dtype=torch.float32, **overrides):
+    """A base model's outputs on a batch, and the model with an adapter."""
+    base = row.base().to(dtype)
+    inputs = batch(base)
+    with torch.no_grad():
+        before = base(**inputs).logits
+    return before, get_peft_model(base, row.config(**overrides)).eval(), inputs
+
+
+def two_adapters(row, dtype=torch.float32):
+    before, model, inputs = wrapped(row, dtype)
+    model.add_adapter("other", row.config(second=True))
+    return before, model.eval(), inputs
+
+
+@torch.no_grad()
+def logits(model, inputs, **options):
+    return model(**inputs, **options).logits
+
+
+def adapter_parameters(model, name="default"):
+    return {key: value for key, value in model.named_parameters() if key.endswith(f".{name}") and ".nlr_" in key}
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, AdapterLayer)]
+
+
+@every_row
+def test_starts_where_the_base_stands(row):
+    before, model, inputs = wrapped(row, init_weights=True)
+    if row.starts_equal:
+        assert torch.equal(logits(model, inputs), before)
+    else:
+        assert_close_by_norm(logits(model, inputs), before, 0.08)  # NoRA's fit on gpt2: 0.033, standard deviation 0.005
+    _, changed, _ = wrapped(row)
+    assert not torch.equal(logits(changed, inputs), before)
+
+
+@every_row
+def test_trains_the_adapter_and_nothing_else(row):
+    _, model, inputs = wrapped(row)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    saved_whole = {name for name in trained if "modules_to_save.default" in name}
+    assert trained - saved_whole == adapter_parameters(model).keys()
+    model.train()
+    optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-2, verbose=False))
+    model(**inputs, labels=labels(row, inputs)).loss.backward()
+    for name, value in model.named_parameters():
+        assert (value.grad is not None) == (name in trained), name
+        assert value.grad is None or value.grad.isfinite().all(), name
+    optimizer.step()
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == trained
+
+
+@every_row
+def test_saves_and_loads_under_another_name(row, tmp_path):
+    _, model, inputs = wrapped(row)
+    base = copy.deepcopy(model).unload()
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert "import nonlinear_lowrank" in (tmp_path / "README.md").read_text()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text().count("import nonlinear_lowrank") == 1
+    for name in ("default", "mine"):
+        again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, adapter_name=name).eval()
+        assert torch.equal(logits(again, inputs), expected)
+        assert not any(value.requires_grad for value in again.parameters())
+        assert again.peft_config[name].peft_type == row.config().peft_type
+    sparing = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True, is_trainable=True)
+    assert torch.equal(logits(sparing.eval(), inputs), expected)
+    assert all(value.requires_grad for value in adapter_parameters(sparing).values())
+
+
+@every_row
+def test_several_adapters(row):
+    before, model, inputs = two_adapters(row)
+    first = logits(model, inputs)
+    assert not any(value.requires_grad for value in adapter_parameters(model, "other").values())
+    model.set_adapter("other")
+    other = logits(model, inputs)
+    assert not torch.equal(first, other)
+    assert all(value.requires_grad for value in adapter_parameters(model, "other").values())
+    assert not any(value.requires_grad for value in adapter_parameters(model).values())
+    with model.disable_adapter():
+        assert torch.equal(logits(model, inputs), before)
+    model.set_adapter("default")
+    assert torch.equal(logits(model, inputs), first)
+    model.delete_adapter("other")
+    assert torch.equal(logits(model, inputs), first)
+    assert not adapter_parameters(model, "other")
+    assert all("other" not in layer.configs for layer in layers(model))
+
+
+# peft lets a trained head be active for one adapter at a time.
+@pytest.mark.parametrize("row", [row for row in ROWS if "classifier" not in row.family], ids=lambda row: row.name)
+def test_two_adapters_at_once(row):
+    _, model, inputs = two_adapters(row)
+    alone = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        alone[name] = logits(model, inputs)
+    model.base_model.set_adapter(["default", "other"])
+    both = logits(model, inputs)
+    assert not any(torch.equal(both, each) for each in alone.values())
+    model.base_model.set_adapter(["other", "default"])
+    assert torch.equal(logits(model, inputs), both)
+
+
+@every_row
+def test_unload_gives_the_base_back(row):
+    before, model, inputs = two_adapters(row)
+    plain = model.unload()
+    assert not any(isinstance(module, BaseTunerLayer) for module in plain.modules())
+    assert torch.equal(logits(plain, inputs), before)
+
+
+@every_row
+def test_rows_of_a_batch_with_their_own_adapters(row):
+    before, model, inputs = two_adapters(row, torch.float64)
+    names = ["other", "__base__", "default", "other"]
+    mixed = logits(model, inputs, adapter_names=names)
+    for i, name in enumerate(names):
+        if name == "__base__":
+            expected = before[i]
+        else:
+            model.set_adapter(name)
+            expected = logits(model, inputs)[i]
+        assert_close_by_norm(mixed[i], expected)
+    with pytest.raises(UserError, match="nobody"):
+        logits(model, inputs, adapter_names=["nobody"] * 4)
+    with pytest.raises(UserError, match="one name a row"):
+        logits(model, inputs, adapter_names=["default"] * 3)
+    with pytest.raises(UserError, match="inference"):
+        model.train()(**inputs, adapter_names=names)
+
+
+@merging_rows
+def test_merges_and_unmerges(row):
+    before, model, inputs = two_adapters(row, torch.float64)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    adapted = logits(model, inputs)
+    model.merge_adapter()
+    assert_close_by_norm(logits(model, inputs), adapted)
+    model.unmerge_adapter()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert torch.equal(logits(model, inputs), adapted)
+    with model.disable_adapter():
+        assert torch.equal(logits(model, inputs), before)
+
+
+@merging_rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_one_by_one_is_merging_together(row, dtype):
+    _, model, _ = two_adapters(row)
+    model.to(dtype)
+    model.merge_adapter(["default", "other"])
+    together = {name: value.clone() for name, value in model.state_dict().items()}
+    model.unmerge_adapter()
+    for first, second in (("default", "other"), ("other", "default")):
+        model.merge_adapter([first])
+        with pytest.warns(UserWarning, match="additionally merging"):
+            model.merge_adapter([second])
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, together[name]), name
+        model.unmerge_adapter()
+
+
+@merging_rows
+def test_merge_and_unload_leaves_a_plain_model(row):
+    _, model, inputs = two_adapters(row, torch.float64)
+    adapted = logits(model, inputs)
+    classes = {type(module) for module in row.base().modules()}
+    plain = model.merge_and_unload(safe_merge=True)
+    if row.name.startswith("nora"):  # keeps the rational layer
+        classes |= {type(module) for module in plain.modules() if type(module).__module__.startswith("nonlinear")}
+    assert {type(module) for module in plain.modules()} <= classes
+    assert_close_by_norm(logits(plain, inputs), adapted)
+
+
+@merging_rows
+def test_a_broken_adapter_is_not_merged(row):
+    _, model, _ = wrapped(row)
+    last = list(adapter_parameters(model).values())[-1]
+    with torch.no_grad():
+        last.view(-1)[0] = float("nan")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UserError, match="not finite"):
+            merge(safe_merge=True)
+        assert not any(layer.merged for layer in layers(model))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name]) or value.isnan().any(), name
+
+
+@every_row
+def test_refuses_to_merge_in_one_line_or_merges(row):
+    _, model, _ = wrapped(row)
+    if row.merges:
+        with pytest.raises(UserError, match="there is no adapter 'typo'"):
+            model.merge_adapter(["typo"])
+        return
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UserError, match="cannot be merged") as caught:
+            merge()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "classifier" in row.family], ids=lambda row: row.name)
+def test_a_new_head_is_trained_and_saved(row, tmp_path):
+    _, model, inputs = wrapped(row)
+    heads = [name for name, value in model.named_parameters() if "modules_to_save.default" in name]
+    assert heads
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name in heads:
+                value.normal_()
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path)
+    base = copy.deepcopy(model).unload()
+    again = PeftModel.from_pretrained(base, tmp_path, adapter_name="mine").eval()
+    assert torch.equal(logits(again, inputs), expected)
+
+
+@every_method
+def test_through_transformers_own_add_adapter(row, tmp_path):
+    model = row.base()
+    inputs = batch(model)
+    before = logits(model, inputs)
+    plain = copy.deepcopy(model)
+    model.add_adapter(row.config(), adapter_name="mine")
+    adapted = logits(model.eval(), inputs)
+    assert not torch.equal(adapted, before)
+    assert all(value.requires_grad == (".nlr_" in name) for name, value in model.named_parameters())
+    model.disable_adapters()
+    assert torch.equal(logits(model, inputs), before)
+    model.enable_adapters()
+    model.save_pretrained(tmp_path)
+    plain.load_adapter(tmp_path, adapter_name="again")
+    assert torch.equal(logits(plain.eval(), inputs), adapted)
+    plain.delete_adapter("again")
+    assert not adapter_parameters(plain, "again")
+
+
+@every_row
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(row, reentrant):
+    gradients = []
+    _, model, inputs = wrapped(row, **{name: 0.0 for name in row.options if name.endswith("dropout")})
+    model.train()
+    target = labels(row, inputs)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        model(**inputs, labels=target).loss.backward()
+        gradients.append([value.grad.clone() for value in adapter_parameters(model).values()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+
+
+def rounding(model, inputs):
+    """What rounding the weights alone, to bfloat16, does to this draw's outputs, all else being in float32."""
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in rounded.parameters():
+            value.copy_(value.bfloat16())
+    return (logits(rounded, inputs) - logits(model, inputs)).norm()
+
+
+@every_row
+def test_a_bfloat16_base_with_a_float32_adapter(row):
+    base = row.base()
+    inputs = batch(base, size=16)  # a classifier's few outputs tell little of the rounding
+    reference = get_peft_model(copy.deepcopy(base), row.config()).eval()
+    expected = logits(reference, inputs)
+    model = get_peft_model(base.to(torch.bfloat16), row.config()).eval()
+    assert {value.dtype for value in adapter_parameters(model).values()} == {torch.float32}
+    with torch.no_grad():
+        for name, value in adapter_parameters(reference).items():
+            model.get_parameter(name).copy_(value)
+    low = logits(model, inputs)
+    assert low.dtype == torch.bfloat16
+    assert (low - expected).norm() <= 4 * rounding(reference, inputs) + 0.02 * expected.norm()
+    model.train()
+    model(**inputs, labels=labels(row, inputs)).loss.backward()
+    assert all(value.grad.isfinite().all() for value in adapter_parameters(model).values())
+    model.add_adapter("other", row.config(second=True))
+    assert not any(value.requires_grad for value in adapter_parameters(model, "other").values())
+
+
+@every_method
+def test_autocast(row):
+    _, model, inputs = wrapped(row)
+    expected = logits(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.train()(**inputs, labels=labels(row, inputs)).loss
+        low = logits(model.eval(), inputs)
+    loss.backward()
+    assert (low.float() - expected).norm() <= 5 * rounding(model, inputs)  # of 60 draws a method the worst was 2.9
+    assert all(value.grad.isfinite().all() for value in adapter_parameters(model).values())
+
+
+@every_row
+def test_compiles_whole_through_the_layer(row):
+    torch.compiler.reset()
+    _, model, inputs = wrapped(row)
+    caught = {}
+    layer = layers(model)[0]
+    layer.register_forward_pre_hook(lambda module, args: caught.setdefault("x", args[0].detach()))
+    logits(model, inputs)
+    x = caught["x"]
+    layer._forward_pre_hooks.clear()
+    if x.is_floating_point():
+        x.requires_grad_()
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        y = function(x)
+        y.square().sum().backward()
+        trained = [value.grad for value in layer.parameters() if value.requires_grad]
+        results.append([y.detach(), *(value.clone() for value in trained)])
+    assert len(results[0]) > 1
+    for eager, compiled in zip(*results, strict=True):
+        assert_close_by_norm(compiled, eager, 1e-5)
+
+
+@every_method
+def test_trains_with_the_trainer(row, tmp_path):
+    _, model, _ = wrapped(row)
+    eight = batch(model, 8)
+    eight["labels"] = labels(row, eight)
+    rows = [{name: value[i] for name, value in eight.items()} for i in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+        save_steps=3, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in adapter_parameters(model).items()}
+
+    class MixedTrainer(nlr.TrainerMixin, Trainer):
+        pass
+
+    trainer = MixedTrainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    assert all(not torch.equal(value, before[name]) for name, value in adapter_parameters(model).items())
+    saved = tmp_path / "checkpoint-3"
+    assert (saved / "adapter_config.json").exists()
+    inputs = batch(model)
+    again = PeftModel.from_pretrained(copy.deepcopy(model).unload(), saved).eval()
+    assert torch.equal(logits(again, inputs), logits(model.eval(), inputs))
+
+
+@every_method
+def test_status_counts_and_copies(row):
+    _, model, inputs = two_adapters(row)
+    status = model.get_model_status()
+    assert status.available_adapters == ["default", "other"]
+    assert status.active_adapters == ["default"]
+    trained, _ = model.get_nb_trainable_parameters()
+    whole = sum(value.numel() for name, value in model.named_parameters() if "modules_to_save.default" in name)
+    assert trained - whole == sum(value.numel() for value in adapter_parameters(model).values())
+    assert torch.equal(logits(copy.deepcopy(model), inputs), logits(model, inputs))
+
+
+# What every method refuses, in one line, before anything is changed.
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"target_modules": ["typo_proj"]}, "typo_proj.*match no module.*q_proj"),
+        ({"target_modules": r".*\.layers\.9\..*"}, "match no module"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, "layers_to_transform"),
+        ({"target_modules": ["input_layernorm"]}, "input_layernorm is a LlamaRMSNorm"),
+        ({"target_modules": ["q_proj", "mlp"]}, "mlp is a LlamaMLP"),
+        ({"target_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}}, "rank_pattern.*k_proj"),
+    ],
+)
+def test_targets_that_are_not_there(options, word):
+    base = FAMILIES["llama"].make()
+    before = {name: value.requires_grad for name, value in base.named_parameters()}
+    modules = [type(module) for module in base.modules()]
+    with pytest.raises(UserError, match=word) as caught:
+        get_peft_model(base, nlr.NobleAdapterConfig(r=4, **options))
+    assert "\n" not in str(caught.value)
+    assert {name: value.requires_grad for name, value in base.named_parameters()} == before
+    assert [type(module) for module in base.modules()] == modules
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"bias": "some"}, "bias"),
+        ({"target_modules": ".*", "layers_to_transform": [1]}, "target_modules as a list"),
+        ({"layers_pattern": "layers"}, "layers_to_transform"),
+    ],
+)
+def test_configs_that_cannot_be(options, word):
+    with pytest.raises(UserError, match=word):
+        nlr.NobleAdapterConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["__base__", "a.b", "keys", "training"])
+def test_names_that_no_adapter_can_have(name):
+    with pytest.raises(UserError, match="an adapter cannot be called"):
+        get_peft_model(nn.Sequential(nn.Linear(8, 8)), nlr.NobleAdapterConfig(r=2, target_modules=["0"]), name)
+
+
+def test_an_adapter_for_another_base_is_named_with_its_shapes(tmp_path):
+    def model(d_in, depth=1):
+        return nn.Sequential(*(nn.Linear(d_in, 12) if i == 0 else nn.Linear(12, 12) for i in range(depth)))
+
+    config = nlr.NobleAdapterConfig(r=2, target_modules="[0-9]")
+    get_peft_model(model(8, depth=2), config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"another base.*nlr_noble_down.*2x8 in its file and 2x10 here"):
+        PeftModel.from_pretrained(model(10, depth=2), tmp_path)
+    with pytest.raises(UserError, match=r"5 tensors are only in its file.*1\.nlr_noble"):
+        PeftModel.from_pretrained(model(8), tmp_path)
+    with pytest.raises(UserError, match=r"5 tensors are only here.*2\.nlr_noble"):
+        PeftModel.from_pretrained(model(8, depth=3), tmp_path)
+
+
+def test_biases_are_trained_and_saved_with_the_adapter(tmp_path):
+    for bias, trained in (("all", {"0", "2"}), ("adapter_only", {"0"}), ("lora_only", {"0"}), ("none", set())):
+        base = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        plain = copy.deepcopy(base)
+        model = get_peft_model(base, nlr.NobleAdapterConfig(r=2, target_modules=["0"], bias=bias))
+        names = {name for name, value in model.named_parameters() if value.requires_grad and name.endswith("bias")}
+        assert {name.split(".")[2] for name in names} == trained
+        x = torch.randn(3, 8)
+        model(x).square().sum().backward()
+        with torch.no_grad():
+            for value in model.parameters():
+                if value.grad is not None:
+                    value.sub_(value.grad)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(PeftModel.from_pretrained(plain, tmp_path)(x), model(x))
+
+
+def test_layers_and_exclusions_choose_the_modules():
+    config = nlr.NobleAdapterConfig(
+        r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], rank_pattern={r"layers\.1\..*v_proj": 2}
+    )
+    model = get_peft_model(FAMILIES["llama"].make(), config)
+    ranks = {
+        name: module.configs["default"].r for name, module in model.named_modules() if isinstance(module, AdapterLayer)
+    }
+    prefix = "base_model.model.model.layers.1.self_attn"
+    assert ranks == {f"{prefix}.q_proj": 4, f"{prefix}.v_proj": 2}
+    excluding = nlr.NobleAdapterConfig(r=4, target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"])
+    model = get_peft_model(FAMILIES["llama"].make(), excluding)
+    assert len(layers(model)) == 2
+    everything = get_peft_model(FAMILIES["llama"].make(), nlr.NobleAdapterConfig(r=4, target_modules="all-linear"))
+    assert len(layers(everything)) == 14  # the head is left alone
+    assert everything.peft_config["default"].peft_type == peft.PeftType.NLR_NOBLE

@@ -1,0 +1,209 @@
+"""NOBLE adapters: the published formula beside frozen layers, their init, rates, counts and kept bytes."""
+
+import peft
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES, batch
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+BOTTLENECKS = [
+    *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
+    ("cosine", 3),
+]
+
+
+def adapted(base, **options):
+    """A layer with an adapter, from a model that has nothing else."""
+    options = {"r": 4, "init_weights": False, **options}
+    config = nlr.NobleAdapterConfig(target_modules=["0"], **options)
+    return get_peft_model(nn.Sequential(base), config).eval().base_model.model[0]
+
+
+def branch(layer, name="default"):
+    """down, up, mixes, frequencies, phases of an adapter, float64."""
+    tensors = [
+        getattr(layer, f"nlr_noble_{each}")[name].detach().double()
+        if name in getattr(layer, f"nlr_noble_{each}")
+        else ()
+        for each in ("down", "up", "mix", "frequency", "phase")
+    ]
+    return [*tensors[:2], *(list(each) for each in tensors[2:])]
+
+
+def weight_and_bias(base):
+    weight = base.weight.t() if isinstance(base, Conv1D) else base.weight.flatten(1)
+    return weight.double(), None if base.bias is None else base.bias.double()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(12, 10), lambda: nn.Linear(12, 10, bias=False), lambda: Conv1D(10, 12)]
+)
+@pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
+def test_is_the_papers_formula_beside_the_frozen_layer(make, activation, depth):
+    base = make()
+    layer = adapted(base, activation=activation, depth=depth)
+    x = torch.randn(3, 5, 12)
+    expected = noble_linear_reference(x.double(), *weight_and_bias(base), *branch(layer), activation)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
+    base = nn.Conv2d(12, 10, 1, stride=stride)
+    layer = adapted(base)
+    x = torch.randn(2, 12, 5, 6)
+    pixels = x[:, :, ::stride, ::stride].movedim(1, -1).double()
+    expected = noble_linear_reference(pixels, *weight_and_bias(base), *branch(layer)).movedim(-1, 1)
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+
+
+def test_several_adapters_add_their_branches():
+    base = nn.Linear(12, 10)
+    model = get_peft_model(nn.Sequential(base), nlr.NobleAdapterConfig(r=4, target_modules=["0"], init_weights=False))
+    other = nlr.NobleAdapterConfig(r=2, target_modules=["0"], init_weights=False, activation="gelu", depth=1)
+    model.add_adapter("other", other)
+    model.base_model.set_adapter(["default", "other"])
+    layer, x = model.base_model.model[0], torch.randn(7, 12)
+    zero = torch.zeros(10, 12, dtype=torch.float64)
+    expected = base(x).double() + noble_linear_reference(x.double(), zero, None, *branch(layer))
+    expected += noble_linear_reference(x.double(), zero, None, *branch(layer, "other"), "gelu")
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_is_on_the_branchs_input_and_in_training_only():
+    base = nn.Linear(64, 64)
+    layer = adapted(base, dropout=0.5)
+    x = torch.randn(1, 64).expand(2, 64)
+    assert torch.equal(layer(x)[0], layer(x)[1])
+    layer.train()
+    first, second = layer(x)
+    assert not torch.equal(first, second)
+    with torch.no_grad():
+        layer.nlr_noble_up["default"].zero_()
+    torch.testing.assert_close(layer(x), base(x))  # what is left has none
+
+
+def test_init_is_the_papers_but_for_the_zero_up():
+    torch.manual_seed(0)
+    layer = adapted(nn.Linear(512, 256), r=128, depth=3, init_weights=True)
+    down, up, mixes, frequencies, phases = branch(layer)
+    assert down.std() == pytest.approx(512**-0.5, rel=0.02)
+    assert not up.any()
+    bound = (6 / 256) ** 0.5
+    for mix in mixes:
+        assert mix.abs().max() <= bound
+        assert mix.std() == pytest.approx(bound / 3**0.5, rel=0.02)
+    low, high = torch.cat(frequencies).aminmax()
+    assert 0.8 <= low < 0.83
+    assert 1.17 < high <= 1.2
+    assert torch.cat(phases).std() == pytest.approx(0.1, rel=0.15)
+
+
+def test_rates_are_the_papers_table():
+    model = get_peft_model(nn.Sequential(nn.Linear(96, 48)), nlr.NobleAdapterConfig(r=8, target_modules=["0"]))
+    groups = nlr.param_groups(model, lr=2e-3, weight_decay=0.01, verbose=False)
+    prefix, ratio = "base_model.model.0.nlr_noble_", 48 / 8
+    found = {
+        name.removeprefix(prefix): (group["lr"] / 2e-3, group["weight_decay"], group["role"])
+        for group in groups
+        for name, _ in group["params"]
+    }
+    assert found == {
+        "down.default": (pytest.approx(1), 0.01, "noble.down"),
+        "up.default": (pytest.approx(ratio**0.6), 0.01, "noble.up"),
+        "mix.default": (pytest.approx(ratio**0.45), 0.01, "noble.mix"),
+        "frequency.default": (pytest.approx(3), 0.0, "noble.frequency"),
+        "phase.default": (pytest.approx(5), 0.0, "noble.phase"),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "eurobert"])
+def test_trained_parameters_are_counted_exactly(family):
+    base = FAMILIES[family]().eval()
+    config = nlr.NobleAdapterConfig(r=4, target_modules="all-linear")
+    model = get_peft_model(base, config)
+    expected = sum(
+        4 * (layer.d_in + layer.d_out) + 4 * 4 + 4 * 4 for layer in model.modules() if hasattr(layer, "nlr_noble_down")
+    )
+    assert model.get_nb_trainable_parameters()[0] == expected > 0
+    inputs = batch(base)
+    with torch.no_grad():
+        before = base(**inputs).logits
+        with model.disable_adapter():
+            assert torch.equal(model(**inputs).logits, before)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_keeps_the_input_and_h_alone(backend, bf16):
+    torch._dynamo.reset()
+    tokens, r = 96, 16
+    layer = adapted(nn.Linear(64, 80), r=r)
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return run(x)
+
+    kept = saved_bytes(forward, torch.randn(tokens, 64, requires_grad=True), parameters=list(layer.parameters()))
+    assert kept == tokens * (64 + r) * (2 if bf16 else 4)
+
+
+def test_a_frozen_weight_costs_no_gradient_product():
+    layer = adapted(nn.Linear(64, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    dense = 2 * 32 * 64 * 64  # forward; the same again for the gradient of x, and of the weight if it had one
+    assert 2 * dense < counter.get_total_flops() < 2.5 * dense
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"r": True}, "r must be"),
+        ({"rank_pattern": {"x": -1}}, r"rank_pattern\['x'\]"),
+        ({"activation": "relu"}, "unknown activation 'relu'"),
+        ({"activation": "gelu", "depth": 3}, "depth 3"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"frequency_range": (2, 1)}, "frequency_range"),
+        ({"phase_lr": 0}, "phase_lr"),
+    ],
+)
+def test_settings_that_cannot_be(options, word):
+    with pytest.raises(UserError, match=word):
+        nlr.NobleAdapterConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [
+        (nn.Linear(8, 4), "r=4 is not low for 0"),
+        (nn.Conv2d(8, 8, 3), r"kernel \(3, 3\)"),
+        (nn.Conv2d(8, 8, 1, groups=2), "2 groups"),
+        (nn.Conv2d(8, 8, 1, padding=1), "padding"),
+        (nn.Embedding(8, 8), "0 is a Embedding.*takes linear"),
+        (nn.LayerNorm(8), "0 is a LayerNorm"),
+    ],
+)
+def test_modules_that_cannot_have_a_branch(module, word):
+    with pytest.raises(UserError, match=word):
+        get_peft_model(nn.Sequential(module), nlr.NobleAdapterConfig(r=4, target_modules=["0"]))
+
+
+def test_is_reached_by_pefts_own_tables():
+    config = peft.get_peft_config({"peft_type": "NLR_NOBLE", "r": 3})
+    assert isinstance(config, nlr.NobleAdapterConfig)
+    assert config.to_dict()["frequency_range"] == (0.8, 1.2)

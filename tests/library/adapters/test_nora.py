@@ -1,0 +1,443 @@
+"""NoRA and NoRA++ as PEFT methods, beside what every method's matrix (test_adapters.py) covers."""
+
+import copy
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
+
+import model_helpers
+from adapter_helpers import PEFT_WARNINGS
+from nonlinear_lowrank import NoraConfig, UserError, param_groups
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.methods import RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational import adapter_config as nora_config
+from nonlinear_lowrank.methods.rational.adapter import NoraActivation
+from nonlinear_lowrank.methods.rational.fit import fit_rational
+from nora_helpers import drawn, logits, trained
+from rounding_helpers import assert_close_by_norm
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+forms = pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
+# google/vit_tiny_patch16_224 with CIFAR-100's head: nora.txt, section 4.1.
+VIT_TINY = ViTConfig(
+    hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, num_labels=100
+)
+
+
+def count(model):
+    return sum(value.numel() for value in trained(model).values())
+
+
+# Counts.
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 2112),  # r=2 and 8 groups are the defaults; nora.txt, Table 6: 2.10K
+        ({"r": 1}, 1056),
+        ({"r": 3}, 3168),
+        ({"groups": 64}, 8 * 2112),
+        ({"form": "sum_of_abs"}, 2112),
+        ({"numerator_only": True}, 12 * 8 * (5 * 2 + 2)),
+        ({"denominator_only": True}, 12 * 8 * (4 * 2 + 2)),
+        ({"tuning": "rational"}, 12 * 8 * (6 + 5)),
+        ({"tuning": "zero_init"}, 12 * 8 * (6 + 5)),
+        ({"tuning": "gelu_init"}, 12 * 8 * (6 + 5)),
+        ({"tuning": "rational", "form": "sum_of_abs"}, 12 * 8 * (6 + 4)),
+        ({"tuning": "rational", "numerator_only": True}, 12 * 8 * 6),
+        ({"tuning": "constants"}, 12 * 8 * 2),
+        ({"degrees": (3, 2)}, 12 * 8 * (3 * 2 + 2 + 2 * 2 + 2)),
+        ({"lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}, 2112 + 12 * 2 * 8 * (192 + 192)),
+    ],
+    ids=str,
+)
+def test_trainable_counts_on_vit_tiny(options, expected, capsys):
+    with torch.device("meta"):
+        base = ViTForImageClassification(VIT_TINY)
+    model = get_peft_model(base, NoraConfig(**options))
+    assert count(model) == expected == model.base_model.report().trainable
+    assert f"12 activations became rational functions{', 24 linears have LoRA' if 'lora_r' in options else ''}; " in (
+        said := capsys.readouterr().out
+    )
+    assert f"{expected:,} trained parameters" in said
+
+
+@pytest.mark.shared_data
+def test_the_published_counts_are_the_shared_ones():
+    shared = json.loads((Path(__file__).resolve().parents[4] / "shared/facts/parameter_counts.json").read_text())
+    assert {name: value for name, value in shared["nora"].items() if name != "note"} == {"vit_tiny_r2_8_groups": 2112}
+
+
+# The formula.
+
+
+def mlp(formula=nn.GELU, dtype=torch.float64):
+    return nn.Sequential(nn.Linear(6, 24), formula(), nn.Linear(24, 3)).to(dtype)
+
+
+def adapted_mlp(formula=nn.GELU, dtype=torch.float64, **options):
+    model = get_peft_model(mlp(formula, dtype), NoraConfig(**{"groups": 4, "init_weights": False, **options}))
+    return model, model.base_model.model[1]
+
+
+def plain_rational(x, a, b, form):
+    """P / Q by groups of the last dimension, written out."""
+    z = x.unflatten(-1, (len(a), -1))
+    p = sum(a[:, i, None] * z**i for i in range(a.shape[1]))
+    if form == "abs_of_sum":
+        q = 1 + sum(b[:, j, None] * z**j for j in range(b.shape[1])).abs()
+    else:
+        q = 1 + sum(b[:, j, None].abs() * z.abs() ** (j + 1) for j in range(b.shape[1]))
+    return (p / q).flatten(-2)
+
+
+def reference(x, layer, config, function, factors):
+    """nora.txt, equation (8), from the adapter's own factors: theta + A B, without a constant in the shift."""
+    fit = next(iter(config.fits.values()))
+    # The fit is taken in float32.
+    theta = [torch.tensor([fit[side]] * 4, dtype=torch.float32).to(x.dtype) for side in ("numerator", "denominator")]
+    shifted = []
+    for each, a, b in zip(theta, factors[::2], factors[1::2], strict=True):
+        shift = (a @ b[:, :, None]).squeeze(-1)
+        shifted.append(each + nn.functional.pad(shift, (each.shape[1] - shift.shape[1], 0)))
+    low, high = (-10.0, 10.0) if isinstance(config.fit_range, float) else config.fit_range
+    inside = x.clamp(low, high) if config.tails == "linear" else x
+    y = plain_rational(inside, *shifted, config.form)
+    if config.anchor == "exact":
+        return function(x) + (y - plain_rational(inside, *theta, config.form))
+    if config.tails == "linear":  # gelu and silu: slope 0 on the left, 1 on the right
+        y = y + torch.where(x > high, x - high, 0)
+    return y
+
+
+FACTORS = [f"nlr_nora_{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"]
+
+
+def factors_of(layer, dtype=None):
+    found = [getattr(layer, name)["default"].detach() for name in FACTORS]
+    return [each.to(dtype or each.dtype).requires_grad_() for each in found]
+
+
+@forms
+@pytest.mark.parametrize("tails", ["linear", "rational"])
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+@pytest.mark.parametrize("formula", [nn.GELU, nn.SiLU])
+def test_values_and_gradients_are_the_papers_in_float64(form, tails, anchor, formula):
+    model, layer = adapted_mlp(formula, form=form, tails=tails, anchor=anchor)
+    config = model.double().peft_config["default"]
+    x = (6 * torch.randn(50, 24, dtype=torch.float64)).requires_grad_()  # some beyond the range of the fit
+    assert (x.abs() > 10).any()
+    dy = torch.randn(50, 24, dtype=torch.float64)
+    factors = factors_of(layer, torch.float64)
+    expected = reference(x, layer, config, formula(), factors)
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    ours = torch.autograd.grad(found, [x, *(getattr(layer, name)["default"] for name in FACTORS)], dy)
+    theirs = torch.autograd.grad(expected, [x, *factors], dy)
+    for our, their in zip(ours, theirs, strict=True):
+        assert_close_by_norm(our, their)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_no_worse_than_twice_the_plain_formulas_error(form, dtype, anchor):
+    model, layer = adapted_mlp(dtype=dtype, form=form, anchor=anchor)
+    config = model.peft_config["default"]
+    with torch.no_grad():  # a small shift: near Q's kink the side is a matter of rounding
+        for name in FACTORS[1::2]:
+            getattr(layer, name)["default"].mul_(0.01)
+    x = (3 * torch.randn(1000, 24)).to(dtype)
+    dy = torch.randn(1000, 24).to(dtype)
+
+    def run(function, x, factors):
+        x = x.detach().requires_grad_()
+        y = function(x)
+        return [y, *torch.autograd.grad(y, [x, *factors], dy.to(y.dtype))]
+
+    ours = run(layer, x, [getattr(layer, name)["default"] for name in FACTORS])
+    results = []
+    for wide in (dtype, torch.float64):
+        factors = factors_of(layer, wide)
+        gelu = nn.GELU()
+        results.append(run(lambda x, f=factors: reference(x, layer, config, gelu, f), x.to(wide), factors))  # noqa: B023
+    # The factors' gradients are a few numbers each, whose errors are luck: all of them together.
+    pairs = [
+        tuple((each.double() - truth).norm() / truth.norm() for each in (our, plain))
+        for our, plain, truth in zip(ours, *results, strict=True)
+    ]
+    for error, allowed in [*pairs[:2], torch.tensor(pairs[2:]).norm(dim=0)]:
+        assert error <= 2 * allowed + 2e-6
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_keeps_its_input_alone(anchor, backend):
+    torch.compiler.reset()
+    _, layer = adapted_mlp(dtype=torch.float32, anchor=anchor)
+    x = torch.randn(4096, 24, requires_grad=True)
+    run = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    assert x.nbytes <= saved_bytes(run, x) <= 1.01 * x.nbytes
+
+
+def test_a_16_bit_model_keeps_the_coefficients_in_float32():
+    model, layer = adapted_mlp(dtype=torch.float32, tuning="rational", anchor="exact", init_weights=True)
+    before = {name: value.clone() for name, value in trained(model).items()}
+    model.to(torch.bfloat16)
+    for name, value in trained(model).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name])
+    x = torch.randn(30, 24, dtype=torch.bfloat16)
+    assert torch.equal(layer(x), nn.GELU()(x))
+
+
+# Starts, and what is trained: Tables 4 and 5.
+
+TUNINGS = {
+    # tuning: {tensor: shape} with r=2, 4 groups, degrees (5, 4)
+    "low_rank": {
+        "numerator_a": (4, 5, 2), "numerator_b": (4, 2), "denominator_a": (4, 4, 2), "denominator_b": (4, 2),
+    },
+    "rational": {"numerator": (4, 6), "denominator": (4, 5)},
+    "zero_init": {"numerator": (4, 6), "denominator": (4, 5)},
+    "gelu_init": {"numerator": (4, 6), "denominator": (4, 5)},
+    "constants": {"numerator": (4, 1), "denominator": (4, 1)},
+}  # fmt: skip
+tunings = pytest.mark.parametrize("tuning", TUNINGS)
+SIDES = {
+    "both": ({}, {"numerator", "denominator"}),
+    "numerator": ({"numerator_only": True}, {"numerator"}),
+    "denominator": ({"denominator_only": True}, {"denominator"}),
+}
+sides = pytest.mark.parametrize("side", SIDES)
+
+
+@tunings
+@sides
+def test_what_each_tuning_trains_and_where_it_starts(tuning, side):
+    options, tuned = SIDES[side]
+    model, layer = adapted_mlp(nn.SiLU, torch.float32, tuning=tuning, init_weights=True, **options)
+    expected = {name: shape for name, shape in TUNINGS[tuning].items() if name.split("_")[0] in tuned}
+    assert {
+        name.split("nlr_nora_")[1].removesuffix(".default"): tuple(value.shape)
+        for name, value in trained(model).items()
+    } == expected
+    x = 4 * torch.randn(50, 24)
+    plain = RationalActivation(RationalConfig(activation="silu", groups=4))
+    if tuning == "gelu_init":
+        other = RationalActivation(RationalConfig(activation="gelu", groups=4))
+        for name in tuned:
+            getattr(plain, f"rational_{name}").data = getattr(other, f"rational_{name}").data
+        torch.testing.assert_close(layer(x), plain(x))
+        assert not torch.equal(layer(x), nn.SiLU()(x))
+    else:
+        assert torch.equal(layer(x), plain(x))
+        assert (layer(x) - nn.SiLU()(x)).abs().max() <= 2.5e-3  # the fit's error, and a little beyond its range
+
+    # What moves when it is trained: every coefficient that the table names, and no other.
+    start = [each.detach().clone() for each in (plain.rational_numerator, plain.rational_denominator)]
+    drawn(model)
+    if tuning == "low_rank":
+        drawn(model)  # B was zero
+    merged = model.merge_and_unload()[1]
+    assert isinstance(merged, RationalActivation)
+    for name, before in zip(("numerator", "denominator"), start, strict=True):
+        moved = ((getattr(merged, f"rational_{name}") - before).abs() != 0).all(0).tolist()
+        if name not in tuned:
+            assert torch.equal(getattr(merged, f"rational_{name}"), before)
+        elif tuning == "low_rank":
+            assert moved == [False, *[True] * (len(moved) - 1)]
+        elif tuning == "constants":
+            assert moved == [True, *[False] * (len(moved) - 1)]
+        else:
+            assert all(moved)
+
+
+def test_all_of_kats_denominator_is_shifted():
+    """It has no constant: b1 to b4 are all there is."""
+    model, _ = adapted_mlp(dtype=torch.float32, form="sum_of_abs")
+    fit = model.peft_config["default"].fits["gelu"]
+    merged = model.merge_and_unload()[1]
+    moved = merged.rational_denominator - torch.tensor(fit["denominator"])
+    assert moved.shape == (4, 4)
+    assert (moved != 0).all()
+
+
+@tunings
+def test_learning_rate_roles_and_decay(tuning):
+    model, _ = adapted_mlp(dtype=torch.float32, tuning=tuning)
+    groups = param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
+    assert {group["lr"] for group in groups} == {1e-3}
+    assert {name for group in groups for name, _ in group["params"]} == trained(model).keys()
+    # Coefficients that are trained themselves would decay towards a function that is nothing.
+    assert {group["weight_decay"] for group in groups} == {0.0 if tuning in ("rational", "gelu_init") else 0.1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "vit", "glm"])
+def test_an_exact_anchor_starts_bit_equal_in_training_and_evaluation(family, dtype):
+    base = model_helpers.FAMILIES[family]().to(dtype)
+    for module in base.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    inputs = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in model_helpers.batch(base).items()
+    }
+    modes = (True, False)
+    before = {mode: logits(base.train(mode), inputs) for mode in modes}
+    for options in ({}, {"tuning": "rational"}, {"tuning": "constants"}, {"form": "sum_of_abs", "tails": "rational"}):
+        model = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4, anchor="exact", **options))
+        for mode in modes:
+            assert torch.equal(logits(model.train(mode), inputs), before[mode])
+        drawn(drawn(model))
+        assert not torch.equal(logits(model, inputs), before[False])
+    plain = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4)).eval()
+    assert not torch.equal(logits(plain, inputs), before[False])
+
+
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_tails_go_on_straight(anchor):
+    _, layer = adapted_mlp(anchor=anchor, tails="linear", fit_range=5.0)
+    out = torch.tensor([5.0, 7.0, 1000.0, 1e6], dtype=torch.float64)
+    with torch.no_grad():
+        right, left = (layer(each[:, None].expand(-1, 24)) for each in (out, -out))
+    # GELU's own slopes: 1 and 0. Exact: the difference stays what it is at the limit, and GELU is at its own tail.
+    torch.testing.assert_close(right - right[:1], (out - 5)[:, None].expand_as(right), rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(left, left[:1].expand_as(left), rtol=0, atol=2e-5)
+    _, curved = adapted_mlp(anchor="none", tails="rational", fit_range=5.0, init_weights=True)
+    with torch.no_grad():
+        assert (curved(out[2:3, None].expand(-1, 24)) - 1000).abs().min() > 100
+
+
+# Files, and adapters beside each other.
+
+
+def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
+    """What a later version fits must not change an adapter that was trained."""
+    base = model_helpers.llama().eval()
+    inputs = model_helpers.batch(base)
+    model = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4, init_weights=False)).eval()
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    fit = fit_rational("silu")
+    assert saved["fits"] == {
+        "silu": {"numerator": list(fit.numerator), "denominator": list(fit.denominator), "error": fit.error}
+    }
+
+    def other(*args, **kwargs):
+        raise AssertionError("fitted anew")
+
+    monkeypatch.setattr(nora_config.RationalConfig, "fit", other)
+    again = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.equal(logits(again, inputs), expected)
+    saved["fits"]["silu"]["numerator"].pop()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"fits\['silu'\] is not a fit of degrees \(5, 4\)"):
+        peft.PeftConfig.from_pretrained(tmp_path)
+
+
+def test_the_report_says_how_good_the_fits_are(capsys):
+    model = get_peft_model(model_helpers.vit(), NoraConfig(groups=4, fit_range=3.0))
+    said = capsys.readouterr().out
+    assert said.strip() == str(model.base_model.report())
+    error = fit_rational("gelu", fit_range=3.0).error
+    assert error <= 2e-3
+    assert f"gelu as degree 5/4, abs_of_sum: max error {error:.1e} on [-3, 3], linear tails, anchor none" in said
+    assert "4 groups of 48 channels" in said
+    with pytest.raises(UserError, match="there is no adapter 'other'; there are default"):
+        model.base_model.report("other")
+
+
+def test_the_report_tells_layers_apart(capsys):
+    base = type(model_helpers.llama())(
+        model_helpers.llama().config.from_dict({**model_helpers.llama().config.to_dict(), "num_hidden_layers": 6})
+    )
+    get_peft_model(base, NoraConfig(groups=4, layers_to_transform=[0, 1, 2, 4], groups_pattern={r"layers\.1\..*": 8}))
+    said = capsys.readouterr().out
+    assert "rational   model.layers.0,2,4.mlp.act_fn x 3: silu as" in said
+    assert "rational   model.layers.1.mlp.act_fn: silu as" in said
+    assert "left       model.layers.3,5.mlp.act_fn x 2: not asked for" in said
+    capsys.readouterr()
+    get_peft_model(model_helpers.vit(), NoraConfig(groups=4))
+    assert "rational   vit.layers.0-1.mlp.activation_fn x 2: gelu" in capsys.readouterr().out
+
+
+def test_adapters_of_different_functions_cannot_be_active_together():
+    model, layer = adapted_mlp(dtype=torch.float32)
+    model.add_adapter("kat", NoraConfig(groups=4, form="sum_of_abs"))
+    model.add_adapter("twin", NoraConfig(groups=6, init_weights=False))
+    x = torch.randn(5, 24)
+    model.base_model.set_adapter(["default", "kat"])
+    with pytest.raises(UserError, match="shift different rational functions"):
+        layer(x)
+    model.base_model.set_adapter(["default", "twin"])  # 4 and 6 groups: 12 of their own
+    both = layer(x)
+    merged = model.merge_and_unload()[1]
+    assert merged.rational_numerator.shape == (12, 6)
+    torch.testing.assert_close(merged(x), both)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"groups": 0}, "groups must be"),
+        ({"groups": 2.5}, "groups must be"),
+        ({"groups_pattern": {"act": 0}}, r"groups_pattern\['act'\] must be"),
+        ({"degrees": (5, 0)}, "degrees must be"),
+        ({"form": "kat"}, "form must be one of"),
+        ({"tails": "flat"}, "tails must be one of"),
+        ({"anchor": "yes"}, "anchor must be one of"),
+        ({"fit_range": -1.0}, "fit_range must be"),
+        ({"tuning": "all"}, "tuning must be one of 'low_rank', 'rational'"),
+        ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; leave it out"),
+        ({"numerator_only": True, "denominator_only": True}, "leave nothing to train together"),
+        ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),
+        ({"tuning": "gelu_init", "anchor": "exact"}, "drop one of them"),
+        ({"init_std": 0}, "init_std must be"),
+        ({"lora_r": -1}, "lora_r must be"),
+        ({"lora_sine": True}, "lora_sine is for NoRA"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is for NoRA"),
+        ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be"),
+        ({"lora_r": 2, "lora_omega": 0}, "lora_omega must be"),
+        ({"lora_r": 2, "lora_gain": -1.0}, "lora_gain must be"),
+        ({"lora_r": 2, "lora_alpha": float("nan")}, "lora_alpha must be"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_one_line(options, word):
+    with pytest.raises(UserError, match=word) as caught:
+        NoraConfig(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_an_adapter_of_another_base_names_the_shapes(tmp_path):
+    get_peft_model(model_helpers.llama(), NoraConfig(groups=4)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"made for another base model or config: .* tensors are only"):
+        PeftModel.from_pretrained(model_helpers.gpt2(), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "groups": 8}))
+    with pytest.raises(UserError, match=r"nlr_nora_.* is 4x.* in its file and 8x.* here"):
+        PeftModel.from_pretrained(model_helpers.llama(), tmp_path)
+
+
+def test_layers_print_and_compile_with_the_whole_model():
+    base = model_helpers.llama().eval()
+    inputs = model_helpers.batch(base)
+    model = get_peft_model(base, NoraConfig(groups=4, anchor="exact", lora_r=2, init_weights=False)).eval()
+    assert any(isinstance(module, NoraActivation) for module in model.modules())
+    expected = logits(model, inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, inputs), expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,241 @@
+"""Which activations NoRA finds in real models, which it leaves and names, and what it refuses."""
+
+import pytest
+import torch
+import transformers as hf
+from peft import get_peft_model
+from torch import nn
+
+import model_helpers
+from activation_helpers import (
+    BERT_MLP,
+    FOUND,
+    IMAGES,
+    LAYOUTS,
+    SPOKEN_OF,
+    TEXT,
+    fast_path,
+    inputs_of,
+    liger_like,
+    mamba,
+    two,
+)
+from adapter_helpers import PEFT_WARNINGS
+from nonlinear_lowrank import NoraConfig, UserError
+from nonlinear_lowrank.methods.rational.adapter import NoraActivation
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_finds_the_mlps_activations_and_their_channels(name):
+    """Shifting one group of one layer moves that group's channels and no others, wherever the channels are."""
+    make, names, width = FOUND[name]
+    model = get_peft_model(make().eval(), NoraConfig(groups=4, anchor="exact"))
+    report = model.base_model.report()
+    assert set(report.activations) == names
+    if width:
+        assert all(f"4 groups of {width} channels" in what for what in report.activations.values())
+    layers = {name: model.base_model.model.get_submodule(name) for name in names}
+    seen = {}
+    for key, layer in layers.items():
+        layer.register_forward_hook(lambda _, args, y, key=key: seen.update({key: (args[0], y)}))
+        with torch.no_grad():
+            layer.nlr_nora_numerator_b["default"][2] = 10.0
+    with torch.no_grad():
+        model(**inputs_of(model))
+    assert seen.keys() == names
+    for key, (x, y) in seen.items():
+        moved = y != layers[key].base_layer(x)
+        channels = moved.movedim(layers[key].channel_dim, 0).flatten(1).any(1)
+        group = torch.arange(len(channels)) * 4 // len(channels)
+        assert channels.tolist() == (group == 2).tolist(), key
+        assert len(channels) == (width or layers[key].width)
+
+
+@pytest.mark.parametrize("name", ["convnext", "resnet", "bert", "phi3"])
+def test_merged_models_of_every_layout_are_saved_and_loaded(name, tmp_path):
+    base = FOUND[name][0]().eval()
+    inputs = inputs_of(base)
+    model = get_peft_model(base, NoraConfig(groups=4, init_weights=False)).eval()
+    with torch.no_grad():
+        adapted = model(**inputs).logits
+        merged = model.merge_and_unload(safe_merge=True)
+        expected = merged(**inputs).logits
+        torch.testing.assert_close(expected, adapted, atol=1e-5, rtol=1e-5)
+        merged.save_pretrained(tmp_path)
+        auto = getattr(hf, {"bert": "AutoModelForMaskedLM", "phi3": "AutoModelForCausalLM"}.get(name, IMAGES))
+        assert torch.equal(auto.from_pretrained(tmp_path).eval()(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("name", SPOKEN_OF)
+def test_poolers_heads_and_functions_are_left_alone_and_named(name, capsys):
+    make, left, functional = SPOKEN_OF[name]
+    model = get_peft_model(make().eval(), NoraConfig(groups=4))
+    said = capsys.readouterr().out
+    report = model.base_model.report()
+    assert str(report) in said
+    assert len(report.activations) == 2
+    assert dict(report.left) == left
+    assert dict(report.functional) == functional
+    for where, why in left.items():
+        assert f"left       {where}: {why}" in said
+        assert not isinstance(model.base_model.model.get_submodule(where), NoraActivation)
+    for where, why in functional.items():
+        assert f"functional {where or 'the model'}: {why}; it cannot be swapped" in said
+    model(**inputs_of(model))
+
+
+def test_a_pooler_is_taken_when_it_is_asked_for():
+    base = hf.BertForSequenceClassification(hf.BertConfig(**TEXT))
+    model = get_peft_model(base, NoraConfig(groups=4, target_modules=["pooler.activation"]))
+    report = model.base_model.report()
+    assert list(report.activations) == ["bert.pooler.activation"]
+    assert "tanh as degree 5/4" in report.activations["bert.pooler.activation"]
+    assert set(report.left) == two(BERT_MLP)
+
+
+def test_targets_by_name_layer_and_exclusion():
+    def found(**options):
+        return set(
+            get_peft_model(model_helpers.llama(), NoraConfig(groups=4, **options)).base_model.report().activations
+        )
+
+    assert found(target_modules=["act_fn"], layers_to_transform=[1]) == {"model.layers.1.mlp.act_fn"}
+    assert found(exclude_modules=r".*layers\.0\..*") == {"model.layers.1.mlp.act_fn"}
+    assert found(target_modules=r".*0\.mlp\.act_fn") == {"model.layers.0.mlp.act_fn"}
+
+
+def test_groups_and_ranks_by_module():
+    config = NoraConfig(r=1, groups=4, rank_pattern={r"layers\.1\..*": 3}, groups_pattern={r"layers\.0\..*": 16})
+    model = get_peft_model(model_helpers.llama(), config)
+    for layer, shape in ((0, (16, 5, 1)), (1, (4, 5, 3))):
+        act = model.base_model.model.model.layers[layer].mlp.act_fn
+        assert act.nlr_nora_numerator_a["default"].shape == shape
+
+
+def test_an_activation_that_layers_share_is_one_adapter():
+    """ALBERT has one layer, which is called as often as the model is deep; here two modules hold one activation."""
+    act = nn.GELU()
+    base = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), act) for _ in range(2)))
+    model = get_peft_model(base, NoraConfig(groups=2, init_weights=False))
+    assert model.base_model.model[0][1] is model.base_model.model[1][1]
+    assert isinstance(model.base_model.model[0][1], NoraActivation)
+    x = torch.randn(3, 8)
+    y = model(x)
+    merged = model.merge_and_unload()
+    assert merged[0][1] is merged[1][1]
+    torch.testing.assert_close(merged(x), y)
+
+
+@pytest.mark.parametrize(("make", "shape", "dim"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_channels_are_where_the_neighbours_say(make, shape, dim):
+    model = get_peft_model(make().eval(), NoraConfig(groups=4, anchor="exact"))
+    (layer,) = (each for each in model.modules() if isinstance(each, NoraActivation))
+    assert (layer.width, layer.channel_dim) == (8, dim)
+    caught = {}
+    layer.register_forward_hook(lambda _, args, y: caught.update(x=args[0], y=y))
+    with torch.no_grad():
+        layer.nlr_nora_numerator_b["default"][1] = 5.0
+        model(*([torch.randn(2, 4, 16)] * 2 if shape is None else [torch.randn(shape)]))
+    moved = (caught["y"] != layer.base_layer(caught["x"])).movedim(dim, 0).flatten(1).any(1)
+    assert moved.tolist() == [False, False, True, True, *[False] * 4]
+
+
+# Refusals, before anything is changed.
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "word"),
+    [
+        (liger_like, {}, r"mlp\.act_fn is bypassed: the forward of LlamaMLP does not call it \(a fused MLP\?\)"),
+        (fast_path, {}, "bypassed in inference by nn.TransformerEncoderLayer's fused path; set activation_relu_or"),
+        (mamba, {}, "mixer.act is bypassed: the forward of MambaMixer"),
+        (
+            model_helpers.llama,
+            {"groups": 7},
+            r"groups=7 do not divide the 48 channels of model\.layers\.0\.mlp\.act_fn",
+        ),
+        (
+            model_helpers.llama,
+            {"groups_pattern": {r"layers\.1\..*": 9}, "groups": 4},
+            r"groups=9 do not divide.*layers\.1",
+        ),
+        (model_helpers.gpt2, {"groups": 96}, "groups=96 do not divide the 128 channels"),
+        (
+            model_helpers.glm,
+            {"groups": 32},
+            "groups=32 do not divide the 48 channels",
+        ),  # 96 channels are gate and value
+        (
+            model_helpers.llama,
+            {"target_modules": ["q_proj"]},
+            "activations are called act_fn; linears are for lora_target",
+        ),
+        (model_helpers.llama, {"target_modules": ["act_fn", "q_proj"]}, "q_proj: is a Linear, no activation"),
+        (model_helpers.llama, {"target_modules": ["typo"]}, "'typo'.*the model's activations are called act_fn"),
+        (model_helpers.llama, {"groups_pattern": {"typo": 4}, "groups": 4}, "groups_pattern has 'typo'"),
+        (model_helpers.llama, {"lora_r": 2, "lora_target_modules": ["typo"]}, "lora_target_modules=.*match no module"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Mish()), {}, r"1 \(no rational fit for Mish\)"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Mish()), {"target_modules": ["1"]}, "no rational fit for Mish"),
+        (lambda: nn.Sequential(nn.Linear(8, 8)), {}, "has no activation module"),
+        (
+            lambda: nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32)),
+            {},
+            "0 .TransformerEncoderLayer holds the function relu as .activation",
+        ),
+    ],
+)
+def test_refusals_change_nothing(make, options, word):
+    base = make()
+    modules = list(base.modules())
+    trained = {name: value.requires_grad for name, value in base.named_parameters()}
+    with pytest.raises(UserError, match=word) as caught:
+        get_peft_model(base, NoraConfig(**{"groups": 4, **options}))
+    assert "\n" not in str(caught.value)
+    assert all(ours is theirs for ours, theirs in zip(base.modules(), modules, strict=True))
+    assert {name: value.requires_grad for name, value in base.named_parameters()} == trained
+
+
+def test_the_mends_of_the_refusals_mend():
+    layer = fast_path()
+    layer[0].activation_relu_or_gelu = 0
+    model = get_peft_model(layer, NoraConfig(groups=4, init_weights=False)).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        adapted = model(x)
+        with model.disable_adapter():
+            assert not torch.equal(model(x), adapted)
+    base = liger_like()
+    base.model.layers[1].mlp.__dict__.pop("forward")
+    model = get_peft_model(base, NoraConfig(groups=4, exclude_modules=r".*layers\.0\..*"))
+    assert list(model.base_model.report().activations) == ["model.layers.1.mlp.act_fn"]
+
+
+def test_a_width_that_only_the_input_tells_is_checked_there():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.GELU()
+
+        def forward(self, x):
+            return self.act(x)
+
+    model = get_peft_model(Bare(), NoraConfig(groups=4))
+    assert model(torch.randn(2, 8)).shape == (2, 8)
+    with pytest.raises(UserError, match="10 channels do not divide into 4 groups"):
+        model(torch.randn(2, 10))
+
+
+def test_channels_in_an_unexpected_place_are_refused_when_they_come():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.act = nn.Linear(4, 8), nn.GELU()
+
+        def forward(self, x):
+            return self.act(self.fc1(x).transpose(1, 2))
+
+    model = get_peft_model(Turned(), NoraConfig(groups=4))
+    with pytest.raises(UserError, match=r"has 8 channels and is given \(2, 8, 12\).*exclude_modules"):
+        model(torch.randn(2, 12, 4))

@@ -1,0 +1,191 @@
+"""NoRA merged, saved and loaded; NoRA++: LoRA, plain or with a sine, trained together with the activations."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import model_helpers
+from adapter_helpers import PEFT_WARNINGS
+from nonlinear_lowrank import NoraConfig, UserError
+from nonlinear_lowrank.methods import RationalActivation
+from nora_helpers import drawn, logits, trained
+from rounding_helpers import assert_close_by_norm
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+
+@pytest.mark.parametrize("options", [{}, {"anchor": "exact"}, {"lora_r": 2, "lora_target_modules": "all-linear"}])
+def test_unmerging_puts_the_very_modules_back(options):
+    base = model_helpers.llama().eval().double()
+    acts = [layer.mlp.act_fn for layer in base.model.layers]
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    inputs = model_helpers.batch(base)
+    model = drawn(drawn(get_peft_model(base, NoraConfig(groups=4, **options)).eval()))
+    adapted = logits(model, inputs)
+    model.merge_adapter(safe_merge=True)
+    assert_close_by_norm(logits(model, inputs), adapted)
+    assert all(isinstance(layer.mlp.act_fn.get_base_layer(), RationalActivation) for layer in base.model.layers)
+    model.unmerge_adapter()
+    assert torch.equal(logits(model, inputs), adapted)
+    plain = model.unload()
+    assert [layer.mlp.act_fn for layer in plain.model.layers] == acts
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+import torch, transformers
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+
+def load(folder):
+    return getattr(transformers, (folder / "auto").read_text()).from_pretrained(folder / "merged").eval()
+
+found, folders = {}, sorted(Path(sys.argv[1]).iterdir())
+for folder in folders:
+    try:
+        load(folder)
+        found[folder.name] = ["no error"]
+    except ValueError as error:
+        found[folder.name] = [str(error)]
+import nonlinear_lowrank
+for folder in folders:
+    inputs = load_file(folder / "expected.safetensors")
+    expected = inputs.pop("logits")
+    with torch.no_grad():
+        found[folder.name].append(torch.equal(load(folder)(**inputs).logits, expected))
+print("FOUND" + json.dumps(found))
+"""
+
+
+def test_merged_models_are_saved_and_load_in_a_new_process_with_the_package_only(tmp_path):
+    cases = {
+        "vit": ("vit", "AutoModelForImageClassification", {"anchor": "exact"}),
+        "llama": ("llama", "AutoModelForCausalLM", {"r": 1, "groups_pattern": {r"layers\.1\..*": 8}}),
+        "gpt2++": ("gpt2", "AutoModelForCausalLM", {"lora_r": 3, "lora_sine": True, "form": "sum_of_abs"}),
+        "opt++": ("opt", "AutoModelForCausalLM", {"lora_r": 3, "tails": "rational", "degrees": (4, 3)}),
+    }
+    for name, (family, auto, options) in cases.items():
+        base = model_helpers.FAMILIES[family]().eval()
+        inputs = model_helpers.batch(base)
+        model = get_peft_model(base, NoraConfig(**{"groups": 4, **options}, init_weights=False)).eval()
+        adapted = logits(model, inputs)
+        merged = model.merge_and_unload()
+        assert not any("nlr_nora" in key for key in merged.state_dict())
+        assert_close_by_norm(logits(merged, inputs), adapted, 1e-4)
+        merged.save_pretrained(tmp_path / name / "merged")
+        save_file({**inputs, "logits": logits(merged, inputs)}, tmp_path / name / "expected.safetensors")
+        (tmp_path / name / "auto").write_text(auto)
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.rpartition("FOUND")[2])
+    assert found.keys() == cases.keys()
+    for name, (without, equal) in found.items():
+        assert equal, name
+        assert f"has model type `nonlinear_lowrank_{cases[name][0]}` but Transformers does not recognize" in without
+
+
+def test_a_merged_model_is_a_base_for_another_adapter(tmp_path):
+    """Then the rational functions are shifted that are there."""
+    base = model_helpers.llama().eval().double()
+    inputs = model_helpers.batch(base)
+    merged = get_peft_model(base, NoraConfig(groups=4, anchor="exact", init_weights=False)).merge_and_unload()
+    before = logits(merged, inputs)
+    with pytest.raises(UserError, match="rational with 4 groups already, and groups=6 is no multiple"):
+        get_peft_model(merged, NoraConfig(groups=6))
+    model = get_peft_model(merged, NoraConfig(groups=8)).eval()
+    assert torch.equal(logits(model, inputs), before)
+    assert "its own coefficients (silu, abs_of_sum), 8 groups" in str(model.base_model.report())
+    adapted = logits(drawn(drawn(model)), inputs)
+    assert not torch.equal(adapted, before)
+    again = model.merge_and_unload()
+    assert_close_by_norm(logits(again, inputs), adapted)
+    again.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for name, value in again.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert_close_by_norm(logits(loaded, inputs), logits(again, inputs))
+    assert loaded.model.layers[0].mlp.act_fn.rational_config.groups == 8
+
+
+# NoRA++.
+
+
+def test_the_lora_of_nora_plus_plus_is_pefts():
+    base = model_helpers.llama().eval()
+    inputs = model_helpers.batch(base)
+    ours = get_peft_model(
+        copy.deepcopy(base), NoraConfig(groups=4, anchor="exact", lora_r=3, lora_alpha=5.0, lora_dropout=0.2)
+    ).eval()
+    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=5.0, lora_dropout=0.2, init_lora_weights=False)).eval()
+    assert ours.base_model.report().linears == [
+        name for name, module in theirs.base_model.model.named_modules() if hasattr(module, "lora_A")
+    ]
+    for name in ours.base_model.report().linears:
+        mine, other = (model.base_model.model.get_submodule(name) for model in (ours, theirs))
+        bound = mine.d_in**-0.5
+        assert mine.nlr_nora_lora_down["default"].abs().max() <= bound
+        assert not mine.nlr_nora_lora_up["default"].any()
+        mine.nlr_nora_lora_down["default"].data = other.lora_A["default"].weight.data.clone()
+        mine.nlr_nora_lora_up["default"].data = other.lora_B["default"].weight.data.clone()
+    expected = logits(theirs, inputs)
+    torch.testing.assert_close(logits(ours, inputs), expected, atol=1e-6, rtol=1e-5)
+    merged = ours.merge_and_unload()
+    pefts = theirs.merge_and_unload()
+    for name, value in pefts.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], value)
+
+
+def test_lora_sine_is_a_sine_of_the_weight():
+    base = model_helpers.llama().eval().double()
+    plain = copy.deepcopy(base)
+    inputs = model_helpers.batch(base)
+    options = {"lora_r": 3, "lora_sine": True, "lora_omega": 40.0, "lora_target_modules": ["q_proj", "down_proj"]}
+    model = get_peft_model(base, NoraConfig(groups=4, anchor="exact", **options)).eval()
+    assert torch.equal(logits(model, inputs), logits(plain, inputs))
+    drawn(model)
+    for name, parameter in trained(model).items():  # the activations stay as they are
+        if "_b" in name:
+            parameter.data.zero_()
+    names = model.base_model.report().linears
+    assert len(names) == 4
+    for name in names:
+        layer = model.base_model.model.get_submodule(name)
+        up, down = layer.nlr_nora_lora_up["default"], layer.nlr_nora_lora_down["default"]
+        weight = plain.get_submodule(name).weight
+        weight.data = weight + torch.sin(40.0 * up @ down) / layer.d_in**0.5
+    adapted = logits(model, inputs)
+    assert_close_by_norm(adapted, logits(plain, inputs))
+    merged = model.merge_and_unload()
+    assert torch.equal(logits(merged, inputs), adapted)
+    for name in names:
+        torch.testing.assert_close(merged.get_submodule(name).weight, plain.get_submodule(name).weight)
+
+
+def test_nora_plus_plus_trains_both_parts_together():
+    base = model_helpers.llama()
+    inputs = model_helpers.batch(base)
+    model = get_peft_model(base, NoraConfig(groups=4, lora_r=2, init_weights=False)).train()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    gradients = {name: value.grad for name, value in trained(model).items()}
+    assert {name.split("nlr_nora_")[1].split(".")[0] for name in gradients} == {
+        *(f"{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"),
+        *("lora_down", "lora_up"),
+    }
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())

@@ -1,0 +1,550 @@
+"""Sine-LoRA and sine-DoRA as PEFT methods, beside what every method's matrix (test_adapters.py) covers."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DebertaV2Config, DebertaV2Model, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import model_helpers
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from nonlinear_lowrank import SineLoraConfig, UserError
+from nonlinear_lowrank.adapters.conversion import convert_to_lora
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from rounding_helpers import assert_close_by_norm
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+doras = pytest.mark.parametrize("dora", [False, True], ids=["sine-LoRA", "sine-DoRA"])
+
+# Fields of huggingface.co/microsoft/deberta-v3-base and meta-llama/Meta-Llama-3-8B that shape the weights.
+DEBERTA_V3_BASE = DebertaV2Config(
+    vocab_size=128100,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    max_position_embeddings=512,
+    type_vocab_size=0,
+    relative_attention=True,
+    position_buckets=256,
+    norm_rel_ebd="layer_norm",
+    share_att_key=True,
+    pos_att_type="p2c|c2p",
+    position_biased_input=False,
+)
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+COUNTED = {
+    "deberta_v3_base_q_v": (DebertaV2Model, DEBERTA_V3_BASE, ["query_proj", "value_proj"]),
+    "llama3_8b_q_k_v_up_down": (LlamaForCausalLM, LLAMA_3_8B, ["q_proj", "k_proj", "v_proj", "up_proj", "down_proj"]),
+}
+PUBLISHED = {  # as printed: sine_lowrank.txt, Tables 1, 2 and 7, confirmed by arithmetic
+    ("sine_lora", "deberta_v3_base_q_v"): {1: 36864, 2: 73728, 4: 147456, 8: 294912},
+    ("sine_lora", "llama3_8b_q_k_v_up_down"): {4: 7077888, 8: 14155776, 16: 28311552, 32: 56623104},
+    ("sine_dora", "llama3_8b_q_k_v_up_down"): {8: 14942208, 16: 29097984, 32: 57409536},
+}
+
+
+@pytest.mark.parametrize(("method", "model"), PUBLISHED, ids=["-".join(key) for key in PUBLISHED])
+def test_trainable_counts_are_the_published_ones(method, model):
+    make, config, targets = COUNTED[model]
+    with torch.device("meta"):
+        base = make(config)
+    for r, count in PUBLISHED[method, model].items():
+        settings = SineLoraConfig(r=r, target_modules=targets, use_dora=method == "sine_dora")
+        adapted = get_peft_model(base, settings)
+        assert sum(value.numel() for value in adapted.parameters() if value.requires_grad) == count
+        base = adapted.unload()
+
+
+@pytest.mark.shared_data
+def test_the_published_counts_are_the_shared_ones():
+    shared = json.loads((Path(__file__).resolve().parents[4] / "shared/facts/parameter_counts.json").read_text())
+    for (method, model), counts in PUBLISHED.items():
+        assert {int(r): count for r, count in shared[method][model].items()} == counts
+
+
+class One(nn.Module):
+    """A model of one module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.target = module
+
+    def forward(self, x):
+        return self.target(x)
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(12, 10),
+    "linear-no-bias": lambda: nn.Linear(12, 10, bias=False),
+    "conv1d": lambda: Conv1D(10, 12),
+    "conv2d": lambda: nn.Conv2d(12, 10, 1, stride=2),
+    "embedding": lambda: nn.Embedding(10, 12, padding_idx=3),
+}
+
+
+def adapted_one(kind, dtype=torch.float64, **options):
+    torch.nn.init.normal_((module := MODULES[kind]()).weight)
+    model = One(module.to(dtype))
+    options = {"r": 3, "omega": 5.0, "target_modules": ["target"], "init_weights": False, **options}
+    return copy.deepcopy(module).to(dtype), get_peft_model(
+        model, SineLoraConfig(**options), autocast_adapter_dtype=False
+    )
+
+
+def one_input(kind, dtype=torch.float64):
+    if kind == "embedding":
+        return torch.randint(0, 10, (4, 5))
+    return torch.randn(*((2, 12, 5, 6) if kind == "conv2d" else (4, 5, 12)), dtype=dtype)
+
+
+def factors_of(model, name="default"):
+    layer = model.base_model.model.target
+    return [
+        getattr(layer, f"nlr_sine_lora_{each}")[name].detach()
+        for each in ("up", "down", "magnitude")
+        if name in getattr(layer, f"nlr_sine_lora_{each}")
+    ]
+
+
+@doras
+@pytest.mark.parametrize(("options", "scale", "gain"), [({}, 1.0, 12**0.5), ({"lora_alpha": 6.0, "gain": 2.0}, 2.0, 2)])
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_weight_is_the_papers_equation(kind, options, scale, gain, dora):
+    """And it is a sine of the weight in training, in evaluation, and merged."""
+    plain, model = adapted_one(kind, use_dora=dora, **options)
+    up, down, *magnitude = factors_of(model)
+    assert up.shape == (10, 3)
+    assert down.shape == (3, 12)
+    stored = plain.weight.detach()
+    matrix = stored.t() if kind == "conv1d" else stored.flatten(1)
+    expected = matrix + scale * torch.sin(5.0 * up @ down) / gain
+    if dora:
+        torch.testing.assert_close(magnitude[0], matrix.norm(dim=1))
+        expected = magnitude[0][:, None] * expected / expected.norm(dim=1, keepdim=True)
+    plain.weight.data = expected.t() if kind == "conv1d" else expected.view(stored.shape)
+    x = one_input(kind)
+    with torch.no_grad():
+        for mode in (True, False):
+            torch.testing.assert_close(model.train(mode)(x), plain(x))
+        torch.testing.assert_close(model.merge_and_unload()(x), plain(x))
+
+
+@doras
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MODULES)
+def test_merged_and_unmerged_have_equal_bits(kind, dtype, dora):
+    _, model = adapted_one(kind, dtype, use_dora=dora)
+    model.add_adapter("other", SineLoraConfig(r=2, use_dora=True, target_modules=["target"], init_weights=False))
+    x = one_input(kind, dtype)
+    original = model.base_model.model.target.base_layer.weight.detach().clone()
+    for names in ("default", "other", ["default", "other"]):
+        model.base_model.set_adapter(names)
+        with torch.no_grad():
+            evaluated = model.eval()(x)
+        assert torch.equal(model.train()(x), evaluated)
+        model.merge_adapter()
+        assert torch.equal(model(x), evaluated)
+        model.unmerge_adapter()
+        assert torch.equal(model.base_model.model.target.base_layer.weight, original)
+
+
+@doras
+def test_a_whole_model_merges_bit_equal_in_bfloat16(dora):
+    base = model_helpers.llama().bfloat16().eval()
+    inputs = model_helpers.batch(base)
+    with torch.no_grad():
+        plain = base(**inputs).logits
+    options = {"r": 4, "use_dora": dora, "target_modules": "all-linear"}
+    model = get_peft_model(base, SineLoraConfig(**options)).eval()
+    assert all(value.dtype == torch.float32 for value in model.parameters() if value.requires_grad)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, plain)
+        for name, value in model.named_parameters():
+            if "nlr_sine_lora_up" in name:
+                value.normal_(std=0.05)
+        expected = model(**inputs).logits
+        assert not torch.equal(expected, plain)
+        merged = model.merge_and_unload()
+        assert torch.equal(merged(**inputs).logits, expected)
+
+
+@doras
+def test_a_trained_magnitude_survives_a_bfloat16_base(dora, tmp_path):
+    base = model_helpers.llama().bfloat16().eval()
+    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(r=2, use_dora=dora, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(torch.rand_like(value) * 0.01)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    ours, theirs = (
+        {name: value for name, value in each.named_parameters() if "nlr_sine" in name} for each in (model, again)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        # a float32 adapter that is loaded beside a bfloat16 base passes through bfloat16 in peft
+        torch.testing.assert_close(theirs[name], value, rtol=2**-8, atol=0)
+
+
+def test_patterns_set_rank_and_omega_by_module():
+    config = SineLoraConfig(
+        r=4, omega=100.0, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2},
+        omega_pattern={r"layers\.1\.self_attn\.q_proj": 7.0},
+    )  # fmt: skip
+    model = get_peft_model(model_helpers.llama(), config)
+    seen = {
+        name: (module.nlr_sine_lora_up["default"].shape[1], module._factors("default").omega)
+        for name, module in model.named_modules()
+        if hasattr(module, "nlr_sine_lora_up")
+    }
+    prefix = "base_model.model.model.layers"
+    assert seen == {
+        f"{prefix}.0.self_attn.q_proj": (4, 100.0),
+        f"{prefix}.0.self_attn.v_proj": (2, 100.0),
+        f"{prefix}.1.self_attn.q_proj": (4, 7.0),
+        f"{prefix}.1.self_attn.v_proj": (2, 100.0),
+    }
+
+
+def test_the_gradient_at_the_zero_start_is_omega_over_root_d_in_times_loras():
+    """Why the learning rates of the two differ."""
+    module = nn.Linear(64, 48).double()
+    x, dy = torch.randn(20, 64).double(), torch.randn(20, 48).double()
+    lora = get_peft_model(One(copy.deepcopy(module)), LoraConfig(r=4, lora_alpha=4, target_modules=["target"]))
+    sine = get_peft_model(One(module), SineLoraConfig(r=4, omega=300.0, target_modules=["target"]))
+    lora, sine = lora.double(), sine.double()
+    a = lora.base_model.model.target.lora_A["default"].weight
+    sine.base_model.model.target.nlr_sine_lora_down["default"].data.copy_(a.detach())
+    for model in (lora, sine):
+        (model(x) * dy).sum().backward()
+    ours = sine.base_model.model.target.nlr_sine_lora_up["default"].grad
+    torch.testing.assert_close(ours, lora.base_model.model.target.lora_B["default"].weight.grad * 300 / 8)
+
+
+# Llama-3-8B's q, k, up and down projections, 1/64 of the widths: (d_in, d_out).
+SHAPES = {"q": (64, 64), "k": (64, 16), "up": (64, 224), "down": (224, 64)}
+
+
+def kept_bytes(config, shape, dtype, autocast, backend):
+    torch.compiler.reset()
+    d_in, d_out = SHAPES[shape]
+    model = get_peft_model(
+        One(nn.Linear(d_in, d_out, bias=False).to(dtype)), config, autocast_adapter_dtype=dtype == torch.float32
+    ).train()
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    x = torch.randn(4, 40, d_in, dtype=dtype, requires_grad=True)
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return run(x)
+
+    torch.manual_seed(0)  # the mask itself is kept, and counts the same for both
+    return saved_bytes(forward, x, parameters=list(model.parameters()))
+
+
+TYPES = {"float32": (torch.float32, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
+
+
+@functools.cache
+def kept_by_lora(shape, dropout, kind, backend):
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules=["target"])
+    return kept_bytes(config, shape, *TYPES[kind], backend)
+
+
+def assert_keeps_no_more_than_lora(shape, dropout, kind, dora, backend):
+    config = SineLoraConfig(r=4, lora_dropout=dropout, use_dora=dora, target_modules=["target"])
+    assert 0 < kept_bytes(config, shape, *TYPES[kind], backend) <= 1.01 * kept_by_lora(shape, dropout, kind, backend)
+
+
+@doras
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keeps_no_more_for_backward_than_lora(shape, dropout, kind, dora):
+    assert_keeps_no_more_than_lora(shape, dropout, kind, dora, None)
+
+
+@doras
+@pytest.mark.parametrize(
+    ("shape", "dropout", "kind"),
+    [  # compiling takes seconds: two by default
+        ("up", 0.0, "bf16"),
+        ("down", 0.1, "float32"),
+        pytest.param("q", 0.1, "bf16", marks=pytest.mark.slow),
+        pytest.param("q", 0.1, "autocast", marks=pytest.mark.slow),
+        pytest.param("down", 0.0, "autocast", marks=pytest.mark.slow),
+        pytest.param("k", 0.0, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_keeps_no_more_for_backward_than_lora_compiled(shape, dropout, kind, dora):
+    """aot_eager runs the same partitioner as inductor, which decides what is kept."""
+    assert_keeps_no_more_than_lora(shape, dropout, kind, dora, "aot_eager")
+
+
+@doras
+def test_keeps_no_more_than_lora_at_the_full_size(dora):
+    """One layer of Llama-3-8B on meta, bfloat16: the figures in docs/sine-lora.md."""
+    expected = {0.0: (240.0, 240.3), 0.05: (480.0, 480.3)}  # MiB for 8 x 512 tokens: ours, LoRA's
+    for dropout, figures in expected.items():
+        options = {"r": 8, "lora_dropout": dropout, "target_modules": ["target"]}
+        kept = [0.0, 0.0]
+        for d_in, d_out in ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 14336), (14336, 4096)):
+            for index, config in enumerate((SineLoraConfig(**options, use_dora=dora), LoraConfig(**options))):
+                with torch.device("meta"):
+                    base = One(nn.Linear(d_in, d_out, bias=False, dtype=torch.bfloat16))
+                    x = torch.empty(8, 512, d_in, dtype=torch.bfloat16, requires_grad=True)
+                model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+                kept[index] += saved_bytes(model, x) / 2**20
+        assert [round(each, 1) for each in kept] == list(figures)
+
+
+def test_peft_dora_keeps_more():
+    """The counter must be able to say no."""
+    options = {"r": 4, "target_modules": ["target"]}
+    dora = kept_bytes(LoraConfig(**options, use_dora=True), "up", torch.float32, False, None)
+    assert dora > 1.5 * kept_bytes(SineLoraConfig(**options, use_dora=True), "up", torch.float32, False, None)
+
+
+@doras
+def test_dropout_touches_the_delta_only(dora):
+    _, model = adapted_one("linear", use_dora=dora, lora_dropout=0.5)
+    layer, x = model.base_model.model.target, torch.randn(6, 12).double()
+    torch.manual_seed(3)
+    y = model.train()(x)
+    torch.manual_seed(3)
+    dropped = F.dropout(x, 0.5)
+    with torch.no_grad():
+        base = layer.base_layer(x)
+        delta = layer.get_delta_weight("default")
+        torch.testing.assert_close(y, base + dropped @ delta.T)
+        torch.testing.assert_close(model.eval()(x), base + x @ delta.T)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As Gemma's."""
+
+    def __init__(self, *args, embed_scale):
+        super().__init__(*args)
+        self.register_buffer("embed_scale", torch.tensor(embed_scale), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.embed_scale.to(self.weight.dtype)
+
+
+@doras
+@pytest.mark.parametrize("hooked", [False, True])
+def test_scaled_embeddings_are_scaled_once(dora, hooked):
+    base = ScaledEmbedding(10, 12, embed_scale=3.5)
+    seen = []
+    if hooked:
+        base.register_forward_hook(lambda *_: seen.append(1))
+    config = SineLoraConfig(r=3, use_dora=dora, target_modules=["target"], init_weights=False)
+    model = get_peft_model(One(base), config).eval()
+    x = torch.randint(0, 10, (4, 5))
+    with torch.no_grad():
+        y = model(x)
+        assert len(seen) == hooked
+        merged = model.merge_and_unload()(x)
+    if hooked:
+        torch.testing.assert_close(y, merged)
+    else:
+        assert torch.equal(y, merged)
+
+
+@doras
+def test_hooks_of_the_base_run(dora):
+    module = nn.Linear(12, 10)
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    config = SineLoraConfig(r=3, use_dora=dora, target_modules=["target"], init_weights=False)
+    model = get_peft_model(One(module), config)
+    x = torch.randn(3, 12)
+    y = model(x)
+    assert seen == [1]
+    torch.testing.assert_close(y, model.merge_and_unload()(x))
+
+
+@doras
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_converts_to_lora_and_prints_the_error_of_every_layer(family, dora, tmp_path, capsys):
+    base = model_helpers.FAMILIES[family]().eval()
+    inputs = model_helpers.batch(base)
+    targets = ["q_proj", "down_proj"] if family == "llama" else ["c_attn"]
+    options = {"r": 2, "omega": 50.0, "lora_alpha": 1.0, "use_dora": dora, "target_modules": targets}
+    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, init_weights=False)).eval()
+    layers = [name for name, module in model.named_modules() if hasattr(module, "nlr_sine_lora_up")]
+    printed = {}
+    for rank in (4, 32):
+        convert_to_lora(model, rank, path=tmp_path / str(rank))
+        lines = capsys.readouterr().out.splitlines()
+        printed[rank] = {line.split(": rank")[0]: float(line.split()[-1]) for line in lines[:-1]}
+        assert list(printed[rank]) == layers
+    assert all(0.01 < error < 1 for error in printed[4].values())
+    assert all(error < 1e-4 for error in printed[32].values())  # full rank
+    lora = peft.PeftModel.from_pretrained(base, tmp_path / "32").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(lora(**inputs).logits, model(**inputs).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_conversions_that_cannot_be(tmp_path):
+    _, model = adapted_one("linear")
+    with pytest.raises(UserError, match="no adapter 'other'"):
+        convert_to_lora(model, 4, "other")
+    for rank in (0, -1, 1.5):
+        with pytest.raises(UserError, match="rank must be"):
+            convert_to_lora(model, rank)
+    with pytest.raises(UserError, match="larger than the weight"):
+        convert_to_lora(model, 40)
+    with pytest.raises(UserError, match="SineEmbedding"):
+        convert_to_lora(adapted_one("embedding")[1], 4)
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        convert_to_lora(model, 4, path=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"r": 0}, "r must be a positive integer, got 0"),
+        ({"r": -2}, "r must be"),
+        ({"r": 2.5}, "r must be"),
+        ({"omega": 0}, "omega must be a finite number above 0, got 0"),
+        ({"omega": -200.0}, "omega must be"),
+        ({"omega": float("nan")}, "omega must be"),
+        ({"omega": "200"}, "omega must be"),
+        ({"gain": 0.0}, "gain must be"),
+        ({"lora_alpha": -1.0}, "lora_alpha must be"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] must be"),
+        ({"omega_pattern": {"q_proj": -1}}, "omega_pattern['q_proj'] must be"),
+    ],
+)
+def test_configs_that_cannot_be(options, words):
+    with pytest.raises(UserError) as caught:
+        SineLoraConfig(target_modules=["q_proj"], **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_that_cannot_be_adapted_are_refused_before_any_change():
+    class Positions(nn.Embedding):
+        def forward(self, x):
+            return super().forward(x + 2)
+
+    for bad, words in (
+        (Positions(9, 8), "lookup of its own"),
+        (nn.Embedding(9, 8, max_norm=1.0), "max_norm"),
+        (nn.Conv2d(4, 4, 3), "kernel"),
+        (nn.LayerNorm(8), "LayerNorm"),
+    ):
+        model = nn.ModuleDict({"good": nn.Linear(8, 8), "bad": bad})
+        with pytest.raises(UserError, match=words):
+            get_peft_model(model, SineLoraConfig(target_modules=["good", "bad"]))
+        assert type(model["good"]) is nn.Linear
+
+
+def test_nothing_to_adapt():
+    with pytest.raises(UserError, match="match no module"):
+        get_peft_model(model_helpers.llama(), SineLoraConfig(target_modules=["query"]))
+
+
+@doras
+def test_merging_nan_is_refused(dora):
+    _, model = adapted_one("linear", use_dora=dora)
+    layer = model.base_model.model.target
+    before = layer.base_layer.weight.clone()
+    layer.nlr_sine_lora_down["default"].data[1, 2] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        model.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.base_layer.weight, before)
+
+
+def test_an_adapter_for_another_base_names_the_shapes(tmp_path):
+    get_peft_model(model_helpers.llama(), SineLoraConfig(r=4, target_modules=["up_proj"])).save_pretrained(tmp_path)
+    other = LlamaForCausalLM(
+        LlamaConfig(**{**model_helpers.SIZES, "hidden_size": 16}, **model_helpers.TOKENS, intermediate_size=24)
+    )
+    with pytest.raises(UserError, match=r"4x32.*4x16|48x4.*24x4"):
+        peft.PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_learning_rate_roles():
+    model = get_peft_model(model_helpers.llama(), SineLoraConfig(r=4, use_dora=True, target_modules=["q_proj"]))
+    groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
+    decays = {name.split(".")[-2]: group["weight_decay"] for group in groups for name, _ in group["params"]}
+    assert decays == {"nlr_sine_lora_up": 0.1, "nlr_sine_lora_down": 0.1, "nlr_sine_lora_magnitude": 0.0}
+    assert {group["lr"] for group in groups} == {1e-3}
+
+
+def test_learns_what_it_can():
+    """A few steps towards a sine-shaped delta of a frozen map."""
+    module = nn.Linear(32, 24)
+    x = torch.randn(256, 32)
+    target = module(x).detach() + x @ (0.2 * torch.sin(3 * torch.randn(24, 1) @ torch.randn(1, 32))).T
+    for dora in (False, True):
+        model = get_peft_model(
+            One(copy.deepcopy(module)), SineLoraConfig(r=1, omega=20.0, use_dora=dora, target_modules=["target"])
+        )
+        optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=3e-3, weight_decay=0.0, verbose=False))
+        losses = []
+        for _ in range(80):
+            loss = F.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.quantized
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@doras
+def test_a_quantized_base_is_not_kept_dequantized(dora, dropout):
+    """And the gradients are those beside the dequantized weight."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plain = nn.Linear(128, 192, bias=False)
+    base = bitsandbytes.nn.Linear4bit(128, 192, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    base.load_state_dict(plain.state_dict())
+    base = base.to("cpu")  # quantizes
+    options = {"r": 4, "use_dora": dora, "lora_dropout": dropout, "target_modules": ["target"], "init_weights": False}
+    model = get_peft_model(One(base), SineLoraConfig(**options)).train()
+    layer = model.base_model.model.target
+    plain.weight.data = layer.get_base_weight().float()
+    twin = get_peft_model(One(plain), SineLoraConfig(**options)).train()
+    x = torch.randn(7, 128, requires_grad=True)
+    dy = torch.randn(7, 192)
+    gradients = []
+    for each in (model, twin):
+        inputs = [x]
+        for name, value in each.base_model.model.target.named_parameters():
+            if "nlr_" in name:
+                value.data = layer.get_parameter(name).data.clone()
+                inputs.append(value)
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(each(x), inputs, dy))
+    for ours, expected in zip(*gradients, strict=True):
+        assert_close_by_norm(ours, expected, 1e-3)
+    kept = saved_bytes(model, x)
+    lora = get_peft_model(One(layer.base_layer), LoraConfig(r=4, lora_dropout=dropout, target_modules=["target"]))
+    assert kept <= 1.01 * saved_bytes(lora.train(), x)

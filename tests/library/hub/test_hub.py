@@ -1,0 +1,452 @@
+"""Augmented models of transformers: every family of `model_helpers`, saved and loaded in fresh processes."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GlmForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import nonlinear_lowrank as nlr
+from cli_helpers import run_python
+from model_helpers import FAMILIES, batch, glm, llama
+from nonlinear_lowrank import hub
+from nonlinear_lowrank.hub import classes as hub_classes
+from nonlinear_lowrank.hub.classes import augmented_layers
+
+AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
+GENERATORS = ["llama", "glm", "gpt2", "opt"]
+
+
+def augmented(name, **settings):
+    """A model of the family with branches, every tensor random, so that none is at a default."""
+    model = FAMILIES[name]().eval()
+    nlr.augment(model, nlr.NobleConfig(rank=3, **settings), verbose=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def auto_class(name):
+    return AUTO.get(name, AutoModelForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{family: (folder, model)}; the folder also holds an input and the outputs for it."""
+    root = tmp_path_factory.mktemp("saved")
+    models = {}
+    for name in FAMILIES:
+        model = augmented(name)
+        model.save_pretrained(root / name)
+        inputs = batch(model)
+        with torch.no_grad():
+            expected = {"logits": model(**inputs).logits, "base": model.base_model(**inputs).last_hidden_state}
+        save_file({**inputs, **expected}, root / f"{name}.check.safetensors")
+        models[name] = (root / name, model)
+    return models
+
+
+LOAD_ALL = """
+import json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import nonlinear_lowrank
+before = [name for name in sys.modules if ".modeling_" in name and "models." in name]
+import transformers
+from safetensors.torch import load_file
+transformers.logging.set_verbosity_error()
+autos = {"eurobert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
+results = {"imported": before}
+for folder in Path(sys.argv[1]).iterdir():
+    if not folder.is_dir():
+        continue
+    tensors = load_file(f"{folder}.check.safetensors")
+    inputs = {name: tensors[name] for name in tensors if name in ("input_ids", "pixel_values")}
+    auto = getattr(transformers, autos.get(folder.name, "AutoModelForCausalLM"))
+    with torch.no_grad():
+        model = auto.from_pretrained(folder)
+        logits = model(**inputs).logits
+        base = transformers.AutoModel.from_pretrained(folder)(**inputs).last_hidden_state
+    results[folder.name] = {
+        "logits": torch.equal(logits, tensors["logits"]),
+        "base": torch.equal(base, tensors["base"]),
+        "class": type(model).__name__,
+        "model_type": model.config.model_type,
+    }
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh(saved):
+    folder, _ = saved["llama"]
+    result = run_python(LOAD_ALL, folder.parent)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fresh_process_loads_it_bit_equal(fresh, saved, name):
+    model = saved[name][1]
+    assert fresh[name] == {
+        "logits": True,
+        "base": True,
+        "class": type(model).__name__,
+        "model_type": f"nonlinear_lowrank_{FAMILIES[name]().config.model_type}",
+    }
+
+
+def test_importing_the_package_imports_no_model_files(fresh):
+    assert fresh["imported"] == []
+
+
+LOAD_PLAIN = """
+import sys
+from pathlib import Path
+import transformers
+assert "nonlinear_lowrank" not in sys.modules
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    if folder.is_dir():
+        for auto in (transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM):
+            try:
+                auto.from_pretrained(folder)
+            except ValueError as error:
+                assert f"nonlinear_lowrank_" in str(error), error
+            else:
+                raise SystemExit(f"{auto} loaded {folder}")
+model, info = transformers.GlmForCausalLM.from_pretrained(Path(sys.argv[1]) / "glm", output_loading_info=True)
+assert any("noble_up" in key for key in info["unexpected_keys"])  # documented: a concrete class drops them
+"""
+
+
+def test_a_process_without_the_package_fails_by_name(saved):
+    result = run_python(LOAD_PLAIN, saved["llama"][0].parent)
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_memory_and_disk_agree(saved, name):
+    folder, model = saved[name]
+    loaded = auto_class(name).from_pretrained(folder)
+    assert type(loaded) is type(model)
+    assert type(loaded.config) is type(model.config)
+    assert loaded.config.nonlinear_lowrank == model.config.nonlinear_lowrank
+    assert loaded.config.architectures == [type(model).__name__]
+    assert not loaded.training
+    state, expected = loaded.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in state)
+    inputs = batch(model)
+    with torch.no_grad():
+        ours, theirs = (each(**inputs, output_hidden_states=True) for each in (model, loaded))
+    assert len(ours.hidden_states) == len(theirs.hidden_states) == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_backbone_loads_under_a_head_and_back(saved, name, tmp_path):
+    folder, model = saved[name]
+    inputs = batch(model)
+    backbone = AutoModel.from_pretrained(folder)
+    assert "ForCausalLM" not in type(backbone).__name__
+    backbone.save_pretrained(tmp_path)
+    headed = auto_class(name).from_pretrained(tmp_path)  # the head is new, or tied
+    with torch.no_grad():
+        expected = model.base_model(**inputs).last_hidden_state
+        assert torch.equal(headed.base_model(**inputs).last_hidden_state, expected)
+    assert all(torch.isfinite(parameter).all() for parameter in headed.parameters())
+
+
+def test_a_language_model_becomes_a_classifier(saved):
+    folder, model = saved["llama"]
+    inputs = batch(model)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    assert type(classifier).__name__ == "NonlinearLowrankLlamaForSequenceClassification"
+    assert classifier.score.weight.shape == (3, 32)
+    assert classifier.score.weight.std() < 0.03
+    with torch.no_grad():
+        assert torch.equal(classifier.model(**inputs)[0], model.model(**inputs)[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("init", ["scratch", "pretrained"])
+def test_from_config_draws_every_tensor(name, init):
+    model = augmented(name, init=init)
+    fresh = auto_class(name).from_config(copy.deepcopy(model.config))
+    assert type(fresh) is type(model)
+    layers = list(augmented_layers(fresh))
+    assert len(layers) == len(model.config.nonlinear_lowrank[0]["modules"])
+    for parameter in fresh.parameters():
+        assert torch.isfinite(parameter).all()
+        assert parameter.abs().max() < 10
+    for layer in layers:
+        d_in, _ = layer.noble_shape
+        expected = 0.5 / d_in**0.5 if init == "scratch" else 0.02
+        if init == "scratch" or name not in ("gpt2", "opt"):  # GPT-2 scales its own init by depth
+            assert layer.weight.std().item() == pytest.approx(expected, rel=0.15)
+        assert layer.noble_down.std().item() == pytest.approx(d_in**-0.5, rel=0.5)
+        assert bool(layer.noble_up.any()) == (init == "scratch")
+        frequencies = torch.cat([layer.noble_frequency1, layer.noble_frequency2])
+        assert ((frequencies >= 0.8) & (frequencies <= 1.2)).all()
+        assert torch.cat([layer.noble_phase1, layer.noble_phase2]).abs().max() < 1
+    assert not torch.equal(layers[0].noble_down, layers[1].noble_down)
+
+
+def test_initializing_again_leaves_trained_tensors_alone():
+    model = augmented("gpt2")
+    before = copy.deepcopy(model.state_dict())
+    model.init_weights()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generate_with_a_cache_equals_without(saved, name):
+    model = auto_class(name).from_pretrained(saved[name][0])
+    prompt = batch(model)["input_ids"]
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(prompt, **settings, output_logits=True, return_dict_in_generate=True)
+    plain = model.generate(prompt, **settings, use_cache=False, output_logits=True, return_dict_in_generate=True)
+    assert cached.sequences.shape == (2, prompt.shape[1] + 12)
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits))
+    with torch.no_grad():
+        logits = model(cached.sequences[:, :-1]).logits[:, prompt.shape[1] - 1 :]
+    assert torch.equal(logits.argmax(-1), cached.sequences[:, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("kind", ["missing branch", "missing dense", "missing embedding", "extra", "another rank"])
+def test_loading_is_strict(saved, tmp_path, kind):
+    saved["glm"][1].save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if kind == "extra":
+        tensors["model.layers.0.self_attn.q_proj.noble_mix9"] = torch.zeros(3, 3)
+    elif kind == "another rank":
+        tensors["model.layers.0.self_attn.q_proj.noble_mix1"] = torch.zeros(4, 4)
+    else:
+        key = {"branch": "layers.1.mlp.down_proj.noble_phase2", "dense": "layers.1.mlp.down_proj.weight"}
+        del tensors["model." + key.get(kind.split()[1], "embed_tokens.weight")]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for auto in (AutoModelForCausalLM, AutoModel):
+        options = {"ignore_mismatched_sizes": True} if kind == "another rank" else {}
+        with pytest.raises(nlr.UserError, match=r"does not fit NonlinearLowrankGlm.*(missing|extra|another size)"):
+            auto.from_pretrained(tmp_path, **options)
+    with pytest.raises(nlr.UserError) as caught:
+        hub.load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_info_is_returned_when_asked_for(saved):
+    _, info = AutoModel.from_pretrained(saved["glm"][0], output_loading_info=True)
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+    assert not info["missing_keys"]
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_dtype_and_device_map(saved, name):
+    folder, model = saved[name]
+    loaded = auto_class(name).from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch(model).items()}
+    reference = copy.deepcopy(model)
+    for parameter in reference.parameters():  # not the buffers: rotary frequencies stay float32
+        parameter.data = parameter.data.bfloat16()
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, reference(**inputs).logits)
+
+
+def test_deepcopy_and_pickle():
+    model = augmented("gpt2")
+    inputs = batch(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(copied) is type(model)
+            assert torch.equal(copied(**inputs).logits, expected)
+    assert hub_classes.NonlinearLowrankGPT2Config is type(model.config)
+
+
+def test_shards_load(saved, tmp_path):
+    _, model = saved["llama"]
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    loaded = hub.load_model(tmp_path)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+def test_augmentations_stack(tmp_path):
+    model = llama()
+    nlr.augment(model, nlr.NobleConfig(rank=3), include=r".*self_attn.*", verbose=False)
+    nlr.augment(model, nlr.NobleConfig(rank=5, activation="gelu", depth=1), include=r".*mlp.*", verbose=False)
+    assert [entry["config"]["rank"] for entry in model.config.nonlinear_lowrank] == [3, 5]
+    model.eval().save_pretrained(tmp_path)
+    inputs = batch(model)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_plain_model_of_the_same_config_stays_plain(tmp_path):
+    config = llama().config
+    one, two = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    nlr.augment(one, nlr.NobleConfig(rank=3), verbose=False)
+    assert type(two) is LlamaForCausalLM
+    assert two.config is config
+    assert config.model_type == "llama"
+    assert not hasattr(config, "nonlinear_lowrank")
+    assert one.model.config is one.config
+    assert one.model.layers[0].self_attn.config is one.config
+    two.save_pretrained(tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
+
+
+def test_trainer_and_tokenizers_see_the_base(saved):
+    # Trainer shifts labels under label smoothing for the classes of this table only.
+    assert type(saved["glm"][1]).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    assert saved["glm"][1].loss_type == GlmForCausalLM(glm().config).loss_type == "ForCausalLM"
+    assert saved["llama"][1].can_generate()
+
+
+def test_other_modules_are_left_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    nlr.augment(model, nlr.NobleConfig(rank=2), verbose=False)
+    assert type(model) is torch.nn.Sequential
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+BROKEN = {
+    "not there": (lambda folder: [each.unlink() for each in folder.iterdir()] and folder.rmdir(), "does not exist"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "not JSON": (lambda folder: write(folder / "config.json", "{"), "cannot be read as JSON"),
+    "binary": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as JSON"),
+    "a list": (lambda folder: write(folder / "config.json", "[1]"), "not an object"),
+    "no config at all": (lambda folder: write(folder / "config.json", '{"a": 1}'), "not a model config"),
+    "unknown type": (lambda folder: edit(folder, model_type="nonlinear_lowrank_foo"), "does not know model_type"),
+    "no methods": (lambda folder: edit(folder, nonlinear_lowrank=None), "no list 'nonlinear_lowrank'"),
+    "unknown method": (lambda folder: edit_entry(folder, method="foo"), "unknown method 'foo'"),
+    "unknown field": (lambda folder: edit_entry(folder, config={"ranks": 1}), "no field 'ranks'"),
+    "no modules": (lambda folder: edit_entry(folder, modules=None), "must be a list of module names"),
+    "no class": (lambda folder: edit(folder, architectures=None), "names no model class"),
+    "unknown class": (lambda folder: edit(folder, architectures=["FooModel"]), "no model class 'FooModel'"),
+    "other size": (lambda folder: edit(folder, hidden_size=64), "cannot be loaded as"),
+    "nonsense size": (lambda folder: edit(folder, hidden_size="big"), "cannot be loaded as"),
+    "no dtype": (lambda folder: edit(folder, dtype=-1), "cannot be loaded as"),
+    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "cannot be loaded as"),
+    "truncated": (lambda folder: truncate(folder / "model.safetensors"), "not a whole safetensors file"),
+    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "pickle only": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "only pickled weights, which are never read",
+    ),
+    "no shard": (
+        lambda folder: to_index(folder, {"a": "model-00001-of-00001.safetensors"}),
+        "lacks the shard model-00001-of-00001.safetensors",
+    ),
+    "shard elsewhere": (lambda folder: to_index(folder, {"a": "../a.safetensors"}), "lacks the shard"),
+    "no weight map": (lambda folder: to_index(folder, None), "no weight_map"),
+}
+
+
+def edit(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", json.dumps({**config, **values}))
+
+
+def edit_entry(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    edit(folder, nonlinear_lowrank=[{**config["nonlinear_lowrank"][0], **values}])
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def to_index(folder, weight_map):
+    (folder / "model.safetensors").unlink()
+    write(folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_folders_give_one_clear_line(saved, tmp_path, kind):
+    folder = tmp_path / "model"
+    saved["llama"][1].save_pretrained(folder)
+    spoil, message = BROKEN[kind]
+    spoil(folder)
+    with pytest.raises(nlr.UserError, match=message) as caught:
+        hub.load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_not_a_folder(saved):
+    with pytest.raises(nlr.UserError, match="is not a folder"):
+        hub.load_model(saved["llama"][0] / "config.json")
+
+
+def test_load_model_takes_plain_models_and_options(tmp_path):
+    model = llama().eval()
+    model.save_pretrained(tmp_path)
+    loaded = hub.load_model(tmp_path, dtype=torch.bfloat16)
+    assert type(loaded) is LlamaForCausalLM
+    assert loaded.dtype == torch.bfloat16
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(nlr.UserError, match=r"1 missing \(model.norm.weight\)"):
+        hub.load_model(tmp_path)
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def test_tokenizers_load_from_their_files(saved, tmp_path):
+    saved["llama"][1].save_pretrained(tmp_path)
+    with pytest.raises(nlr.UserError, match="has no tokenizer"):
+        hub.load_tokenizer(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert hub.load_tokenizer(tmp_path)("two one three")["input_ids"] == [2, 1, 0]
+    write(tmp_path / "tokenizer.json", '{"version": "1.0"}')
+    with pytest.raises(nlr.UserError, match="cannot be loaded") as caught:
+        hub.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    write(tmp_path / "tokenizer.json", "{")
+    with pytest.raises(nlr.UserError, match="cannot be read as JSON"):
+        hub.load_tokenizer(tmp_path)
+
+
+def test_any_backbone_that_transformers_knows_is_covered(tmp_path):
+    from transformers import Qwen3Config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, vocab_size=67, intermediate_size=48, head_dim=8)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    inputs = batch(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "nonlinear_lowrank_qwen3"

@@ -1,0 +1,261 @@
+"""The language model of image tokens: rotary positions on the grid, the class token, files, and generation."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+
+import nonlinear_lowrank as nlr
+from cli_helpers import run_python
+from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM, ImageTokensModel
+from nonlinear_lowrank.hub.rotary import GridRotary, grid_angles, grid_places
+
+ROWS, COLUMNS, CODES, CLASSES, HEADS, HEAD_DIM = 3, 5, 23, 4, 2, 12
+PLACES = [(0, 0)] + [(1 + row, 1 + column) for row in range(ROWS) for column in range(COLUMNS)]
+
+
+def config(**changes):
+    values = {
+        "vocab_size": CODES,
+        "num_classes": CLASSES,
+        "grid_rows": ROWS,
+        "grid_columns": COLUMNS,
+        "hidden_size": HEADS * HEAD_DIM,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "gelu",
+        "attention_bias": False,
+        "initializer_range": 0.5,
+    }
+    return ImageTokensConfig(**{**values, **changes})
+
+
+def images(count=2):
+    """Input ids (count, 1 + ROWS * COLUMNS)."""
+    classes = CODES + torch.randint(CLASSES, (count, 1))
+    return torch.cat((classes, torch.randint(CODES, (count, ROWS * COLUMNS))), dim=1)
+
+
+def rotated(x, row, column, theta=10_000.0):
+    """One head's vector, turned pair by pair as complex numbers: the first half by row, the second by column."""
+    pairs = torch.view_as_complex(x.reshape(-1, 2))
+    half = len(pairs) // 2
+    turns = [place * theta ** (-j / half) for place in (row, column) for j in range(half)]
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones(len(turns)).double(), torch.tensor(turns).double())
+    ).flatten()
+
+
+# --- positions -----------------------------------------------------------------------------------------------
+
+
+def test_places_of_the_class_token_and_of_the_raster():
+    rows, columns = grid_places(torch.arange(1 + ROWS * COLUMNS), COLUMNS)
+    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == PLACES
+    assert len(set(PLACES)) == len(PLACES), "no image token shares the class token's place"
+
+
+def test_half_of_the_dimensions_turns_by_row_and_half_by_column():
+    some = torch.randint(1, 9, (2, 20)).double()
+    angles = grid_angles(some[0], some[1], 16, 100.0)
+    assert angles.shape == (20, 8)
+    assert torch.equal(angles[:, :4], grid_angles(some[0], torch.zeros(20).double(), 16, 100.0)[:, :4])
+    assert torch.equal(angles[:, 4:], grid_angles(torch.zeros(20).double(), some[1], 16, 100.0)[:, 4:])
+    expected = some[0][:, None] * torch.tensor([100.0 ** (-2 * j / 8) for j in range(4)]).double()
+    torch.testing.assert_close(angles[:, :4], expected)
+
+
+def test_a_shift_of_the_whole_grid_leaves_scores_between_image_tokens_unchanged():
+    attention = ImageTokensForCausalLM(config()).double().model.layers[0].self_attn
+    hidden = torch.randn(1, len(PLACES), HEADS * HEAD_DIM).double()
+    shape = (1, len(PLACES), HEADS, HEAD_DIM)
+    query, key = (linear(hidden).view(shape).transpose(1, 2) for linear in (attention.q_proj, attention.k_proj))
+    places = torch.tensor(PLACES).double()
+
+    def scores(places):
+        angles = grid_angles(places[None, :, 0], places[None, :, 1], HEAD_DIM, 10_000.0).repeat(1, 1, 2)
+        turned = apply_rotary_pos_emb(query, key, angles.cos(), angles.sin())
+        return turned[0] @ turned[1].transpose(-1, -2)
+
+    there = scores(places)
+    for shift in ([3, 0], [0, -7], torch.randint(-40, 40, (2,)).tolist()):
+        moved = places.clone()
+        moved[1:] += torch.tensor(shift).double()  # the image; the class token stays
+        after = scores(moved)
+        torch.testing.assert_close(
+            after[..., 1:, 1:], there[..., 1:, 1:], rtol=0, atol=1e-12 * there.abs().max().item()
+        )
+        if any(shift):
+            assert (after[..., 1:, 0] - there[..., 1:, 0]).abs().max() > 1e-3, "the class token sees where the image is"
+    moved = places.clone()
+    moved[3, 1] += 1  # one token alone
+    assert (scores(moved)[..., 1:, 1:] - there[..., 1:, 1:]).abs().max() > 1e-3
+
+
+def test_attention_of_the_model_is_that_of_the_formula():
+    model = ImageTokensForCausalLM._from_config(config(num_hidden_layers=1), attn_implementation="eager").double()
+    ids = images(1)
+    found = model(ids, output_attentions=True).attentions[0][0]
+    attention = model.model.layers[0].self_attn
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[0]
+    length = len(PLACES)
+    query, key = (
+        torch.stack(
+            [
+                torch.stack([rotated(head, *PLACES[p]) for head in linear(hidden[p]).view(HEADS, HEAD_DIM)])
+                for p in range(length)
+            ],
+            dim=1,
+        )
+        for linear in (attention.q_proj, attention.k_proj)
+    )
+    scores = query @ key.transpose(-1, -2) / math.sqrt(HEAD_DIM)
+    causal = torch.ones(length, length).tril().bool()
+    expected = scores.masked_fill(~causal, -math.inf).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # transformers' softmax is float32
+
+
+def test_the_rotation_is_exact_in_short_types_and_has_no_tensors():
+    rotary = GridRotary(HEAD_DIM, 32)
+    assert not list(rotary.state_dict()) + list(rotary.buffers()) + list(rotary.parameters())
+    positions = torch.arange(1025)[None]
+    wide = rotary(torch.zeros(1).double(), positions)
+    for dtype in (torch.bfloat16, torch.float32):
+        for found, expected in zip(rotary.to(dtype)(torch.zeros(1, dtype=dtype), positions), wide, strict=True):
+            assert found.dtype == dtype
+            # Rounded once, after the cosine: an angle of up to 32 in bfloat16 would be off by 0.1.
+            assert (found.double() - expected).abs().max() <= torch.finfo(dtype).eps / 2 + 4e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 10}, "head dimension divisible by 4, and it is 10"),
+        ({"grid_rows": 0}, "grid_rows must be at least 1"),
+        ({"num_classes": 0}, "num_classes must be at least 1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
+    ],
+)
+def test_bad_configs(changes, message):
+    with pytest.raises(nlr.UserError, match=message):
+        ImageTokensForCausalLM(config(**changes))
+
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+def test_classes_are_inputs_and_never_predicted():
+    model = ImageTokensForCausalLM(config())
+    assert model.get_input_embeddings().weight.shape == (CODES + CLASSES, HEADS * HEAD_DIM)
+    assert model.lm_head.weight.shape == (CODES, HEADS * HEAD_DIM)
+    ids = images(3)
+    output = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].reshape(-1, CODES), ids[:, 1:].reshape(-1))
+    torch.testing.assert_close(output.loss, expected)
+    assert (model.config.max_position_embeddings, model.config.eos_token_id) == (1 + ROWS * COLUMNS, None)
+
+
+def test_the_class_reaches_every_token_and_no_token_sees_a_later_one():
+    model = ImageTokensForCausalLM(config()).double()
+    ids = images(1)
+    other = ids.clone()
+    other[0, 0] = CODES + (ids[0, 0] - CODES + 1) % CLASSES
+    assert ((model(ids).logits - model(other).logits).abs().amax(-1) > 1e-6).all()
+    late = ids.clone()
+    late[0, 9] = (late[0, 9] + 1) % CODES
+    same = (model(ids).logits - model(late).logits).abs().amax(-1)[0] < 1e-12
+    assert same.tolist() == [True] * 9 + [False] * (len(PLACES) - 9)
+
+
+def test_generation_with_a_cache_equals_without():
+    model = ImageTokensForCausalLM(config()).double().eval()
+    nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
+    prompt = CODES + torch.arange(CLASSES)[:, None]
+    options = {"max_new_tokens": ROWS * COLUMNS, "return_dict_in_generate": True, "output_logits": True}
+    for choices in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        torch.manual_seed(5)
+        one = model.generate(prompt, use_cache=True, **choices, **options)
+        torch.manual_seed(5)
+        two = model.generate(prompt, use_cache=False, **choices, **options)
+        assert torch.equal(one.sequences, two.sequences)
+        whole = model(one.sequences).logits[:, :-1].float()  # generate() keeps logits in float32
+        for logits in (one.logits, two.logits):
+            torch.testing.assert_close(torch.stack(logits, dim=1), whole, rtol=1e-6, atol=1e-6)
+        assert one.sequences[:, 1:].max() < CODES
+    assert len({tuple(row) for row in one.sequences[:, 1:].tolist()}) == CLASSES
+
+
+def test_it_compiles_whole():
+    model = ImageTokensForCausalLM(config())
+    ids = images()
+    torch.testing.assert_close(
+        torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{name: folder} of a plain and an augmented model, with the logits of an input."""
+    root = tmp_path_factory.mktemp("saved")
+    for name in ("plain", "augmented"):
+        model = ImageTokensForCausalLM(config()).eval()
+        if name == "augmented":
+            nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
+        model.save_pretrained(root / name)
+        ids = images()
+        with torch.no_grad():
+            drawn = model.generate(ids[:, :1], do_sample=False, max_new_tokens=ROWS * COLUMNS)
+            save_file({"ids": ids, "logits": model(ids).logits, "drawn": drawn}, root / f"{name}.safetensors")
+    return root
+
+
+LOAD = """
+import sys
+import torch
+from safetensors.torch import load_file
+import nonlinear_lowrank
+from transformers import AutoModelForCausalLM
+for name in ("plain", "augmented"):
+    check = load_file(f"{sys.argv[1]}/{name}.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{name}")
+    with torch.no_grad():
+        assert torch.equal(model(check["ids"]).logits, check["logits"]), name
+        drawn = model.generate(check["ids"][:, :1], do_sample=False, max_new_tokens=check["drawn"].shape[1] - 1)
+    assert torch.equal(drawn, check["drawn"]), name
+    print(type(model).__name__)
+"""
+
+
+def test_a_fresh_process_loads_and_generates_the_same(saved):
+    done = run_python(LOAD, saved)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ImageTokensForCausalLM", "NonlinearLowrankImageTokensForCausalLM"]
+
+
+def test_a_process_without_the_package_fails_by_name(saved):
+    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    for name, model_type in (("plain", "nlr_image_tokens"), ("augmented", "nonlinear_lowrank_nlr_image_tokens")):
+        done = run_python(code, saved / name)
+        assert done.returncode != 0
+        assert model_type in done.stderr
+
+
+def test_other_ways_to_load_and_to_build(saved):
+    model = nlr.hub.load_model(saved / "plain")
+    assert model.config.eos_token_id is None
+    assert type(AutoModel.from_pretrained(saved / "plain")) is ImageTokensModel
+    short = AutoModelForCausalLM.from_pretrained(saved / "augmented", dtype=torch.bfloat16)
+    assert short.lm_head.weight.dtype == torch.bfloat16
+    built = AutoModelForCausalLM.from_config(config())
+    assert all(0 < tensor.std() < 1 for name, tensor in built.named_parameters() if "norm" not in name)
+    with torch.device("meta"):
+        assert {each.device.type for each in ImageTokensForCausalLM(config()).parameters()} == {"meta"}

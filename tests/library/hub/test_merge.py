@@ -1,0 +1,431 @@
+"""`nlr merge`: plain models from adapters, measured; refusals that leave nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from nlr_lab.cli import main as cli
+from nonlinear_lowrank import SineLoraConfig, UserError
+from nonlinear_lowrank.hub import merging
+from nonlinear_lowrank.hub.merging import merge_adapter
+from rounding_helpers import assert_close_by_norm
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+# Configs of adapters that change something from the start.
+LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_weights=False)
+MERGING = [row for row in ROWS if row.merges]
+
+
+def make_adapter(root, row, config=None, dtype=torch.float32):
+    """Folders base, adapter and what they give together on a batch."""
+    family = FAMILIES[row.family]
+    row.base().to(dtype).save_pretrained(root / "base")
+    (root / "base" / "tokenizer_config.json").write_text('{"from": "base"}')
+    (root / "base" / "vocab.txt").write_text("base")
+    base = family.auto.from_pretrained(root / "base")
+    inputs = batch(base)
+    model = get_peft_model(base, config or row.config()).eval()
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    model.save_pretrained(root / "adapter")
+    (root / "adapter" / "tokenizer_config.json").write_text('{"from": "adapter"}')
+    return root / "adapter", inputs, logits
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.float64, 1e-9)], ids=["float32", "float64"])
+@pytest.mark.parametrize("row", MERGING, ids=lambda row: row.name)
+def test_merges_into_a_model_with_the_same_outputs(tmp_path, row, dtype, bound):
+    adapter, inputs, expected = make_adapter(tmp_path, row, dtype=dtype)
+    report = merge_adapter(adapter, tmp_path / "out")
+    assert report.difference <= bound * report.scale
+    merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert_close_by_norm(merged(**inputs).logits, expected, bound)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"from": "adapter"}'
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "base"
+    assert not list((tmp_path / "out").glob("adapter*"))
+    assert report.needs_package == row.name.startswith("nora")
+
+
+def test_a_merged_sine_adapter_needs_none_of_our_code(tmp_path):
+    rows = [row for row in MERGING if row.name.startswith("sine")]
+    for row in rows:
+        adapter, inputs, _ = make_adapter(tmp_path / row.name, row)
+        merge_adapter(adapter, tmp_path / row.name / "out")
+        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / row.name / "out").eval()
+        with torch.no_grad():
+            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / row.name / "expected.safetensors")
+    script = f"""
+import sys
+from functools import partial
+sys.modules["nonlinear_lowrank"] = None
+import torch, transformers
+from pathlib import Path
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+for name, auto in {[(row.name, FAMILIES[row.family].auto.__name__) for row in rows]}:
+    folder = Path({str(tmp_path)!r}) / name
+    expected = load_file(folder / "expected.safetensors")
+    model = getattr(transformers, auto).from_pretrained(folder / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"]), name
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+LOAD_RATIONAL = """
+import json, sys
+import torch, transformers
+from pathlib import Path
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+
+def load(name, auto):
+    return getattr(transformers, auto).from_pretrained(Path(sys.argv[1]) / name / "out").eval()
+
+autos, found = json.loads(sys.argv[2]), {}
+for name, auto in autos.items():
+    try:
+        load(name, auto)
+        found[name] = ["no error"]
+    except ValueError as error:
+        found[name] = [str(error)]
+import nonlinear_lowrank
+for name, auto in autos.items():
+    expected = load_file(Path(sys.argv[1]) / name / "expected.safetensors")
+    model = load(name, auto)
+    with torch.no_grad():
+        equal = torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
+    ours = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("nonlinear")}
+    found[name] += [equal, sorted(ours)]
+imported = [each for each in ("peft", "nonlinear_lowrank.adapters") if each in sys.modules]
+print("FOUND" + json.dumps([found, imported]))
+"""
+
+
+def test_a_merged_nora_adapter_needs_the_rational_layer_and_no_more(tmp_path, capsys):
+    rows = {row.name: row for row in MERGING if row.name in ("nora-llama", "nora-bert-classifier", "nora++-gpt2")}
+    assert len(rows) == 3
+    for name, row in rows.items():
+        adapter, inputs, _ = make_adapter(tmp_path / name, row)
+        code, out, _ = nlr_merge(capsys, adapter, tmp_path / name / "out")
+        assert code == 0
+        assert "NLR_NORA adapter merged" in out
+        assert "loading it needs `import nonlinear_lowrank`" in out
+        tensors = load_file(tmp_path / name / "out" / "model.safetensors")
+        assert not any("nlr_" in key for key in tensors)
+        assert {value.dtype for key, value in tensors.items() if "rational_" in key} == {torch.float32}
+        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / name / "out").eval()
+        with torch.no_grad():
+            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / name / "expected.safetensors")
+    autos = {name: FAMILIES[row.family].auto.__name__ for name, row in rows.items()}
+
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_RATIONAL, str(tmp_path), json.dumps(autos)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found, imported = json.loads(run.stdout.rpartition("FOUND")[2])
+    assert imported == []
+    for name, (without, equal, ours) in found.items():
+        assert "has model type `nonlinear_lowrank_" in without
+        assert equal, name
+        assert "RationalActivation" in ours
+        assert not any(each.startswith(("Nora", "Sine")) for each in ours)
+
+
+def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row, dtype=torch.bfloat16)
+    merge_adapter(adapter, tmp_path / "out")
+    merge_adapter(adapter, tmp_path / "wide", dtype="float32")
+    low, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wide"))
+    assert {value.dtype for value in low.values()} == {torch.bfloat16}
+    assert {value.dtype for value in wide.values()} == {torch.float32}
+    for name, value in low.items():  # formed in float32, rounded once
+        assert torch.equal(wide[name].to(torch.bfloat16), value), name
+
+
+@pytest.mark.parametrize("kind", [LORA, SINE_LORA])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, stored, dtype):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    config = kind(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapter, _, _ = make_adapter(tmp_path, row, config=config, dtype=stored)
+    name = "auto" if dtype == stored else str(dtype).removeprefix("torch.")
+    report = merge_adapter(adapter, tmp_path / "low", dtype=name)
+    merge_adapter(adapter, tmp_path / "wide", dtype="float32")
+    low, wide = (load_file(tmp_path / each / "model.safetensors") for each in ("low", "wide"))
+    assert all(torch.equal(low[key], value.to(dtype)) for key, value in wide.items())
+    assert report.difference > 0  # against what the adapter gives in float32
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        (SINE_LORA, ["q_proj", "lm_head"]),
+        *((LORA, targets) for targets in (["q_proj", "lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"])),
+    ],
+)
+def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, kind(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    assert report.difference <= 1e-9 * report.scale
+    assert "the output head has a weight of its own now" in str(report)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+    with torch.no_grad():
+        assert_close_by_norm(merged(**inputs).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("targets", "saved"), [("q_proj", "lm_head"), ("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")]
+)
+def test_a_tied_module_that_the_adapter_holds_whole_is_kept(tmp_path, targets, saved):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
+    base.save_pretrained(tmp_path / "base")
+    config = LORA(r=4, target_modules=[targets], modules_to_save=[saved], task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert_close_by_norm(merged(**inputs).logits, expected)
+
+
+def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    load = LlamaForCausalLM.from_pretrained.__func__
+
+    def tied(cls, *args, **options):
+        model = load(cls, *args, **options)
+        attention = model.model.layers[0].self_attn
+        attention.o_proj.weight = attention.q_proj.weight
+        return model
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(tied))
+    with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj has too; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("bfloat16", 1.15)])
+def test_a_written_model_with_other_outputs_is_refused(tmp_path, monkeypatch, dtype, factor):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    load = merging.load_model
+
+    def damaged(*args, **options):
+        model = load(*args, **options)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+        return model
+
+    monkeypatch.setattr(merging, "load_model", damaged)
+    with pytest.raises(UserError, match=r"its own before it was written.*more than rounding; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_merge_is_refused_before_anything_is_written(tmp_path, monkeypatch, dtype):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING["NLR_SINE_LORA"]
+    right = tuner.merge_and_unload
+
+    def wrong(self, *args, **options):
+        model = right(self, *args, **options)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(tuner, "merge_and_unload", wrong)
+    monkeypatch.setattr(merging, "staged_output", lambda *_: pytest.fail("writes"))
+    with pytest.raises(UserError, match=r"away from the adapter's.*more than rounding; use the adapter unmerged"):
+        merge_adapter(adapter, tmp_path / "out", dtype=dtype)
+
+
+def test_what_transformers_keeps_in_float32_stays(tmp_path):
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).half().save_pretrained(tmp_path / "base")
+    base = T5ForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = get_peft_model(base, LORA(r=2, target_modules=["q", "wo"], task_type="SEQ_2_SEQ_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    wanted = model.merge_and_unload().state_dict()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in written.items():
+        assert value.dtype == (torch.float32 if ".wo." in name else torch.float16), name
+        torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=1e-7, msg=name)
+
+
+def test_pixels_are_measured_in_a_narrower_type(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(tmp_path / "base")
+    base = ViTForImageClassification.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LORA(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "out", dtype="bfloat16")
+    assert 0 < report.difference < 0.1 * report.scale
+
+
+def test_pefts_own_adapters_merge_too(tmp_path):
+    row = ROWS[0]
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapter, inputs, expected = make_adapter(tmp_path, row, config, torch.float64)
+    merge_adapter(adapter, tmp_path / "out")
+    merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert_close_by_norm(merged(**inputs).logits, expected)
+
+
+def nlr_merge(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["merge", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_what_it_wrote(tmp_path, capsys):
+    row = next(row for row in MERGING if row.name == "sine-llama")
+    adapter, _, _ = make_adapter(tmp_path, row)
+    code, out, _ = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert code == 0
+    assert "NLR_SINE_LORA adapter merged" in out
+    assert "max |difference|" in out
+    assert "a plain model" in out
+    code, out, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert code == 2
+    assert "is not an empty folder" in err
+    code, out, err = nlr_merge(capsys, tmp_path / "out", tmp_path / "again")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "adapter_config.json" in err
+
+
+def _noble(root):
+    return make_adapter(root, ROWS[0])[0]
+
+
+def _broken(root, change):
+    adapter = make_adapter(root, next(row for row in MERGING if row.name == "sine-llama"))[0]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    return adapter
+
+
+def _nan(root):
+    return _broken(root, lambda tensors: next(iter(tensors.values())).view(-1).fill_(float("nan")))
+
+
+def _half(root):
+    return _broken(root, lambda tensors: tensors.pop(min(tensors)))
+
+
+def _no_base(root):
+    adapter = _broken(root, lambda tensors: None)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    return adapter
+
+
+def _cut(root):
+    adapter = _broken(root, lambda tensors: None)
+    whole = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    return adapter
+
+
+def _other_base(root):
+    adapter = _broken(root, lambda tensors: None)
+    FAMILIES["gpt2"].make().save_pretrained(root / "gpt2")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(root / "gpt2")}))
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (_noble, "NOBLE adapter, which cannot be merged"),
+        (_nan, "not finite"),
+        (_half, "another base model or config"),
+        (_no_base, "names no base model"),
+        (_cut, "not a whole safetensors file"),
+        (_other_base, "does not fit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_cannot_be_merged_is_one_line_and_nothing_is_written(tmp_path, capsys, make, word):
+    adapter = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert word in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_arguments(tmp_path):
+    adapter = _noble(tmp_path)
+    with pytest.raises(UserError, match="unknown dtype"):
+        merge_adapter(_nan(tmp_path / "nan"), tmp_path / "out", dtype="float7")
+    with pytest.raises(UserError, match="unknown dtype 'int8'"):
+        merge_adapter(adapter, tmp_path / "out", dtype="int8")
+    with pytest.raises(UserError, match="does not exist"):
+        merge_adapter(tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="not an empty folder"):
+        merge_adapter(_nan(tmp_path / "nan2"), tmp_path / "file")
+    with pytest.raises(UserError, match="inside the adapter"):
+        merge_adapter(_nan(tmp_path / "nan3"), tmp_path / "nan3" / "adapter" / "out")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "NLR_NOTHING"}))
+    with pytest.raises(UserError, match="peft knows no peft_type 'NLR_NOTHING'"):
+        merge_adapter(adapter, tmp_path / "out")

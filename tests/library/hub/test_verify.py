@@ -1,0 +1,240 @@
+"""nlr verify finds every kind of damage, names it in one line, and leaves the last good checkpoint alone."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nlr_lab.cli import main as cli
+from nlr_lab.training import run_training
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.hub.storage import (
+    CARD,
+    MANIFEST,
+    hash_file,
+    newest_valid,
+    prune,
+    read_manifest,
+    staged_folder,
+    step_folders,
+)
+from nonlinear_lowrank.hub.verify import verify
+from training_helpers import FakeText, make_recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("verify") / "run"
+    run_training(make_recipe(steps=4, save_every=2), out, prepared=FakeText(), quiet=True)
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def faults(path: Path) -> str:
+    return "\n".join(verify(path).faults)
+
+
+def remanifest(folder: Path) -> None:
+    """A manifest that is right about whatever is in the folder now."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != MANIFEST]
+    entries = {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": hash_file(file)} for file in files
+    }
+    (folder / MANIFEST).write_text(json.dumps({"files": entries}))
+
+
+def test_a_whole_run_has_no_fault(trained, capsys):
+    found = verify(trained)
+    assert found.faults == []
+    files = list(trained.rglob("*.safetensors"))
+    assert found.nbytes == sum(file.stat().st_size for file in files)
+    assert found.tensors == sum(len(load_file(file)) for file in files)
+    assert found.hashed == sum(len(read_manifest(file.parent)["files"]) for file in trained.rglob(MANIFEST)) >= 15
+    assert cli.main(["verify", str(trained)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("; whole")
+    for part in ("model", "checkpoints/step-000004", "model/model.safetensors", "result.json"):
+        assert verify(trained / part).faults == []
+
+
+def test_any_flipped_bit_is_found(run):
+    """Wherever it is, and whatever the file but the card, which people edit; where the manifest itself is spoilt,
+    the fault may name the file that it now describes wrongly."""
+    folders = (run / "model", run / "checkpoints")
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and file.name != CARD]
+    for file in random.sample(files, 6):
+        whole = file.read_bytes()
+        spoilt = bytearray(whole)
+        spoilt[random.randrange(len(spoilt))] ^= 1 << random.randrange(8)
+        file.write_bytes(spoilt)
+        found = faults(run)
+        assert (str(file.parent) in found) if file.name == MANIFEST else (file.name in found), file
+        file.write_bytes(whole)
+    assert faults(run) == ""
+
+
+def spoil_with_nan(run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    tensors = load_file(path)
+    spoilt = tensors["model.layers.1.self_attn.q_proj.weight"]
+    spoilt[3, :5], spoilt[4, 0] = float("nan"), float("-inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    remanifest(run / "model")
+
+
+DAMAGE = {
+    "numbers": (spoil_with_nan, r"'model.layers.1.self_attn.q_proj.weight' has 5 NaN and 1 infinite of 1,024 values"),
+    "cut": (
+        lambda run: (run / "model/model.safetensors").write_bytes((run / "model/model.safetensors").read_bytes()[:-9]),
+        r"model.safetensors: tensor .* claims bytes",
+    ),
+    "missing": (lambda run: (run / "checkpoints/step-000002/random.json").unlink(), "random.json is missing"),
+    "added": (lambda run: (run / "model/more.json").write_text("{}"), r"more.json is not in .*manifest.json"),
+    "json": (lambda run: (run / "result.json").write_text('{"a": '), "result.json is no JSON"),
+    "no manifest": (lambda run: (run / "checkpoints/step-000002" / MANIFEST).unlink(), "step-000002 has no manifest"),
+    "manifest": (lambda run: (run / "model" / MANIFEST).write_text("[]"), "manifest.json lists no files"),
+    "outside": (
+        lambda run: (run / "model" / MANIFEST).write_text('{"files": {"../../etc/passwd": {"bytes": 1}}}'),
+        r"names '../../etc/passwd', which is outside its folder",
+    ),
+    "entry": (
+        lambda run: (run / "model" / MANIFEST).write_text('{"files": {"config.json": 3}}'),
+        "how long config.json",
+    ),
+    "weights": (lambda run: (run / "model/model.safetensors").unlink(), "config.json and no weights"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(run, capsys, name):
+    import re
+
+    spoil, words = DAMAGE[name]
+    spoil(run)
+    assert re.search(words, faults(run)), faults(run)
+    assert cli.main(["verify", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("fault: ") and re.search(words, line)]
+    assert err.count("\n") == 1
+    assert "not whole" in err
+
+
+def test_shards_are_held_against_their_index(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "c": "../two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = faults(tmp_path)
+    assert "one.safetensors lacks 1 tensors of its index, such as b" in found
+    assert "names the shard '../two.safetensors', which is not there" in found
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert "no weight_map" in faults(tmp_path)
+
+
+def test_large_and_narrow_tensors_are_looked_at_in_pieces(tmp_path, monkeypatch):
+    from nonlinear_lowrank.hub import verify as module
+
+    monkeypatch.setattr(module, "_AT_ONCE", 64)
+    values = torch.zeros(37, 5)
+    values[36, 4], values[0, 0] = float("nan"), float("inf")
+    eighth = torch.ones(3).to(torch.float8_e4m3fn)
+    eighth.view(torch.uint8)[1] = 0x7F  # its NaN
+    tensors = {"large": values, "float8": eighth, "whole": torch.arange(1000), "scalar": torch.tensor(float("nan"))}
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert sorted(line.partition("tensor ")[2] for line in verify(tmp_path / "a.safetensors").faults) == [
+        "'float8' has 1 NaN of 3 values",
+        "'large' has 1 NaN and 1 infinite of 185 values",
+        "'scalar' has 1 NaN of 1 values",
+    ]
+
+
+def test_pickles_are_named_and_never_opened(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
+    found = verify(tmp_path)
+    assert found.faults == []
+    assert ["pytorch_model.bin" in line and "--allow-torch-checkpoints alone" in line for line in found.notes] == [True]
+
+
+@pytest.mark.parametrize(("make", "words"), [(None, "no such file"), ("", "holds no checkpoint"), ("a.bin", "neither")])
+def test_nothing_to_verify(tmp_path, capsys, make, words):
+    path = tmp_path / "x"
+    if make is not None:
+        path.mkdir()
+        (path / "a.bin").write_bytes(b"1")
+        path /= make
+    assert cli.main(["verify", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+# --- loading --------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_those_of_the_manifest_are_not_loaded(run):
+    path = run / "model" / "model.safetensors"
+    assert load_model(run / "model") is not None
+    spoilt = bytearray(path.read_bytes())
+    spoilt[-1] ^= 1
+    path.write_bytes(spoilt)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged.*delete .*manifest.json"):
+        load_model(run / "model")
+    (run / "model" / MANIFEST).unlink()
+    load_model(run / "model")
+    (run / "model" / MANIFEST).write_text('{"icons": []}')  # another tool's
+    load_model(run / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, r"describes 1,000,000,000 layers, and the files hold \d+ tensors"),
+        ({"intermediate_size": 10**8}, r"describes [\d,]{14,} parameters, and the files hold [\d,]+ numbers"),
+        ({"vocab_size": 10**9}, r"describes [\d,]{14,} parameters"),
+    ],
+)
+def test_a_config_that_describes_far_more_than_the_files_hold(run, changes, words):
+    path = run / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=words):
+        load_model(run / "model")
+
+
+# --- keeping --------------------------------------------------------------------------------------------------
+
+
+def steps(folder: Path, *numbers: int) -> None:
+    for step in numbers:
+        with staged_folder(folder / f"step-{step:06d}", {}) as staged:
+            (staged / "x").write_text(f"content {step}")
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
+    steps(tmp_path, 2, 4, 6, 8)
+    (tmp_path / "step-000006" / "x").write_text("cut")
+    prune(tmp_path, newest=8, keep=2)
+    assert list(step_folders(tmp_path)) == [4, 8]
+
+
+def test_nothing_is_deleted_before_the_newest_reads_back(tmp_path):
+    steps(tmp_path, 2, 4, 6)
+    (tmp_path / "step-000006" / "x").write_text("contenT 6")  # of the same size
+    with pytest.raises(UserError, match=r"step-000006.*damaged"):
+        prune(tmp_path, newest=6, keep=1)
+    assert list(step_folders(tmp_path)) == [2, 4, 6]
+    assert newest_valid(tmp_path)[0].name == "step-000004"
+
+
+def test_a_manifest_cannot_name_a_file_outside(tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "folder").mkdir()
+    entry = {"bytes": 1, "sha256": hash_file(tmp_path / "secret")}
+    (tmp_path / "folder" / MANIFEST).write_text(json.dumps({"files": {"../secret": entry}}))
+    with pytest.raises(UserError, match="outside its folder"):
+        read_manifest(tmp_path / "folder")

@@ -1,0 +1,570 @@
+"""The adapter for torchtitan: configs, init, optimizer, training with its own trainer, Hugging Face there and back."""
+
+import copy
+import importlib
+import json
+import math
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3Config
+
+import nonlinear_lowrank as nlr
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.methods import NobleLinear, SineLowRankLinear
+from processes_helpers import run_processes
+
+pytest.importorskip("triton")  # torchtitan imports it, on every device
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchtitan")
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, default_adamw
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
+    from torchtitan.models.llama3 import model_registry
+
+    import titan_helpers as kit
+    from nonlinear_lowrank.integrations import torchtitan as titan
+
+pytestmark = [
+    pytest.mark.torchtitan,
+    # Of torchtitan and of torch.distributed on the CPU.
+    pytest.mark.filterwarnings(
+        "ignore:DTensor random operators may not have complete support:UserWarning",
+        "ignore:.*barrier.*using the device under current context:UserWarning",
+        "ignore:.*script_method.* is deprecated:DeprecationWarning",
+        "ignore:TypedStorage is deprecated:UserWarning",
+    ),
+]
+
+NOBLE = nlr.NobleConfig(rank=4)
+SINE = nlr.SineLowRankConfig(rank=4)
+LINEARS = ("attention.qkv_linear.wq", "attention.qkv_linear.wk", "attention.qkv_linear.wv", "attention.wo")
+LINEARS += ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
+
+
+def augmented(spec=None, method=NOBLE, **which):
+    """The spec of a job with a method's layers."""
+    return titan.augment(kit.job(spec or kit.llama(), "unused"), method, **which).model_spec
+
+
+def stirred(model):
+    """Every tensor of the branches random: nothing hides behind a small or zero up projection."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "noble_" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+# Configs and builds
+
+
+def test_configs_are_swapped_and_all_is_a_module_of_torchtitan():
+    spec = augmented()
+    model = kit.built(spec)
+    branches = {name for name, module in model.named_modules() if isinstance(module, NobleLinear)}
+    assert branches == {f"layers.{layer}.{own}" for layer in range(kit.LAYERS) for own in LINEARS}
+    assert type(model.lm_head).__name__ == "Linear"
+    assert spec.model.layers[0].attention.qkv_linear.to_dict()["wq"]["method"]["rank"] == 4
+    tokens = torch.randint(kit.VOCABULARY, (2, 16))
+    assert model(tokens).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("include", "fused"),
+    [
+        (r".*feed_forward.*", True),
+        (r".*\.wo", True),
+        (r".*\.wq", False),
+        ([r".*\.wk", r".*\.wv"], False),
+        (r".*qkv.*", False),
+    ],
+)
+def test_the_fused_projection_is_parted_only_where_it_gets_branches(include, fused):
+    spec = augmented(include=include)
+    kinds = {type(layer.attention.qkv_linear) for layer in spec.model.layers}
+    assert kinds == {FusedQKVLinear.Config if fused else QKVLinear.Config}
+    model = kit.built(spec)
+    names = [include] if isinstance(include, str) else include
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | NobleLinear) and not name.endswith(".dense"):
+            wanted = any(re.fullmatch(each, name) for each in names)
+            assert isinstance(module, NobleLinear) == wanted, name
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_converters_of_a_registry_take_it():
+    spec = model_registry("debugmodel", converters=[titan.AugmentConverter.Config(method=NOBLE, exclude=r".*\.w2")])
+    names = {name for name, module in _on_meta(spec).named_modules() if isinstance(module, NobleLinear)}
+    assert len(names) == 6 * 6
+    assert not any(name.endswith("w2") for name in names)
+
+
+def test_two_methods_in_one_model():
+    spec = kit.llama()
+    titan.AugmentConverter.Config(method=SINE, include=r".*feed_forward.*").build().convert(spec.model)
+    model = kit.built(augmented(spec))
+    for name, module in model.named_modules():
+        if isinstance(module, NobleLinear | SineLowRankLinear):
+            assert isinstance(module, SineLowRankLinear if "feed_forward" in name else NobleLinear), name
+
+
+def _on_meta(spec):
+    with torch.device("meta"):
+        return spec.model.build()
+
+
+# Init
+
+
+@pytest.mark.parametrize("method", [NOBLE, nlr.NobleConfig(rank=4, fusion="gated", up_bias=True), SINE])
+def test_a_meta_build_is_drawn_as_augment_draws_the_hugging_face_model(method):
+    """Means and deviations of each kind of tensor, over both models' layers; n is in the thousands for matrices."""
+    spec = augmented(kit.llama(width=128, hidden=192), method)
+    ours = kit.built(spec)
+    theirs = LlamaForCausalLM(titan._llama_config(spec))
+    nlr.augment(theirs, method, verbose=False)
+    found = [_by_kind(model) for model in (ours, theirs)]
+    assert found[0].keys() == found[1].keys()
+    for kind, values in found[0].items():
+        mine, other = values, found[1][kind]
+        assert mine.isfinite().all(), kind
+        assert mine.shape == other.shape, kind
+        scale = other.std().item() / math.sqrt(len(other))
+        assert abs(mine.mean() - other.mean()) <= 8 * scale + 1e-9, kind
+        assert mine.std().item() == pytest.approx(other.std().item(), rel=8 / math.sqrt(len(other)), abs=1e-9), kind
+
+
+def _by_kind(model):
+    found = {}
+    for _, module in sorted(model.named_modules()):
+        if isinstance(module, NobleLinear | SineLowRankLinear):
+            for name, parameter in module.named_parameters():
+                shape = parameter.shape if parameter.ndim > 1 and "mix" not in name else ()
+                found.setdefault((name, shape), []).append(parameter.detach().flatten())
+    return {kind: torch.cat(values) for kind, values in found.items()}
+
+
+def test_init_pretrained_leaves_dense_weights_to_torchtitan_and_starts_at_zero():
+    spec = augmented(kit.llama(width=128, hidden=192), nlr.NobleConfig(rank=4, init="pretrained"), include=r".*\.w[qo]")
+    model = kit.built(spec)
+    attention = model.layers["0"].attention
+    for linear in (attention.qkv_linear.wq, attention.qkv_linear.wk, attention.wo):
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert attention.wo.noble_up.count_nonzero() == attention.qkv_linear.wq.noble_up.count_nonzero() == 0
+    tokens = torch.randint(kit.VOCABULARY, (2, 16))
+    before = model(tokens)
+    with nlr.augmentation.branches_disabled(model):
+        assert model(tokens).equal(before)
+
+
+# Optimizer
+
+
+def assert_groups(container, model, lr, weight_decay):
+    expected = {}
+    for group in nlr.param_groups(model, lr, weight_decay, verbose=False):
+        expected |= {id(parameter): (group["lr"], group["weight_decay"]) for _, parameter in group["params"]}
+    found = {
+        id(parameter): (group.get("initial_lr", group["lr"]), group["weight_decay"])  # a schedule keeps it there
+        for optimizer in container
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values), key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, SelectiveAC, FullAC])
+def test_groups_have_the_multipliers_of_param_groups(tied, checkpointing, tmp_path):
+    config = titan.augment(kit.job(kit.llama(tied=tied), "unused", lr=1e-3), NOBLE)
+    model = kit.built(config.model_spec)
+    if checkpointing is not None:
+        checkpointing.Config().build(dump_folder=str(tmp_path)).apply(model)
+        assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    container = config.optimizer.build(model_parts=[model])
+    assert_groups(container, model, 1e-3, 0.1)
+    assert len({group["lr"] for optimizer in container for group in optimizer.param_groups}) > 5
+
+
+def test_a_patterns_own_settings_stay_and_are_multiplied():
+    kwargs = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    base = OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern="feed_forward", optimizer_name="Adam", optimizer_kwargs={**kwargs, "lr": 2e-3}),
+            ParamGroupConfig(pattern="^tok|head", optimizer_name="AdamW", optimizer_kwargs={**kwargs, "lr": 5e-4}),
+            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=kwargs),
+        ],
+        implementation="for-loop",
+    )
+    kept = copy.deepcopy(base)
+    spec = augmented()
+    model = kit.built(spec)
+    config = titan.optimizer_config(base, spec.model)
+    assert base == kept
+    assert config.implementation == "for-loop"
+    roles = nlr.optim.parameter_roles(model)
+    container = config.build(model_parts=[model])
+    assert [type(optimizer).__name__ for optimizer in container] == ["Adam", "AdamW"]
+    for optimizer in container:
+        for group in optimizer.param_groups:
+            for name in group["param_names"]:
+                lr = 2e-3 if "feed_forward" in name else 5e-4 if name.startswith(("tok", "lm_head")) else 1e-3
+                assert group["lr"] == pytest.approx(lr * roles[name].lr), name
+                assert group["weight_decay"] == (0.1 if roles[name].decay else 0.0), name
+                assert group["betas"] == (0.9, 0.95)
+
+
+# Hugging Face
+
+GATED = nlr.NobleConfig(rank=3, fusion="gated", up_bias=True, activation="silu", depth=1)
+CASES = {
+    "llama": (kit.llama, NOBLE, {}),
+    "llama-tied": (lambda: kit.llama(tied=True), NOBLE, {}),
+    "llama-gated": (kit.llama, GATED, {}),
+    "llama-some": (kit.llama, NOBLE, {"include": [r".*\.wk", r".*\.wv", r".*1\.feed_forward\.w2"]}),
+    "llama-sine": (kit.llama, SINE, {}),
+    "qwen": (kit.qwen, NOBLE, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_exported_models_give_the_same_logits_and_come_back(case, tmp_path):
+    make, method, which = case
+    spec = augmented(make(), method, **which)
+    model = stirred(kit.built(spec, torch.float64))
+    folder = titan.export(spec, model.state_dict(), tmp_path / "out", plain_config=plain_config(spec))
+    tokens = torch.randint(kit.VOCABULARY, (3, 20))
+    wanted = model(tokens)
+    for loaded in (nlr.hub.load_model(folder, dtype="auto"), AutoModelForCausalLM.from_pretrained(folder)):
+        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float64}
+        # torchtitan and transformers rotate in float32.
+        torch.testing.assert_close(loaded(tokens).logits, wanted, rtol=1e-5, atol=2e-6)
+    back = titan.read_hf(spec, folder)
+    state = model.state_dict()
+    assert back.keys() == state.keys()
+    assert all(back[name].equal(state[name]) for name in state)
+    other = kit.built(spec, torch.float64)
+    other.load_state_dict(back)
+    assert other(tokens).equal(wanted)
+
+
+def plain_config(spec):
+    if spec.name == "llama3":
+        return None
+    return Qwen3Config(
+        vocab_size=kit.VOCABULARY, hidden_size=kit.WIDTH, intermediate_size=kit.HIDDEN, num_hidden_layers=kit.LAYERS,
+        num_attention_heads=kit.HEADS, num_key_value_heads=kit.KEYS, head_dim=kit.WIDTH // kit.HEADS,
+        rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+
+def test_a_plain_model_is_exported_plain(tmp_path):
+    spec = kit.llama()
+    model = kit.built(spec)
+    folder = titan.export(spec, model.state_dict(), tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    tokens = torch.randint(kit.VOCABULARY, (3, 20))
+    torch.testing.assert_close(nlr.hub.load_model(folder)(tokens).logits, model(tokens), rtol=1e-5, atol=2e-6)
+
+
+def test_an_export_in_16_bits_keeps_sine_factors_wide_and_takes_the_assets_along(tmp_path):
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "tokenizer_config.json").write_text("{}")
+    spec = augmented(method=SINE)
+    state = kit.built(spec).state_dict()
+    folder = titan.export(spec, state, tmp_path / "out", dtype=torch.bfloat16, assets=assets)
+    loaded = nlr.hub.load_model(folder, dtype="auto")
+    kinds = {name.rpartition(".")[2]: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert kinds == {"weight": torch.bfloat16, "sine_up": torch.float32, "sine_down": torch.float32}
+    assert (folder / "tokenizer_config.json").is_file()
+    assert "torchtitan" in (folder / "README.md").read_text()
+
+
+def test_an_index_of_the_plain_files_gets_the_branch_tensors(tmp_path):
+    """torchtitan writes files as the index of its hf_assets_path says."""
+    plain = kit.llama()
+    names = plain.state_dict_adapter(plain.model, None).to_hf(_on_meta(plain).state_dict())
+    weights = {name: f"model-0000{1 + ('layers.1.' in name)}-of-00002.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    for method in (NOBLE, SINE):
+        spec = augmented(method=method)
+        adapter = spec.state_dict_adapter(spec.model, str(tmp_path))
+        state = kit.built(spec).state_dict()
+        tensors = adapter.to_hf(state)
+        assert adapter.fqn_to_index_mapping.keys() == tensors.keys()
+        assert all(file == 1 + ("layers.1." in name) for name, file in adapter.fqn_to_index_mapping.items())
+
+
+def test_a_converted_checkpoint_starts_a_run_where_the_plain_one_stood(tmp_path):
+    plain = kit.llama()
+    model = kit.built(plain)
+    titan.export(plain, model.state_dict(), tmp_path / "plain")
+    nlr.hub.convert(tmp_path / "plain", tmp_path / "out", NOBLE)
+    spec = augmented()
+    branched = kit.built(spec)
+    branched.load_state_dict(titan.read_hf(spec, tmp_path / "out"))
+    tokens = torch.randint(kit.VOCABULARY, (3, 20))
+    torch.testing.assert_close(branched(tokens), model(tokens), rtol=1e-6, atol=1e-6)
+
+
+# Training
+
+
+@pytest.mark.parametrize(("method", "precision"), [(NOBLE, "bfloat16"), (SINE, "float32")], ids=["noble", "sine"])
+def test_torchtitans_own_trainer_trains_saves_and_goes_on(method, precision, tmp_path, monkeypatch):
+    """One process: sharded by FSDP, activations checkpointed, mixed precision, its checkpoint, its export."""
+    _one_process(monkeypatch)
+    config = titan.augment(
+        kit.job(kit.llama(), tmp_path, precision=precision, last_save_in_hf=True, last_save_model_only=True), method
+    )
+    with kit.on_the_cpu():
+        trainer, losses = kit.trained(config)
+        state = kit.whole_state(trainer)
+        assert_groups(trainer.optimizers, trainer.model_parts[0], 3e-3, 0.1)
+    assert losses[0] == pytest.approx(math.log(kit.VOCABULARY), abs=1.5)
+    assert losses[-1] < losses[0] - 0.3
+    step = tmp_path / "checkpoint" / "step-12"
+    titan.hf_config(config.model_spec).save_pretrained(step)  # torchtitan writes tensors alone
+    assert all(each.equal(state[name]) for name, each in titan.read_hf(config.model_spec, step).items())
+    model = kit.built(config.model_spec)
+    model.load_state_dict(state)
+    tokens = torch.randint(kit.VOCABULARY, (3, 20))
+    torch.testing.assert_close(nlr.hub.load_model(step)(tokens).logits, model(tokens), rtol=1e-5, atol=5e-6)
+
+    started = {"initial_load_in_hf": True, "initial_load_path": str(step)}
+    again = kit.job(config.model_spec, tmp_path / "again", precision=precision, **started)
+    again.optimizer = config.optimizer
+    with kit.on_the_cpu():
+        trainer = again.build()
+        trainer.checkpointer.load()
+        now = kit.whole_state(trainer)
+    assert all(now[name].equal(state[name]) for name in state)
+
+
+def _one_process(monkeypatch):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_checkpoint_is_read_whole_and_exported(tmp_path, monkeypatch):
+    _one_process(monkeypatch)
+    config = titan.augment(kit.job(kit.llama(), tmp_path, steps=2, last_save_model_only=False), NOBLE)
+    with kit.on_the_cpu():
+        trainer, _ = kit.trained(config)
+        state = kit.whole_state(trainer)
+    step = tmp_path / "checkpoint" / "step-2"
+    with pytest.raises(UserError, match=r"is a pickle.*allow_torch_checkpoints=True"):
+        titan.read_checkpoint(config.model_spec, step)
+    read = titan.read_checkpoint(config.model_spec, step, allow_torch_checkpoints=True)
+    assert read.keys() == state.keys()
+    assert all(read[name].equal(state[name]) for name in state)
+    with pytest.raises(UserError, match="is not a whole checkpoint of this model"):
+        titan.read_checkpoint(augmented(method=nlr.NobleConfig(rank=5)), step, allow_torch_checkpoints=True)
+
+
+PROCESS = """
+import json, os, sys
+import titan_helpers as kit
+import nonlinear_lowrank as nlr
+from nonlinear_lowrank.integrations import torchtitan as titan
+
+folder, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+start = {"initial_load_in_hf": True, "initial_load_path": folder}
+job = titan.augment(kit.job(kit.llama(), out, steps=6, batch=batch, last_save_model_only=False,
+                            backend="partial_dtensor", **start), nlr.NobleConfig(rank=4))
+with kit.on_the_cpu():
+    trainer, losses = kit.trained(job)
+    names = {}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            names |= dict.fromkeys(group["param_names"], [group["initial_lr"], group["weight_decay"]])
+    sharded = any(p.to_local().numel() < p.numel() for p in trainer.model_parts[0].parameters())
+    if os.environ["RANK"] == "0":
+        with open(out + "/losses.json", "w") as file:
+            json.dump({"losses": losses, "groups": names, "sharded": sharded}, file)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """FSDP2 over two processes: the losses of one, every group as it was, and a checkpoint that reads back whole."""
+    spec = augmented()
+    titan.export(spec, stirred(kit.built(spec)).state_dict(), tmp_path / "start")
+    found = []
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        out.mkdir()
+        run_processes(PROCESS, tmp_path / "start", out, 8 // count, count=count)
+        found.append(json.loads((out / "losses.json").read_text()))
+    one, two = found
+    assert two["sharded"]
+    assert not one["sharded"]
+    assert one["groups"] == two["groups"]
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
+    assert one["losses"][-1] < one["losses"][0]
+    states = [
+        titan.read_checkpoint(spec, tmp_path / count / "checkpoint" / "step-6", allow_torch_checkpoints=True)
+        for count in ("1", "2")
+    ]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+# What is refused
+
+REFUSED = {
+    "no linear": ({"include": r"layers\.\d+\.mlp"}, NOBLE, r"'layers.*mlp' matches no linear's whole name"),
+    "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
+    "no expression": ({"include": "("}, NOBLE, "is not a regular expression"),
+    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers.*qkv_linear\.wk"),
+    "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
+    "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
+    "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* leave them out"),
+    "method": ({}, nlr.NonlinearQueryConfig(), "nonlinear-query is not for torchtitan; use NobleConfig"),
+    "no method": ({}, {"rank": 4}, "dict is not for torchtitan; use NobleConfig"),
+}
+
+
+@pytest.mark.parametrize(("which", "method", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_settings_are_refused_and_change_nothing(which, method, message):
+    job = kit.job(kit.llama(), "unused")
+    before = copy.deepcopy(job.model_spec.model.to_dict()), copy.deepcopy(job.optimizer)
+    with pytest.raises(UserError, match=message) as refused:
+        titan.augment(job, method, **which)
+    assert "\n" not in str(refused.value)
+    assert (_without_functions(job.model_spec.model.to_dict()), job.optimizer) == (
+        _without_functions(before[0]),
+        before[1],
+    )
+
+
+def _without_functions(tree):
+    return re.sub(r" at 0x\w+", "", str(tree))
+
+
+def test_a_job_is_augmented_once():
+    job = titan.augment(kit.job(kit.llama(), "unused"), NOBLE, include=r".*feed_forward.*")
+    with pytest.raises(UserError, match="augmented already"):
+        titan.augment(job, SINE)
+    with pytest.raises(UserError, match="is augmented already"):
+        titan.AugmentConverter.Config(method=SINE, include=r".*w1").build().convert(job.model_spec.model)
+    job.model_spec = None
+    with pytest.raises(UserError, match="has no model_spec"):
+        titan.augment(job, NOBLE)
+
+
+def _optimizer(*groups):
+    return OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=kwargs)
+            for pattern, name, kwargs in groups
+        ]
+    )
+
+
+OPTIMIZERS = {
+    "no catch-all": (_optimizer(("layers", "AdamW", {"lr": 1e-3})), "has no group for tok_embeddings.weight"),
+    "no lr": (_optimizer((".*", "AdamW", {})), "has no lr"),
+    "fused name": (
+        _optimizer(("wqkv", "AdamW", {"lr": 1e-3}), (".*", "AdamW", {"lr": 1e-3})),
+        "'wqkv' matches no parameter",
+    ),
+    "muon": (
+        _optimizer(("layers.*wo", "DistMuon", {"lr": 1e-2}), (".*", "AdamW", {"lr": 1e-3})),
+        "would go to Muon.*before 'layers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "message"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_that_do_not_fit_are_refused(optimizer, message):
+    with pytest.raises(UserError, match=message):
+        titan.optimizer_config(optimizer, augmented().model)
+
+
+def test_muon_gets_what_is_dense():
+    kwargs = {"lr": 1e-3, "weight_decay": 0.1}
+    groups = ("noble_", "AdamW", kwargs), (r"layers.*\.w[123o]\.", "DistMuon", kwargs), (".*", "AdamW", kwargs)
+    spec = augmented()
+    config = titan.optimizer_config(_optimizer(*groups), spec.model)
+    (dense,) = [group.pattern for group in config.param_groups if group.optimizer_name == "DistMuon"]
+    names = [name for name, _ in _on_meta(spec).named_parameters() if re.search(dense, name)]
+    assert len(names) == 4 * kit.LAYERS
+    assert all(name.endswith(".weight") for name in names)
+
+
+def test_tensor_parallelism_and_rounded_sine_factors_are_refused():
+    class Two:
+        tp_enabled, tp, spmd_backend = True, 2, "spmd_types"
+
+    with pytest.raises(UserError, match="tensor_parallel_degree 1"):
+        kit.built(augmented()).parallelize(Two())
+    model = kit.built(augmented(method=SINE))
+    for module in model.modules():
+        if isinstance(module, SineLowRankLinear):
+            module.sine_up.data = module.sine_up.data.bfloat16()
+    with pytest.raises(UserError, match="mixed_precision_param float32"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_states_and_folders_that_do_not_fit_are_refused(tmp_path):
+    spec = augmented()
+    state = kit.built(spec).state_dict()
+    with pytest.raises(UserError, match=r"tensors 1 missing \(norm\.weight\)"):
+        titan.export(spec, {name: each for name, each in state.items() if name != "norm.weight"}, tmp_path / "out")
+    with pytest.raises(UserError, match=r"1 extra .*; 1 of another shape"):
+        titan.export(spec, state | {"more": torch.zeros(1), "norm.weight": torch.zeros(3)}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="qwen3 is not Llama 3; give plain_config="):
+        titan.hf_config(augmented(kit.qwen()))
+    with pytest.raises(UserError, match="does not exist"):
+        titan.export(spec, state, tmp_path / "out", assets=tmp_path / "none")
+    folder = titan.export(spec, state, tmp_path / "out")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        titan.export(spec, state, tmp_path / "out")
+    for other in (nlr.NobleConfig(rank=5), nlr.NobleConfig(rank=4, depth=1), SINE):
+        with pytest.raises(UserError, match=r"has other layers than the model, first at model.layers.0.mlp.down_proj"):
+            titan.read_hf(augmented(method=other), folder)
+    # How a branch is drawn and trained does not count.
+    assert titan.read_hf(augmented(method=nlr.NobleConfig(rank=4, up_scale=0.1, phase_lr=2)), folder).keys()
+    with pytest.raises(UserError, match=r"does not fit llama3 tiny|does not fit the model"):
+        titan.read_hf(augmented(kit.llama(hidden=40)), folder)
+    with pytest.raises(UserError, match=r"it has no .metadata"):
+        titan.read_checkpoint(spec, folder, allow_torch_checkpoints=True)
+
+
+def test_another_version_is_refused(monkeypatch):
+    import torchtitan
+
+    monkeypatch.setattr(torchtitan, "__version__", "0.4.0")
+    monkeypatch.delitem(sys.modules, "nonlinear_lowrank.integrations.torchtitan")
+    with pytest.raises(UserError, match=r"torchtitan 0\.4\.0 is not the tested one: pip install torchtitan==0\.3\.0"):
+        importlib.import_module("nonlinear_lowrank.integrations.torchtitan")
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[3] / "docs" / "torchtitan.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(snippet, "docs/torchtitan.md", "exec"), names)
+    container = names["llama3_noble"]().optimizer
+    assert {group.optimizer_name for group in container.param_groups} == {"AdamW"}
+    assert default_adamw().param_groups[0].pattern == ".*"

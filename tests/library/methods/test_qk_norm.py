@@ -1,0 +1,203 @@
+"""QK-norm: the formula by head, on plain and changed projections, in files, in arms, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+import nonlinear_lowrank as nlr
+from model_helpers import FAMILIES, SIZES, TOKENS, batch
+from nlr_lab.training import Arm
+from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
+from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.hub import load_model
+
+MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit")
+
+
+def layers_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, QKNormProjection)}
+
+
+def normed(y, weight):
+    """Over heads of the weight's width, in float64."""
+    heads = y.double().unflatten(-1, (-1, weight.shape[0]))
+    return (heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()).flatten(-2)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_queries_and_keys_are_normed_by_head_and_values_are_not(family):
+    model = FAMILIES[family]()
+    plain = copy.deepcopy(model)
+    report = nlr.augment(model, QKNormConfig(), verbose=False)
+    assert report.config.head_width == 8
+    assert len(report.swapped) == (2 if family == "gpt2" else 4)
+    assert report.flops_added == 0
+    for name, layer in layers_of(model).items():
+        with torch.no_grad():
+            for parameter in layer.parameters(recurse=False):
+                parameter.normal_()
+        x = torch.randn(2, 5, 32)
+        y, before = layer(x), plain.get_submodule(name)(x)
+        if family == "gpt2":
+            expected = [normed(before[..., :32], layer.qk_norm_query), normed(before[..., 32:64], layer.qk_norm_key)]
+            expected = torch.cat([*(each.float() for each in expected), before[..., 64:]], dim=-1)
+        else:
+            keys = name.endswith("k_proj")
+            assert (layer.qk_norm_query is None) == keys
+            expected = normed(before, layer.qk_norm_key if keys else layer.qk_norm_query).float()
+        torch.testing.assert_close(y, expected)
+    norms = 2 * 2 * 8
+    assert report.parameters_added == norms
+    assert model_cost(model, 9).branch_parameters == norms
+    groups = nlr.param_groups(model, lr=1.0, weight_decay=0.1, verbose=False)
+    assert [group["weight_decay"] for group in groups if group["role"] == "qk-norm"] == [0.0]
+    model(**batch(model)).logits.square().mean().backward()
+    assert all(p.grad.abs().sum() > 0 for layer in layers_of(model).values() for p in layer.parameters(recurse=False))
+
+
+@pytest.mark.parametrize("method", ["query", "noble", "sine"])
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_on_top_of_every_method_and_back_from_disk(method, family, tmp_path):
+    configs = {
+        "query": nlr.NonlinearQueryConfig(),
+        "noble": nlr.NobleConfig(rank=4),
+        "sine": nlr.SineLowRankConfig(rank=4, omega=30),
+    }
+    model = FAMILIES[family]().eval()
+    nlr.augment(model, configs[method], verbose=False)
+    inputs = batch(model)
+    before = model(**inputs).logits
+    nlr.augment(model, QKNormConfig(), verbose=False)
+    with torch.no_grad():
+        for layer in layers_of(model).values():
+            for parameter in layer.parameters(recurse=False):
+                parameter.uniform_(0.5, 3)
+    after = model(**inputs).logits
+    assert not torch.allclose(after, before)
+    model.save_pretrained(tmp_path)
+    again = load_model(tmp_path)
+    assert torch.equal(again(**inputs).logits, after)
+    fresh = type(model)(copy.deepcopy(model.config))
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.isfinite(parameter).all() for parameter in fresh.parameters())
+
+
+def test_it_comes_last():
+    model = FAMILIES["opt"]()
+    nlr.augment(model, QKNormConfig(), verbose=False)
+    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+    assert len(report.swapped) == 2 * 4
+    assert report.left["model.decoder.layers.0.self_attn.q_proj"] == "is qk-norm already"
+    assert report.left["model.decoder.layers.0.self_attn.q_proj.projection"].endswith("qk-norm, which comes last")
+    with pytest.raises(UserError, match="augmented with qk-norm already"):
+        nlr.augment(model, QKNormConfig(), verbose=False)
+
+
+def test_grouped_heads_have_fewer_keys():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=1, head_dim=16))
+    nlr.augment(model, QKNormConfig(), verbose=False)
+    layer = model.model.layers[0].self_attn
+    assert (layer.q_proj.queries, layer.q_proj.keys, layer.k_proj.queries, layer.k_proj.keys) == (64, 0, 0, 16)
+    assert model(**batch(model)).logits.isfinite().all()
+    fused = Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2))
+    nlr.augment(fused, QKNormConfig(), verbose=False)
+    assert (fused.model.layers[0].self_attn.qkv_proj.queries, fused.model.layers[0].self_attn.qkv_proj.keys) == (32, 16)
+    assert fused(**batch(fused)).logits.isfinite().all()
+
+
+def test_what_it_refuses():
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
+    with pytest.raises(UserError, match="nothing to swap"):
+        nlr.augment(neox, QKNormConfig(), verbose=False)
+    with pytest.raises(UserError, match="do not split into heads of 5"):
+        nlr.augment(FAMILIES["opt"](), QKNormConfig(head_width=5), verbose=False)
+    with pytest.raises(UserError, match="head_width"):
+        QKNormConfig(head_width=0)
+    bare = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "k_proj": nn.Linear(8, 8)})
+    with pytest.raises(UserError, match=r"QKNormConfig\(head_width"):
+        nlr.augment(bare, QKNormConfig(), verbose=False)
+    assert len(nlr.augment(bare, QKNormConfig(head_width=4), verbose=False).swapped) == 2
+
+
+def big_code(**options):
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=32, **options))
+
+
+def test_rows_mixed_head_by_head_are_refused():
+    code_gen = CodeGenForCausalLM(CodeGenConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32))
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
+    for model, include in ((code_gen, None), (big_code(multi_query=False), None), (neox, ".*query_key_value")):
+        with pytest.raises(UserError, match="mixes rows of q, k and v"):
+            nlr.augment(model, QKNormConfig(), include=include, verbose=False)
+        assert not layers_of(model)
+    shared = big_code(multi_query=True)
+    nlr.augment(shared, QKNormConfig(), verbose=False)
+    assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]
+
+
+def cross_attending():
+    config = GPT2Config(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=64, add_cross_attention=True)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("inner", [None, nlr.NobleConfig(rank=4)], ids=["plain", "noble"])
+def test_cross_attention_norms_keys_and_leaves_values(inner, tmp_path):
+    model = cross_attending()
+    if inner is not None:
+        nlr.augment(model, inner, verbose=False)
+    plain = copy.deepcopy(model)
+    nlr.augment(model, QKNormConfig(), verbose=False)
+    name = "transformer.h.0.crossattention.c_attn"
+    layer = model.get_submodule(name)
+    with torch.no_grad():
+        layer.qk_norm_key.normal_()
+    x = torch.randn(2, 5, 32)
+    y, before = layer(x), plain.get_submodule(name)(x)
+    torch.testing.assert_close(y[..., :32], normed(before[..., :32], layer.qk_norm_key).float())
+    assert torch.equal(y[..., 32:], before[..., 32:])
+    assert layer.qk_norm_query is None
+    assert model.get_submodule("transformer.h.0.crossattention.q_attn").qk_norm_query is not None
+    inputs = {**batch(model), "encoder_hidden_states": torch.randn(2, 4, 32)}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_model(tmp_path)(**inputs).logits, model(**inputs).logits)
+
+
+def test_keys_and_values_that_a_method_has_made_one_linear_are_refused():
+    model = cross_attending()
+    nlr.augment(model, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
+    with pytest.raises(UserError, match=r"crossattention.c_attn holds keys and values only"):
+        nlr.augment(model, QKNormConfig(), verbose=False)
+
+
+def test_any_arm():
+    for text, name in (
+        ("baseline:qk_norm=true", "baseline-qk-norm"),
+        ("noble:rank=4,qk_norm=true", "noble-r4-qk-norm"),
+        ("nonlinear-query:qk_norm=true,lr=0.003", "nonlinear-query-qk-norm"),
+        ("wide-mlp:ratio=3,qk_norm=true", "wide-mlp-3-qk-norm"),
+    ):
+        arm = Arm.parse(text)
+        assert (str(arm), arm.name, arm.qk_norm) == (text, name, True)
+        assert len(layers_of(arm.apply(FAMILIES["opt"]()))) == 4
+    arm = Arm.parse("qk-norm")
+    assert arm.control
+    assert len(layers_of(arm.apply(FAMILIES["opt"]()))) == 4
+    assert not Arm.parse("noble:rank=4").qk_norm
+    with pytest.raises(UserError, match="qk_norm must be true or false"):
+        Arm.parse("baseline:qk_norm=3")

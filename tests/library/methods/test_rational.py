@@ -1,0 +1,299 @@
+"""Rational activations: fits, their errors, and the module."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.special import erf, expit
+from torch import nn
+from transformers import AutoModelForImageClassification
+from transformers.activations import ACT2FN
+
+import model_helpers
+import nonlinear_lowrank as nlr
+from nonlinear_lowrank import UserError
+from nonlinear_lowrank.hub import make_saveable
+from nonlinear_lowrank.methods import config_to_dict
+from nonlinear_lowrank.methods.rational import fit as rational_fit
+from nonlinear_lowrank.methods.rational.fit import KINDS, compute, fit_rational
+from nonlinear_lowrank.methods.rational.layer import METHOD, RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational.op import FORMS
+from nonlinear_lowrank.methods.rational.sites import formula_of
+from nonlinear_lowrank.methods.rational.table import TABLE
+from nonlinear_lowrank.ops.activations import FORMULAS, KIND, activation
+from nonlinear_lowrank.optim import parameter_roles
+from nonlinear_lowrank.surgery.augment import apply_saved
+
+# Written out again, so that a wrong formula cannot agree with itself.
+EXACT = {
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x * expit(1.702 * x),
+    "silu": lambda x: x * expit(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "tanh": np.tanh,
+    "sigmoid": expit,
+}
+# What is asked of degrees (5, 4), and what the others reach.
+_ORDER = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "tanh", "sigmoid")
+LIMITS = {
+    3.0: dict(zip(_ORDER, (2e-3, 2e-3, 2e-5, 1e-5, 1.3e-2, 1e-5, 1e-6), strict=True)),
+    10.0: dict(zip(_ORDER, (1e-2, 1e-2, 1e-2, 2.5e-3, 4.3e-2, 1e-3, 3e-5), strict=True)),
+}
+
+
+def value(fit, x):
+    """P / Q of a fit in float64, by the form's definition."""
+    p = sum(a * x**i for i, a in enumerate(fit.numerator))
+    if fit.form == "abs_of_sum":
+        return p / (1 + abs(sum(b * x**j for j, b in enumerate(fit.denominator))))
+    return p / (1 + sum(abs(b) * abs(x) ** (j + 1) for j, b in enumerate(fit.denominator)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [3.0, 10.0])
+def test_fits_of_the_standard_ranges(kind, size, form):
+    fit = fit_rational(kind, form=form, fit_range=size)
+    x = np.linspace(-size, size, 50_001)
+    error = np.abs(value(fit, x) - EXACT[kind](x)).max()
+    assert error <= fit.error * 1.01 <= LIMITS[size][kind]
+    assert fit.degrees == (5, 4)
+    assert f"{fit.error:.1e} on [-{size:g}, {size:g}]" in str(fit)
+    # The module says the same in float32.
+    module = RationalActivation(RationalConfig(activation=kind, form=form, fit_range=size, groups=1))
+    y = module(torch.from_numpy(x).float()[:, None])[:, 0]
+    assert (y.double() - torch.from_numpy(EXACT[kind](x))).abs().max() <= fit.error * 1.01 + 1e-6
+
+
+@pytest.mark.parametrize(("kind", "form"), list(itertools.product(KINDS, FORMS)))
+def test_the_table_is_what_the_fit_gives(kind, form):
+    p, q, error = compute(kind, form, (5, 4), (-3.0, 3.0))
+    stored = TABLE[kind, form, 3.0]
+    assert error == pytest.approx(stored[2], rel=0.05, abs=1e-9)
+    np.testing.assert_allclose(p, stored[0], rtol=1e-2, atol=1e-4)
+    np.testing.assert_allclose(q, stored[1], rtol=1e-2, atol=1e-4)
+
+
+def test_no_better_fit_is_near():
+    """Shifting any coefficient of a best fit makes the largest error larger."""
+    p, q, error = compute("gelu", "abs_of_sum", (5, 4), (-10.0, 10.0))
+    x = np.linspace(-10, 10, 20_001)
+
+    def worst(p, q):
+        return np.abs(np.polyval(p[::-1], x) / np.polyval(q[::-1], x) - EXACT["gelu"](x)).max()
+
+    for coefficients, sign in itertools.product((list(p), list(q)), (1e-3, -1e-3)):
+        for index in [0, 2, 4]:
+            moved = coefficients.copy()
+            moved[index] *= 1 + sign
+            pair = (moved, q) if len(coefficients) == len(p) else (p, moved)
+            assert worst(*pair) > error * 1.0001
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"fit_range": 6.0}, 4e-3),
+        ({"fit_range": (-4.0, 12.0)}, 6e-3),
+        ({"degrees": (9, 8)}, 2e-4),
+        ({"degrees": (3, 2), "fit_range": 3.0}, 2e-2),
+        ({"degrees": (2, 3), "fit_range": 2.0}, 7e-2),
+    ],
+)
+def test_other_ranges_and_degrees(options, limit, form):
+    fit = fit_rational("gelu", form=form, **options)
+    low, high = fit.fit_range
+    x = np.linspace(low, high, 30_001)
+    assert np.abs(value(fit, x) - EXACT["gelu"](x)).max() <= 1.01 * fit.error <= limit
+    assert fit_rational("gelu", form=form, **options) is fit  # kept in the process
+
+
+def test_a_fit_in_the_other_form_would_be_noticed(monkeypatch):
+    rational_fit._checked_fit.cache_clear()
+    monkeypatch.setattr(rational_fit, "_in_form", lambda p, q, form, fit_range: (tuple(p), tuple(q)))
+    with pytest.raises(AssertionError):
+        fit_rational("silu", form="abs_of_sum", fit_range=3.0)
+    rational_fit._checked_fit.cache_clear()
+
+
+def test_the_denominator_is_away_from_its_kink():
+    for kind, size in itertools.product(KINDS, (3.0, 10.0)):
+        fit = fit_rational(kind, fit_range=size)
+        x = np.linspace(-size, size, 1001)
+        assert np.polyval(fit.denominator[::-1], x).min() >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_straight_tails_stay_near_the_activation(kind, form):
+    module = RationalActivation(RationalConfig(activation=kind, form=form, groups=1))
+    x = torch.cat([torch.linspace(-1000, -10, 500), torch.linspace(10, 1000, 500)])
+    off = (module(x[:, None])[:, 0].double() - torch.from_numpy(EXACT[kind](x.double().numpy()))).abs()
+    assert off.max() <= LIMITS[10.0][kind] + 1e-3
+    curved = RationalActivation(RationalConfig(activation=kind, form=form, groups=1, tails="rational"))
+    if KIND[kind] not in ("tanh", "sigmoid"):
+        assert (curved(torch.tensor([[100.0]])) - 100).abs() > 10
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_anchor_starts_bit_equal(formula, form):
+    x = 20 * torch.randn(64, 16)
+    config = RationalConfig(activation=formula, form=form, anchor="exact")
+    assert torch.equal(RationalActivation(config)(x), activation(x, formula))
+
+
+def test_every_activation_of_transformers_is_known_or_left():
+    known = {name: formula_of(ACT2FN[name]) for name in ACT2FN if name not in ("prelu", "xielu")}
+    left = {name for name, formula in known.items() if formula is None}
+    assert left == {
+        *("gelu_10", "hardswish", "laplace", "leaky_relu", "linear", "mish", "relu2", "relu6", "sqrtsoftplus")
+    }
+    x = 3 * torch.randn(1000)
+    for name, formula in known.items():
+        if formula is not None:
+            assert torch.equal(activation(x, formula), ACT2FN[name](x)), name
+    assert formula_of(nn.Sequential()) is None
+
+    class Own(nn.ReLU):
+        """May compute anything."""
+
+    assert formula_of(Own()) is None
+
+
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_groups_train_apart(anchor):
+    module = RationalActivation(RationalConfig(activation="gelu", groups=4, anchor=anchor))
+    x = torch.randn(50, 16)
+    y = module(x)
+    y[:, 4:8].square().sum().backward()
+    moved = module.rational_numerator.grad.abs().sum(1) > 0
+    assert moved.tolist() == [False, True, False, False]
+    assert [name for name, _ in module.named_parameters()] == ["rational_numerator", "rational_denominator"]
+
+
+def test_channels_behind_the_batch():
+    x = torch.randn(2, 8, 5, 3)
+    first = RationalActivation(RationalConfig(activation="gelu", groups=4, channel_dim=1))
+    last = RationalActivation(RationalConfig(activation="gelu", groups=4))
+    with torch.no_grad():
+        for parameter in last.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    first.load_state_dict(last.state_dict())
+    torch.testing.assert_close(first(x), last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_coefficients_stay_float32_in_a_16_bit_model(anchor):
+    model = nn.Sequential(nn.Linear(8, 16), RationalActivation(RationalConfig(activation="gelu", anchor=anchor)))
+    before = {name: tensor.clone() for name, tensor in model[1].state_dict().items()}
+    model.to(torch.bfloat16).half().bfloat16()
+    assert model[0].weight.dtype == torch.bfloat16
+    for name, tensor in model[1].state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, before[name])
+    x = 3 * torch.randn(20, 16, dtype=torch.bfloat16)
+    assert model[1](x).dtype == torch.bfloat16
+    assert (model[1](x).float() - F.gelu(x.float())).abs().max() < 0.02 + 7e-3
+    assert model.double()[1].rational_numerator.dtype == torch.float64
+
+
+def test_meta_and_empty():
+    meta = RationalActivation(RationalConfig(activation="gelu", anchor="exact"), device="meta")
+    meta.to_empty(device="cpu")
+    meta.reset_parameters()
+    x = torch.randn(4, 8)
+    assert torch.equal(meta(x), F.gelu(x))
+    with torch.device("meta"):
+        assert RationalActivation(RationalConfig(activation="silu")).rational_numerator.is_meta
+
+
+def test_compiles_whole():
+    torch.compiler.reset()
+    for more in ({}, {"anchor": "exact", "channel_dim": 1}):
+        module = RationalActivation(RationalConfig(activation="gelu", groups=2, **more))
+        x = torch.randn(3, 8, 4)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_method_swaps_and_names_roles():
+    module = METHOD.build("act", nn.GELU().eval(), RationalConfig(groups=2))
+    assert isinstance(module, RationalActivation)
+    assert not module.training
+    assert set(METHOD.roles(module)) == {name for name, _ in module.named_parameters()}
+    assert not any(role.decay for role in METHOD.roles(module).values())
+    assert METHOD.is_target(nn.SiLU())
+    assert METHOD.is_target(module)
+    assert not METHOD.is_target(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
+    model = model_helpers.vit().eval()
+    names = [name for name, module in model.named_modules() if formula_of(module)]
+    config = RationalConfig(activation="gelu", groups=4, anchor="exact")
+    entry = {"method": "rational", "config": config_to_dict(config), "modules": names}
+    apply_saved(model, [entry])
+    make_saveable(model, entry)
+    with torch.no_grad():
+        for name in names:
+            model.get_submodule(name).rational_numerator.add_(0.1 * torch.randn(4, 6))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype).eval()
+    assert again.dtype == dtype
+    for name in names:
+        layer, loaded = model.get_submodule(name), again.get_submodule(name)
+        assert loaded.rational_config == config
+        for ours, theirs in zip(layer.state_dict().values(), loaded.state_dict().values(), strict=True):
+            assert theirs.dtype == torch.float32
+            assert torch.equal(ours, theirs)
+    inputs = model_helpers.batch(model)
+    if dtype == torch.float32:
+        assert torch.equal(model(**inputs).logits, again(**inputs).logits)
+    roles = {role.name for role in parameter_roles(again).values()}
+    assert {"rational.numerator", "rational.denominator"} <= roles
+    # Another method's surgery leaves them alone.
+    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+    assert not set(names) & {*report.swapped, *report.left}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "mish"}, "activation must be one of 'gelu'"),
+        ({"form": "eq6"}, "form must be one of 'abs_of_sum', 'sum_of_abs'"),
+        ({"groups": 0}, "groups must be an integer of at least 1"),
+        ({"degrees": (5, 0)}, "degrees must be two whole numbers from 1 to 9"),
+        ({"degrees": 5}, "degrees must be two whole numbers"),
+        ({"degrees": (5, 12)}, "from 1 to 9"),
+        ({"fit_range": 0}, "fit_range must be a number above 0 or"),
+        ({"fit_range": (1.0, 3.0)}, "low < 0 < high"),
+        ({"fit_range": (-1.0, float("inf"))}, "low < 0 < high"),
+        ({"tails": "flat"}, "tails must be one of"),
+        ({"anchor": "maybe"}, "anchor must be one of"),
+        ({"channel_dim": 2}, "channel_dim must be one of"),
+        ({"width": 0}, "width must be an integer of at least 1"),
+    ],
+)
+def test_wrong_settings_are_one_line(options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        RationalConfig(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_names_of_a_fit_are_one_line():
+    with pytest.raises(UserError, match="no rational fit for 'mish'; there are fits for gelu"):
+        fit_rational("mish")
+    with pytest.raises(UserError, match="unknown denominator form"):
+        fit_rational("gelu", form="kat")
+    with pytest.raises(UserError, match="10 channels do not divide into 8 groups"):
+        RationalActivation(RationalConfig(activation="gelu"))(torch.randn(2, 10))
+    with pytest.raises(UserError, match="needs the function that it starts from"):
+        RationalActivation(RationalConfig())
+    with pytest.raises(UserError, match=r"16 channels is given \(2, 16, 8\), with them in an unexpected place"):
+        RationalActivation(RationalConfig(activation="gelu", width=16))(torch.randn(2, 16, 8))

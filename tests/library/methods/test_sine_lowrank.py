@@ -1,0 +1,299 @@
+"""Sine low-rank weights: init, counts of the documents, ranks, kept bytes, surgery, arms."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
+from transformers.pytorch_utils import Conv1D
+
+import nonlinear_lowrank as nlr
+from model_helpers import FAMILIES, parameters
+from nlr_lab.plan.inspect import format_cost
+from nlr_lab.training import Arm
+from nonlinear_lowrank import SineLowRankConfig, SineLowRankLinear, UserError
+from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.methods.sine.layer import OMEGA_BY_RANK
+
+ACTIVATIONS = ("sine", "identity", "sigmoid", "relu")
+
+
+def stable_rank(matrix):
+    values = torch.linalg.svdvals(matrix.detach().double())
+    return (values.square().sum() / values[0] ** 2).item()
+
+
+@pytest.fixture(params=ACTIVATIONS)
+def config(request):
+    return SineLowRankConfig(rank=4, activation=request.param)
+
+
+def test_it_is_a_linear_with_its_weight(config):
+    # In float64: a sine's argument of a hundred leaves float32 too few digits for the usual tolerance.
+    layer = SineLowRankLinear(24, 18, config=config).double()
+    with torch.no_grad():
+        layer.bias.normal_()
+    x = torch.randn(2, 3, 24).double()
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "sine_up": (18, 4),
+        "sine_down": (4, 24),
+        "bias": (18,),
+    }
+    assert "rank=4" in repr(layer)
+
+
+def test_the_weight_is_the_papers_formula():
+    layer = SineLowRankLinear(24, 18, config=SineLowRankConfig(rank=4, omega=300))
+    expected = torch.sin(300 * layer.sine_up.double() @ layer.sine_down.double()) / 24**0.5
+    torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-3, atol=1e-4)
+    plain = SineLowRankLinear(24, 18, config=SineLowRankConfig(rank=4, activation="identity"))
+    torch.testing.assert_close(plain.weight, plain.sine_up @ plain.sine_down)
+    own = SineLowRankLinear(24, 18, config=SineLowRankConfig(rank=4, omega=2, gain=5, activation="sigmoid"))
+    torch.testing.assert_close(own.weight, torch.sigmoid(2 * own.sine_up @ own.sine_down) / 5)
+
+
+@pytest.mark.parametrize(("name", "a"), [("kaiming_sqrt5", 5**0.5), ("kaiming_zero", 0.0)])
+def test_init_is_torchs_kaiming_with_each_factors_own_fan(name, a):
+    layer = SineLowRankLinear(700, 900, config=SineLowRankConfig(rank=30, init=name))
+    assert not layer.bias.any()
+    for factor, fan in ((layer.sine_up, 30), (layer.sine_down, 700)):
+        expected = nn.init.kaiming_uniform_(torch.empty_like(factor), a=a)
+        bound = (6 / ((1 + a * a) * fan)) ** 0.5
+        assert factor.abs().max() <= bound
+        assert factor.abs().max() > 0.99 * bound
+        assert factor.std().item() == pytest.approx(expected.std().item(), rel=0.03)
+    product = (layer.sine_up @ layer.sine_down).std().item()
+    assert product == pytest.approx((1 / 3 if a else 2) / 700**0.5, rel=0.1)
+
+
+def test_the_sine_raises_the_rank_and_plain_low_rank_cannot():
+    ranks = {
+        activation: stable_rank(
+            SineLowRankLinear(256, 256, config=SineLowRankConfig(rank=5, omega=omega, activation=activation)).weight
+        )
+        for activation, omega in (("sine", 500), ("identity", 1), ("relu", 1), ("sigmoid", 500))
+    }
+    assert ranks["identity"] <= 5
+    # Weights of one sign, and of one half, lean on one direction.
+    assert ranks["sine"] > 40 > 10 > max(ranks["relu"], ranks["sigmoid"])
+    low = SineLowRankLinear(256, 256, config=SineLowRankConfig(rank=1, omega=1)).weight
+    high = SineLowRankLinear(256, 256, config=SineLowRankConfig(rank=1, omega=2000)).weight
+    assert stable_rank(low) < 1.5 < 10 < stable_rank(high)
+
+
+def test_published_frequencies_by_rank():
+    cases = [(1, 500), (4, 500), (5, 500), (8, 500), (10, 300), (64, 300)]
+    assert [(rank, SineLowRankConfig(rank=rank).omega) for rank, _ in cases] == cases
+    assert SineLowRankConfig(rank=60, omega="vit-base-imagenet").omega == 200
+    assert SineLowRankConfig(rank=3, omega="occupancy").omega == 100
+    assert SineLowRankConfig(rank=1, omega="convnext-tiny-cifar100").omega == 400
+    assert SineLowRankConfig(rank=1, activation="identity").omega == 1
+    assert all(min(table) == 1 for table in OMEGA_BY_RANK.values())
+
+
+def vit_small():
+    config = ViTConfig(
+        hidden_size=384,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        image_size=32,
+        patch_size=4,
+        num_labels=100,
+    )
+    return ViTForImageClassification(config)
+
+
+def convnext_tiny():
+    return ConvNextForImageClassification(ConvNextConfig(num_labels=100))
+
+
+def occupancy():
+    widths = (3, 256, 256, 256, 1)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+
+def nerf():
+    layers = {f"trunk{i}": nn.Linear(3 if i == 0 else 256, 256) for i in range(8)}
+    tail = {"alpha": (256, 1), "feature": (256, 256), "view": (259, 128), "rgb": (128, 3)}
+    return nn.ModuleDict({**layers, **{name: nn.Linear(*shape) for name, shape in tail.items()}})
+
+
+# shared/facts/parameter_counts.json
+PUBLISHED = {
+    "vit": (
+        *(vit_small, {"include": r".*mlp\.fc[12]"}, 21_376_996),
+        {1: 7_267_300, 5: 7_451_620, 10: 7_682_020, 30: 8_603_620, 60: 9_986_020},
+    ),
+    "convnext": (
+        *(convnext_tiny, {"include": r".*stages\.3\..*pwconv[12]"}, 27_897_028),
+        {1: 13_764_292, 5: 13_856_452, 20: 14_202_052},
+    ),
+    "occupancy": (occupancy, {"include": "[12]"}, 132_865, {1: 2817, 2: 3841, 5: 6913, 20: 22_273}),
+    "nerf": (nerf, {"exclude": "alpha"}, 561_284, {1: 7565, 5: 26_259, 10: 48_674, 30: 138_334, 60: 272_824}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name):
+    build, choice, full, factored = PUBLISHED[name]
+    for rank, expected in factored.items():
+        with torch.device("meta"):
+            model = build()
+        report = nlr.augment(model, SineLowRankConfig(rank=rank), **choice, verbose=False)
+        assert report.parameters_before == full
+        assert parameters(model) == expected == full + report.parameters_added
+        assert all(parameter.is_meta for parameter in model.parameters())
+        cost = model_cost(model, 65)
+        assert (cost.parameters, cost.branch_parameters) == (expected, expected - full)
+        assert cost.flop_ratio == 1
+
+
+def test_where_a_rank_saves_nothing_the_linear_stays():
+    model = nerf()
+    report = nlr.augment(model, SineLowRankConfig(rank=30), exclude="alpha", verbose=False)
+    assert report.left["trunk0"].startswith("rank 30 saves no parameters (3 -> 256: 7,770 for 768)")
+    assert type(model["trunk0"]) is nn.Linear
+    with pytest.raises(UserError, match="trunk0: rank 30 saves no parameters"):
+        nlr.augment(nerf(), SineLowRankConfig(rank=30), include="trunk0")
+    with pytest.raises(UserError, match="saves no parameters"):
+        SineLowRankLinear(3, 256, config=SineLowRankConfig(rank=30))
+    with pytest.raises(UserError, match="nothing to swap"):
+        nlr.augment(nn.Sequential(nn.Linear(4, 4)), SineLowRankConfig(rank=2))
+
+
+def test_costs_of_plain_low_rank_are_its_two_thin_products(capsys):
+    model = nn.Sequential(nn.Linear(32, 48))
+    report = nlr.augment(model, SineLowRankConfig(rank=3, activation="identity"))
+    assert "- " in capsys.readouterr().out
+    assert report.flops_before + report.flops_added == 2 * 3 * (32 + 48)
+    cost = model_cost(model, 1)
+    assert cost.flops == 2 * 3 * (32 + 48)
+    assert cost.flop_ratio == pytest.approx(3 * 80 / (32 * 48))
+    assert "the method changes -" in format_cost(cost)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_no_weight_is_kept_for_backward(config, backend):
+    torch.compiler.reset()
+    layer = SineLowRankLinear(64, 80, config=config)
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    narrow = 4 if config.activation == "identity" else 0
+    assert saved_bytes(run, x, parameters=list(layer.parameters())) == 32 * (64 + narrow) * 4
+
+
+def test_compiled_gradients_are_the_eager_ones(config):
+    torch.compiler.reset()
+    layer = SineLowRankLinear(24, 18, config=config)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 24)
+    for module in (layer, compiled):
+        module(x).square().sum().backward()
+    for ours, reference in zip(compiled.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, reference.grad)
+
+
+def test_factors_stay_float32_in_a_16_bit_model():
+    layer = SineLowRankLinear(96, 80, config=SineLowRankConfig(rank=4, omega=900))
+    low = copy.deepcopy(layer).to(torch.bfloat16)
+    assert (low.sine_up.dtype, low.sine_down.dtype, low.bias.dtype) == (torch.float32,) * 2 + (torch.bfloat16,)
+    assert torch.equal(low.weight, layer.weight)
+    y = low(torch.eye(96, dtype=torch.bfloat16))
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    # One rounding of an entry of at most 1 / sqrt(96); bfloat16 factors would be off by whole radians here.
+    torch.testing.assert_close(y.float(), layer.weight.t(), rtol=0, atol=2**-8 / 96**0.5)
+    assert copy.deepcopy(layer).double().sine_up.dtype == torch.float64
+    assert SineLowRankLinear(96, 80, config=SineLowRankConfig(), dtype=torch.bfloat16).sine_up.dtype == torch.float32
+
+
+def test_meta_then_to_empty_then_reset(config):
+    layer = SineLowRankLinear(24, 18, config=config, device="meta")
+    y = layer(torch.randn(4, 24, device="meta"))
+    y.sum().backward()
+    assert layer.sine_up.grad.shape == (18, 4)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(torch.randn(4, 24)).isfinite().all()
+
+
+def test_conv1d_and_missing_biases():
+    model = nn.ModuleDict({"a": Conv1D(18, 24), "b": nn.Linear(24, 18, bias=False)})
+    nlr.augment(model, SineLowRankConfig(rank=3), verbose=False)
+    for layer in model.values():
+        assert isinstance(layer, SineLowRankLinear)
+        assert layer(torch.randn(5, 24)).shape == (5, 18)
+    assert model["a"].bias is not None
+    assert model["b"].bias is None
+
+
+def test_learning_rate_roles():
+    model = nn.Sequential(nn.Linear(24, 18), nn.Linear(18, 24))
+    nlr.augment(model, SineLowRankConfig(rank=3), include="0", verbose=False)
+    groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, muon=True, verbose=False)
+    found = {name: (g["role"], g["lr"], g["weight_decay"], g["optimizer"]) for g in groups for name, _ in g["params"]}
+    assert found["0.sine_up"] == ("sine.up", 1e-3, 0.1, "adamw")
+    assert found["0.sine_down"] == ("sine.down", 1e-3, 0.1, "adamw")
+    assert found["0.bias"][2] == 0.0
+    assert found["1.weight"] == ("dense", 1e-3, 0.1, "muon")
+
+
+def test_trained_weights_are_not_done_away_with_in_silence(tmp_path):
+    FAMILIES["vit"]().save_pretrained(tmp_path / "plain")
+    model = ViTForImageClassification.from_pretrained(tmp_path / "plain")
+    with pytest.warns(UserWarning, match="random weights in the place of 4 trained ones"):
+        nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
+    with pytest.raises(UserError, match="does away with trained weights"):
+        nlr.hub.convert(tmp_path / "plain", tmp_path / "out", SineLowRankConfig(rank=2))
+
+
+def test_noble_takes_what_is_left():
+    model = FAMILIES["vit"]()
+    nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
+    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+    assert len(report.swapped) == 2 * 4
+    assert report.left["vit.layers.0.mlp.fc1"] == "is sine-lowrank already"
+    with pytest.raises(UserError, match="augmented with sine-lowrank already"):
+        nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*fc1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"rank": 0}, "rank"),
+        ({"rank": True}, "rank"),
+        ({"omega": 0}, "omega"),
+        ({"omega": float("inf")}, "omega"),
+        ({"omega": "imagenet"}, "vit-base-imagenet"),
+        ({"gain": -1.0}, "gain"),
+        ({"activation": "cosine"}, "activation"),
+        ({"init": "xavier"}, "kaiming_zero"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(settings, word):
+    with pytest.raises(UserError, match=word) as caught:
+        SineLowRankConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_arms():
+    arm = Arm.parse(r"sine-lowrank:rank=2,omega=300,include=.*mlp\.fc[12],init=kaiming_zero")
+    assert Arm.parse(str(arm)) == arm
+    assert (arm.control, arm.name) == (False, "sine-lowrank-r2-w300-on-mlp-fc-12-init-kaiming_zero")
+    changed = arm.apply(FAMILIES["vit"]())
+    layers = [module for module in changed.modules() if isinstance(module, SineLowRankLinear)]
+    assert [layer.sine_config.init for layer in layers] == ["kaiming_zero"] * 4
+    for name, activation in (("low-rank", "identity"), ("sigmoid-low-rank", "sigmoid"), ("relu-low-rank", "relu")):
+        arm = Arm.parse(f"{name}:rank=2,exclude=.*attention.*")
+        assert arm.control
+        changed = arm.apply(FAMILIES["vit"]())
+        found = {module.sine_config.activation for module in changed.modules() if isinstance(module, SineLowRankLinear)}
+        assert found == {activation}
+        with pytest.raises(UserError, match="no setting 'activation'"):
+            Arm.parse(f"{name}:activation=sine")
+    with pytest.raises(UserError, match="no linear's whole name"):
+        Arm.parse("sine-lowrank:rank=2,include=nothing").apply(FAMILIES["vit"]())

@@ -1,0 +1,559 @@
+"""The sine operators: bits, gradients, accuracy, kept bytes, against the float64 formula and plain torch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.methods.sine import op as sine
+from nonlinear_lowrank.methods.sine.delta import SineFactors, dora_norm, full_precision, sine_weight_reference
+from nonlinear_lowrank.methods.sine.embedding import embedding_delta, sine_embedding, sine_embedding_reference
+from nonlinear_lowrank.methods.sine.op import sine_layer, sine_layer_reference
+from rounding_helpers import assert_close_by_norm
+
+D_IN, D_OUT, RANK = 12, 10, 3
+# name: for each delta, whether it is sine-DoRA's
+DELTAS = {"sine": [False], "dora": [True], "sine+dora+sine": [False, True, False]}
+deltas = pytest.mark.parametrize("dora", DELTAS.values(), ids=DELTAS)
+
+
+def leaf(*shape, scale=1.0, dtype=torch.float64):
+    return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
+
+
+def make_factors(dora, *, d_in=D_IN, d_out=D_OUT, r=RANK, rms=2.0, dtype=torch.float64, scale=1.5):
+    """Fresh deltas whose phases have the given root mean square (radians)."""
+    return [
+        SineFactors(
+            up=leaf(d_out, r, dtype=dtype),
+            down=leaf(r, d_in, dtype=dtype),
+            omega=rms / r**0.5,
+            gain=d_in**0.5,
+            scale=scale,
+            magnitude=(0.5 + torch.rand(d_out, dtype=torch.float64)).to(dtype).requires_grad_() if each else None,
+        )
+        for each in dora
+    ]
+
+
+def tensors(factors):
+    return [tensor for each in factors for tensor in (each.up, each.down, each.magnitude) if tensor is not None]
+
+
+def cast(factors, dtype):
+    def one(tensor):
+        return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+
+    return [each._replace(up=one(each.up), down=one(each.down), magnitude=one(each.magnitude)) for each in factors]
+
+
+def with_gradients(y, inputs, dy):
+    return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype), allow_unused=True)]
+
+
+def assert_all_close(ours, expected, **tolerance):
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, **tolerance)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+@deltas
+def test_matches_the_plain_formula_in_float64(dora, base, bias, trained):
+    factors = make_factors(dora)
+    x, weight, dy = leaf(3, 5, D_IN), leaf(D_OUT, D_IN).detach(), torch.randn(3, 5, D_OUT, dtype=torch.float64)
+    weight.requires_grad_(trained)
+    bias = leaf(D_OUT) if bias else None
+    inputs = [x, *tensors(factors)] + [weight] * trained + [bias] * (bias is not None)
+    ours = with_gradients(sine_layer(x, weight, bias, factors, base=base), inputs, dy)
+    expected = with_gradients(sine_layer_reference(x, weight, bias, factors, base=base), inputs, dy)
+    assert_all_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_named_forms_are_the_papers_equations():
+    (plain, dora), x = make_factors([False, True]), leaf(4, D_IN)
+    weight, bias = leaf(D_OUT, D_IN), leaf(D_OUT)
+    with torch.no_grad():
+        delta = 1.5 * torch.sin(plain.omega * plain.up @ plain.down) / math.sqrt(D_IN)
+        arguments = (plain.up, plain.down, plain.omega, plain.gain, plain.scale)
+        torch.testing.assert_close(sine.sine_linear(x, weight, bias, *arguments), x @ (weight + delta).T + bias)
+        torch.testing.assert_close(sine.sine_delta_linear(x, *arguments), x @ delta.T)
+        torch.testing.assert_close(sine.effective_weight(weight, *arguments), weight + delta)
+        direction = weight + 1.5 * torch.sin(dora.omega * dora.up @ dora.down) / math.sqrt(D_IN)
+        expected = dora.magnitude[:, None] * direction / direction.norm(dim=1, keepdim=True)
+        settings = (dora.omega, dora.gain, dora.scale)
+        y = sine.sine_dora_linear(x, weight, bias, dora.up, dora.down, dora.magnitude, *settings)
+        torch.testing.assert_close(y, x @ expected.T + bias)
+        only = sine.sine_dora_linear(x, weight, None, dora.up, dora.down, dora.magnitude, *settings, base=False)
+        torch.testing.assert_close(only, x @ (expected - weight).T)
+        formed = sine.effective_weight(weight, dora.up, dora.down, *settings, magnitude=dora.magnitude)
+        torch.testing.assert_close(formed, expected)
+
+
+@deltas
+def test_transposed_weight_is_the_same_map(dora):
+    factors = make_factors(dora)
+    x, stored, bias = leaf(3, 5, D_IN), leaf(D_IN, D_OUT), leaf(D_OUT)
+    dy = torch.randn(3, 5, D_OUT, dtype=torch.float64)
+    inputs = [x, stored, bias, *tensors(factors)]
+    ours = with_gradients(sine_layer(x, stored, bias, factors, transposed=True), inputs, dy)
+    expected = with_gradients(sine_layer_reference(x, stored.t(), bias, factors), inputs, dy)
+    assert_all_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+@deltas
+def test_1x1_convolution_is_the_same_map(dora, stride):
+    factors = make_factors(dora)
+    x, weight, bias = leaf(2, D_IN, 7, 8), leaf(D_OUT, D_IN, 1, 1), leaf(D_OUT)
+    inputs = [x, weight, bias, *tensors(factors)]
+    y = sine_layer(x, weight, bias, factors, stride=stride)
+    pixels = x[:, :, :: stride[0], :: stride[1]].movedim(1, -1)
+    expected = sine_layer_reference(pixels, weight.flatten(1), bias, factors).movedim(-1, 1)
+    dy = torch.randn_like(y)
+    assert_all_close(with_gradients(y, inputs, dy), with_gradients(expected, inputs, dy), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+def test_gradcheck(base):
+    factors = make_factors([False, False], d_in=5, d_out=4, r=2)
+    x, weight = leaf(3, 5), leaf(4, 5)
+
+    def function(x, weight, *flat):
+        rebuilt = [each._replace(up=flat[2 * i], down=flat[2 * i + 1]) for i, each in enumerate(factors)]
+        return sine_layer(x, weight if base else None, None, rebuilt, base=base)
+
+    assert torch.autograd.gradcheck(function, (x, weight, *tensors(factors)))
+
+
+def test_gradcheck_dora():
+    """Of what the detached norm does not touch; factors are compared with the formula above."""
+    (each,) = make_factors([True], d_in=5, d_out=4, r=2)
+    x, weight = leaf(3, 5), leaf(4, 5).detach()
+    assert torch.autograd.gradcheck(
+        lambda x, magnitude: sine_layer(x, weight, None, [each._replace(magnitude=magnitude)]), (x, each.magnitude)
+    )
+
+
+def test_gradcheck_embedding():
+    factors = make_factors([False, False], d_in=5, d_out=7, r=2)
+    indices = torch.tensor([[1, 3, 1], [0, 6, 6]])
+
+    def function(weight, *flat):
+        rebuilt = [each._replace(up=flat[2 * i], down=flat[2 * i + 1]) for i, each in enumerate(factors)]
+        return sine_embedding(indices, weight, rebuilt)
+
+    assert torch.autograd.gradcheck(function, (leaf(7, 5), *tensors(factors)))
+
+
+@pytest.mark.parametrize("r", [1, 8, 64])
+@pytest.mark.parametrize("rms", [1.0, 10.0, 30.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_delta_is_within_1e_5_of_float64(rms, r, transposed):
+    (each,) = make_factors([False], d_in=300, d_out=200, r=r, rms=rms, dtype=torch.float32)
+    exact = each.scale * sine_weight_reference(each.up.double(), each.down.double(), each.omega, each.gain)
+    phase = (each.omega * each.up.double() @ each.down.double()).detach()
+    assert 0.5 * rms < phase.square().mean().sqrt() < 2 * rms
+    formed = sine.sine_delta(None, each, transposed=transposed)
+    assert formed.dtype == torch.float32
+    error = (formed.t() if transposed else formed) - exact
+    assert error.norm() / exact.norm() <= 1e-5
+    rows = embedding_delta(torch.zeros(200, 300), each)
+    assert (rows - exact).norm() / exact.norm() <= 1e-5
+
+
+@deltas
+def test_bfloat16_product_is_no_worse_than_twice_a_plain_one(dora):
+    factors = cast(make_factors(dora, d_in=128, d_out=96, r=4, rms=30.0, scale=0.1), torch.bfloat16)
+    x, weight = leaf(64, 128, dtype=torch.bfloat16), leaf(96, 128, scale=128**-0.5, dtype=torch.bfloat16)
+    exact_factors, exact_weight = cast(factors, torch.float64), weight.double()
+    exact = sine_layer_reference(x.double(), exact_weight, None, exact_factors)
+    eye = torch.eye(128, dtype=torch.float64)
+    formed = sine_layer_reference(eye, exact_weight, None, exact_factors).t()
+    plain = F.linear(x, formed.to(torch.bfloat16))  # the exact sum, rounded: the best a bf16 layer can hold
+    ours = sine_layer(x, weight, None, factors)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@deltas
+def test_gradients_are_no_worse_than_twice_the_formulas(dora, dtype):
+    factors = cast(make_factors(dora, d_in=48, d_out=40, r=4), dtype)
+    x, weight, bias = leaf(64, 48, dtype=dtype), leaf(40, 48, dtype=dtype), leaf(40, dtype=dtype)
+    dy = torch.randn(64, 40).to(dtype)
+    exact_inputs = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+    exact_factors = cast(factors, torch.float64)
+    exact = with_gradients(
+        sine_layer_reference(*exact_inputs, exact_factors), [*exact_inputs, *tensors(exact_factors)], dy
+    )
+    inputs = [x, weight, bias, *tensors(factors)]
+    ours = with_gradients(sine_layer(x, weight, bias, factors), inputs, dy)
+    plain = with_gradients(sine_layer_reference(x, weight, bias, factors), inputs, dy)
+    for mine, formula, truth in zip(ours, plain, exact, strict=True):
+        assert mine.dtype == dtype
+        scale = truth.norm()
+        assert (mine - truth).norm() / scale <= 2 * (formula - truth).norm() / scale + 1e-6
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d"])
+@deltas
+def test_merged_and_unmerged_have_equal_bits(dora, kind, dtype, autocast):
+    factors = cast(make_factors(dora, d_in=64, d_out=40, r=5), torch.float32)
+    bias = leaf(40, dtype=dtype).detach()
+    stride = (1, 1) if kind == "conv2d" else None
+    shape = {"linear": (40, 64), "conv1d": (64, 40), "conv2d": (40, 64, 1, 1)}[kind]
+    weight = leaf(*shape, scale=0.1, dtype=dtype).detach()
+    x = leaf(*((2, 64, 5, 6) if stride else (3, 7, 64)), dtype=dtype)
+    transposed = kind == "conv1d"
+    formed = sine.effective_weights(weight, factors, transposed=transposed)
+    assert formed.dtype == dtype
+    assert formed.shape == weight.shape
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        trained = sine_layer(x, weight, bias, factors, transposed=transposed, stride=stride)
+        with torch.no_grad():
+            evaluated = sine_layer(x, weight, bias, factors, transposed=transposed, stride=stride)
+        if kind == "conv1d":
+            merged = torch.addmm(bias, x.view(-1, 64), formed).view(3, 7, 40)
+        else:
+            merged = F.conv2d(x, formed, bias) if stride else F.linear(x, formed, bias)
+    assert trained.dtype == (torch.bfloat16 if autocast else dtype)
+    assert torch.equal(trained, merged)
+    assert torch.equal(evaluated, merged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_up_changes_no_bit(dtype):
+    factors = cast(make_factors([False, True]), torch.float32)
+    weight = leaf(D_OUT, D_IN, dtype=dtype).detach()
+    with torch.no_grad():
+        for each in factors:
+            each.up.zero_()
+        factors[1].magnitude.copy_(dora_norm(weight))
+    x = leaf(4, D_IN, dtype=dtype)
+    assert torch.equal(sine_layer(x, weight, None, factors), F.linear(x, weight))
+    assert torch.equal(sine.effective_weights(weight, factors), weight)
+    assert not sine_layer(x, weight, None, factors, base=False).any()
+
+
+def test_rows_of_zeros_stay_finite():
+    (each,) = make_factors([True])
+    weight = leaf(D_OUT, D_IN)
+    with torch.no_grad():
+        weight[3] = 0
+        each.up[3] = 0
+    y = sine_layer(leaf(4, D_IN), weight, None, [each])
+    assert not y[:, 3].any()
+    gradients = torch.autograd.grad(y.sum(), [each.up, each.down, each.magnitude, weight])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+@deltas
+def test_compiles_fullgraph_with_equal_gradients(dora, base):
+    torch.compiler.reset()
+    factors = make_factors(dora, dtype=torch.float32)
+    x, weight, bias = leaf(3, 5, D_IN, dtype=torch.float32), leaf(D_OUT, D_IN, dtype=torch.float32).detach(), None
+    flat = tensors(factors)
+
+    def function(x):
+        return sine_layer(x, weight, bias, factors, base=base)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    dy = torch.randn(3, 5, D_OUT)
+    eager = with_gradients(function(x), [x, *flat], dy)
+    for mine, other in zip(with_gradients(compiled(x), [x, *flat], dy), eager, strict=True):
+        assert torch.equal(mine, other)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), eager[0])
+
+
+@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "embedding"])
+def test_other_layers_compile_fullgraph(kind):
+    torch.compiler.reset()
+    factors = make_factors([False, True], dtype=torch.float32, d_out=20 if kind == "embedding" else D_OUT)
+    stride = (1, 1) if kind == "conv2d" else None
+    shape = {"conv1d": (D_IN, D_OUT), "conv2d": (D_OUT, D_IN, 1, 1), "embedding": (20, D_IN)}[kind]
+    weight = leaf(*shape, dtype=torch.float32).detach()
+
+    def function(x):
+        if kind == "embedding":
+            return sine_embedding(x, weight, factors, padding_idx=1)
+        return sine_layer(x, weight, None, factors, transposed=kind == "conv1d", stride=stride)
+
+    x = leaf(2, D_IN, 4, 4, dtype=torch.float32) if stride else leaf(2, 3, D_IN, dtype=torch.float32)
+    inputs = tensors(factors) + ([] if kind == "embedding" else [x])
+    if kind == "embedding":
+        x = torch.randint(0, 20, (2, 6))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    y = function(x)
+    dy = torch.randn_like(y)
+    eager = with_gradients(y, inputs, dy)
+    for mine, other in zip(with_gradients(compiled(x), inputs, dy), eager, strict=True):
+        assert torch.equal(mine, other)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), eager[0])
+
+
+@deltas
+def test_embedding_matches_the_plain_formula(dora):
+    factors, weight = make_factors(dora, d_out=30), leaf(30, D_IN)
+    indices = torch.randint(0, 30, (4, 9))
+    dy = torch.randn(4, 9, D_IN, dtype=torch.float64)
+    inputs = [weight, *tensors(factors)]
+    ours = with_gradients(sine_embedding(indices, weight, factors), inputs, dy)
+    expected = sine_embedding_reference(indices, weight, factors)
+    assert_all_close(ours, with_gradients(expected, inputs, dy))
+    only = with_gradients(sine_embedding(indices, weight, factors, base=False), tensors(factors), dy)
+    delta = sine_embedding_reference(indices, weight, factors) - F.embedding(indices, weight)
+    assert_all_close(only, with_gradients(delta, tensors(factors), dy))
+
+
+@deltas
+def test_embedding_padding_gives_no_gradient(dora):
+    factors, weight = make_factors(dora, d_out=30), leaf(30, D_IN)
+    indices = torch.randint(0, 4, (4, 9))
+    dy = torch.randn(4, 9, D_IN, dtype=torch.float64)
+    inputs = [weight, *tensors(factors)]
+    ours = with_gradients(sine_embedding(indices, weight, factors, padding_idx=2), inputs, dy)
+    masked = dy.masked_fill((indices == 2)[..., None], 0)
+    assert_all_close(ours, with_gradients(sine_embedding_reference(indices, weight, factors), inputs, masked))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@deltas
+def test_an_embedding_row_has_the_bits_of_the_merged_table(dora, dtype):
+    factors = cast(make_factors(dora, d_in=67, d_out=300, r=5, rms=30.0), torch.float32)
+    weight = leaf(300, 67, dtype=dtype).detach()
+    total = None
+    for each in factors:
+        delta = embedding_delta(weight, each)
+        total = delta + weight if total is None else total + delta
+    merged = total.to(dtype)
+    for size in (1, 2, 7, 500):
+        indices = torch.randint(0, 300, (size,))
+        assert torch.equal(sine_embedding(indices, weight, factors), F.embedding(indices, merged))
+
+
+def test_no_input_or_setting_makes_the_phase_narrow():
+    """Autocast and reduced-precision products move no bit of the delta, and the settings come back."""
+    (each,) = make_factors([False], d_in=64, d_out=64, r=16, rms=30.0, dtype=torch.float32)
+    expected = sine.sine_delta(None, each)
+    x, dy = leaf(5, 64, dtype=torch.float32), torch.randn(5, 64)
+    gradients = torch.autograd.grad(sine_layer(x, None, None, [each], base=False), tensors([each]), dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sine.sine_delta(None, each), expected)
+        reference = each.scale * sine_weight_reference(each.up, each.down, each.omega, each.gain)
+        assert_close_by_norm(reference, expected, 1e-5)
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    y = sine_layer(x, None, None, [each], base=False)
+    try:
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            during = [setting.fp32_precision for setting in settings]
+            assert torch.equal(sine.sine_delta(None, each), expected)
+            assert torch.get_float32_matmul_precision() == precision
+            assert [setting.fp32_precision for setting in settings] == during
+        reduced = torch.autograd.grad(y, tensors([each]), dy)
+        torch.testing.assert_close(reduced, gradients, rtol=0.02, atol=0.02)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
+
+
+def test_the_newer_precision_interface_comes_back_too():
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        settings[0].fp32_precision = "tf32"  # legacy getters raise from here on
+        with full_precision():
+            assert [setting.fp32_precision for setting in settings] == ["ieee", "ieee"]
+        assert settings[0].fp32_precision == "tf32"
+        with pytest.raises(RuntimeError, match="mine"), full_precision():
+            raise RuntimeError("mine")
+        assert settings[0].fp32_precision == "tf32"
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
+
+
+def test_autocast_gives_bfloat16_and_float32_gradients():
+    factors = make_factors([False, True], dtype=torch.float32)
+    x, weight, bias = leaf(32, D_IN, dtype=torch.float32), leaf(D_OUT, D_IN, dtype=torch.float32), None
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sine_layer(x, weight, bias, factors)
+        assert y.dtype == torch.bfloat16
+        y.float().square().mean().backward()  # also backward under autocast
+    reference = sine_layer_reference(x.detach(), weight.detach(), None, factors)
+    torch.testing.assert_close(y.float(), reference, rtol=0.05, atol=0.1)
+    for each in (x, weight, *tensors(factors)):
+        assert each.grad.dtype == torch.float32
+        assert each.grad.isfinite().all()
+
+
+def test_float64_stays_float64_under_autocast():
+    factors, x, weight = make_factors([False]), leaf(4, D_IN), leaf(D_OUT, D_IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sine_layer(x, weight, None, factors)
+    torch.testing.assert_close(y, sine_layer_reference(x, weight, None, factors), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+@deltas
+def test_keeps_x_alone(dora, base, backend):
+    torch.compiler.reset()
+    factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
+    x, weight, bias = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64), torch.randn(48)
+
+    def function(x):
+        return sine_layer(x * 1, weight, bias, factors, base=base)
+
+    run = torch.compile(function, backend=backend, fullgraph=True) if backend else function
+    assert saved_bytes(run, x, parameters=[weight, bias, *tensors(factors)]) == x.nbytes
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_embedding_keeps_indices_alone(backend):
+    torch.compiler.reset()
+    factors = make_factors([False, True], d_out=50, dtype=torch.float32)
+    weight, indices = torch.randn(50, D_IN), torch.randint(0, 50, (3, 8))
+
+    def function(indices):
+        return sine_embedding(indices, weight, factors)
+
+    run = torch.compile(function, backend=backend, fullgraph=True) if backend else function
+    assert saved_bytes(run, indices, parameters=[weight, *tensors(factors)]) == indices.nbytes
+
+
+def test_the_plain_formula_keeps_far_more():
+    """The counter must be able to say no."""
+    factors = make_factors([False], d_in=64, d_out=48, dtype=torch.float32)
+    x, weight = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64)
+    kept = saved_bytes(lambda x: sine_layer_reference(x, weight, None, factors), x, parameters=tensors(factors))
+    assert kept >= x.nbytes + 2 * weight.nbytes
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+def test_a_weight_that_is_made_on_demand_is_not_kept(base):
+    factors = make_factors([True, False], d_in=64, d_out=48)
+    x, weight, dy = leaf(7, 64), torch.randn(48, 64, dtype=torch.float64), torch.randn(7, 48, dtype=torch.float64)
+    calls = []
+
+    def make():
+        calls.append(1)
+        return weight.clone()
+
+    def function(x):
+        return sine_layer(x, make, None, factors, base=base)
+
+    assert saved_bytes(function, x, parameters=tensors(factors)) == x.nbytes
+    assert len(calls) == 1
+    inputs = [x, *tensors(factors)]
+    ours = with_gradients(function(x), inputs, dy)
+    assert_all_close(ours, with_gradients(sine_layer(x, weight, None, factors, base=base), inputs, dy))
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), ours[0])
+
+
+def test_noncontiguous_input():
+    (each,) = make_factors([False])
+    stored = leaf(D_IN, 5, 3)
+    x, weight, dy = stored.permute(2, 1, 0), leaf(D_OUT, D_IN), torch.randn(D_OUT, 5, 3, dtype=torch.float64)
+    inputs = [stored, weight, each.up, each.down]
+    for transposed in (False, True):
+        kept = weight.t() if transposed else weight
+        ours = with_gradients(sine_layer(x, kept, None, [each], transposed=transposed), inputs, dy.permute(2, 1, 0))
+        expected = with_gradients(sine_layer_reference(x, weight, None, [each]), inputs, dy.permute(2, 1, 0))
+        assert_all_close(ours, expected)
+
+
+def test_runs_on_meta():
+    factors = make_factors([False, True], dtype=torch.float32)
+    there = [
+        each._replace(
+            **{
+                name: getattr(each, name).detach().to("meta").requires_grad_()
+                for name in ("up", "down", "magnitude")
+                if getattr(each, name) is not None
+            }
+        )
+        for each in factors
+    ]
+    x = torch.empty(6, D_IN, device="meta", requires_grad=True)
+    weight = torch.empty(D_OUT, D_IN, device="meta")
+    y = sine_layer(x, weight, None, there)
+    y.sum().backward()
+    assert [each.grad.shape for each in tensors(there)] == [each.shape for each in tensors(factors)]
+    assert (
+        saved_bytes(lambda x: sine_layer(x, weight, None, there), x, parameters=[weight, *tensors(there)]) == x.nbytes
+    )
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    factors, x, weight = make_factors([False]), leaf(3, D_IN), leaf(D_OUT, D_IN)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(sine_layer(x, weight, None, factors).sum(), x, create_graph=True)
+    rows = sine_embedding(torch.tensor([1, 2]), weight, factors)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(rows.sum(), factors[0].up, create_graph=True)
+
+
+def test_same_loss_curve_as_the_formula_in_float64():
+    """50 AdamW steps on a small regression: relative 1e-4, and the loss really falls."""
+    x = torch.randn(64, D_IN, dtype=torch.float64)
+    weight = torch.randn(D_OUT, D_IN, dtype=torch.float64)
+    target = x @ (weight + 0.3 * torch.randn(D_OUT, D_IN, dtype=torch.float64)).T
+    start = make_factors([True], rms=1.0)
+    with torch.no_grad():
+        start[0].up.zero_()
+        start[0].magnitude.copy_(weight.norm(dim=1))
+    curves = []
+    for function, dtype in ((sine_layer, torch.float32), (sine_layer_reference, torch.float64)):
+        factors = cast(start, dtype)
+        optimizer = torch.optim.AdamW(tensors(factors), lr=3e-2)
+        curve = []
+        for _ in range(50):
+            loss = (function(x.to(dtype), weight.to(dtype), None, factors) - target.to(dtype)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve, dtype=torch.float64))
+    assert curves[1][-1] < 0.9 * curves[1][0]
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@deltas
+def test_inductor_keeps_x_alone(dora):
+    torch.compiler.reset()
+    factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
+    x, weight, dy = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64), torch.randn(7, 48)
+    run = torch.compile(lambda x: sine_layer(x * 1, weight, None, factors), backend="inductor", fullgraph=True)
+    assert saved_bytes(run, x, parameters=[weight, *tensors(factors)]) == x.nbytes
+    inputs = [x, *tensors(factors)]
+    expected = with_gradients(sine_layer(x, weight, None, factors), inputs, dy)
+    assert_all_close(with_gradients(run(x), inputs, dy), expected)
+
+
+def test_stochastic_rounding_keeps_the_mean():
+    """A delta of a tenth of bfloat16's step is lost to nearest, and kept in the mean over seeds."""
+    weight = torch.full((4, 64), 1.0, dtype=torch.bfloat16)
+    up, down = torch.ones(4, 1), torch.ones(1, 64)
+    delta = 0.1 * 2**-7  # the step above 1 is 2^-7
+    settings = (math.pi / 2, 1.0, delta)  # sin(pi / 2) = 1
+    assert torch.equal(sine.effective_weight(weight, up, down, *settings), weight)
+    drawn = [sine.effective_weight(weight, up, down, *settings, seed=seed) for seed in range(60)]
+    assert all(torch.equal(drawn[7], sine.effective_weight(weight, up, down, *settings, seed=7)) for _ in range(2))
+    mean = torch.stack(drawn).double().mean() - 1
+    # 15,360 draws of 2^-7 with probability 0.1: standard deviation 0.0024 of a step
+    assert abs(mean - delta) < 5 * 0.0024 * 2**-7

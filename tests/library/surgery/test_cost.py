@@ -1,0 +1,216 @@
+"""Parameters, FLOPs and kept bytes by layer, against torch's own counters and the published counts."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AlbertConfig, GlmConfig, LlamaConfig
+
+import nonlinear_lowrank as nlr
+from model_helpers import FAMILIES, batch
+from nlr_lab.plan.inspect import build_on_meta, format_cost, inspect_model
+from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
+from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+
+BATCH, LENGTH = 2, 9
+
+
+def _length(family: str) -> int:
+    return 17 if family == "vit" else LENGTH  # 16 patches and the class token
+
+
+def _make(family: str, augmented: bool) -> nn.Module:
+    model = FAMILIES[family]()
+    if augmented:
+        nlr.augment(model, nlr.NobleConfig(rank=8), verbose=False)
+    return model
+
+
+@pytest.mark.parametrize("augmented", [False, True], ids=["plain", "noble"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_equal_those_that_torch_counts(family, augmented, monkeypatch):
+    # torch's counter knows no in-place addmm_ and no fused CPU attention: the plain formulas, same products.
+    monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
+    model = _make(family, augmented).eval()
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**batch(model, size=BATCH, length=LENGTH))
+    cost = model_cost(model, _length(family))
+    expected = counter.get_total_flops()
+    if family == "vit":
+        # Counted for all 17 tokens: the patch embedding sees 16 of them, the classifier 1.
+        patch, head = 2 * model.vit.embeddings.patch_embeddings.projection.weight.numel(), 2 * 32 * 5
+        expected += BATCH * (patch + 16 * head)
+    assert BATCH * _length(family) * cost.flops == expected
+    assert not cost.notes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_the_branches_share(family):
+    plain, noble = _make(family, False), _make(family, True)
+    cost = model_cost(noble, LENGTH)
+    assert cost.parameters == count_parameters(noble) == sum(p.numel() for p in noble.parameters())
+    assert cost.parameters - cost.branch_parameters == count_parameters(plain)
+    assert cost.flops - cost.branch_flops == model_cost(plain, LENGTH).flops
+    assert cost.branch_flops > 0
+    assert [row.kind for row in cost.rows].count("head") == 1
+
+
+def test_tied_parameters_count_once_and_the_head_still_computes():
+    model = FAMILIES["gpt2"]()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    head = next(row for row in model_cost(model, LENGTH).rows if row.kind == "head")
+    assert head.parameters == 0
+    assert head.flops == 2 * 67 * 32
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "total", "percent"),
+    [
+        (12, 1024, 254_733_312, {64: 5.70, 128: 11.63, 256: 24.19}),
+        (24, 2048, 1_420_204_032, {64: 4.04, 128: 8.17, 256: 16.68}),
+    ],
+    ids=["base", "large"],
+)
+def test_published_counts_on_meta(layers, width, total, percent):
+    config = GlmConfig(
+        vocab_size=50257,
+        hidden_size=width,
+        intermediate_size=2752 * width // 1024,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=width // 128,
+        head_dim=128,
+        hidden_act="gelu",
+        attention_bias=False,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    )
+    for rank, added in percent.items():
+        model = build_on_meta(config)
+        assert count_parameters(model) == total
+        nlr.augment(model, nlr.NobleConfig(rank=rank), verbose=False)
+        cost = model_cost(model, 1024)
+        assert cost.parameters - cost.branch_parameters == total
+        assert round(100 * (cost.parameter_ratio - 1), 2) == added
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_bytes_equal_those_of_a_real_step(family, bf16):
+    model = _make(family, True)
+    cost = inspect_model(model, LENGTH, BATCH, bf16=bf16)
+    inputs = batch(model, size=BATCH, length=LENGTH)
+    if "input_ids" in inputs:
+        inputs["labels"] = inputs["input_ids"].clone()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model(**inputs)
+
+    assert not cost.notes
+    assert cost.kept_bytes == saved_bytes(step, parameters=[*model.parameters(), *model.buffers()])
+    assert cost.kept_bytes == sum(row.kept_bytes for row in cost.rows)
+    assert cost.kept_dtype == ("bfloat16" if bf16 else "float32")
+
+
+def test_inspection_leaves_a_model_as_it_was():
+    model = _make("llama", True).eval()
+    model.model.layers[0].train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    inspect_model(model, LENGTH, BATCH)
+    assert modes == [module.training for module in model.modules()]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_branch_keeps_its_h():
+    plain, noble = (inspect_model(_make("glm", augmented), LENGTH, BATCH) for augmented in (False, True))
+    layers = sum(row.kind == "NobleLinear" for row in noble.rows)
+    assert layers == 2 * 6
+    assert noble.kept_bytes - plain.kept_bytes == layers * BATCH * LENGTH * 8 * 4
+
+
+def test_large_model_by_its_config_alone():
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
+    cost = inspect_model(config, 1024, 8, bf16=True)
+    assert cost.parameters > 1.2e9
+    assert not cost.notes
+    down = next(row for row in cost.rows if row.name.endswith("0.mlp.down_proj"))
+    assert down.kept_bytes == 8 * 1024 * 5632 * 2
+    attention = next(row for row in cost.rows if row.name == "model.layers.0.self_attn")
+    assert attention.flops == 4 * 1024 * 2048
+
+
+def test_config_of_an_augmented_model():
+    model = _make("llama", True)
+    again = inspect_model(model.config, LENGTH, BATCH)
+    assert again.to_dict()["layers"] == inspect_model(model, LENGTH, BATCH).to_dict()["layers"]
+    assert again.branch_parameters > 0
+
+
+class _Mixer(nn.Module):
+    """A module of the user's own, with a part that nobody can count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+        self.attention = nn.MultiheadAttention(7, 1, batch_first=True)
+        self.experts = nn.Parameter(torch.zeros(2, 7, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.attention(y, y, y, need_weights=False)[0] @ self.experts[0]
+
+
+def test_plain_modules():
+    model = _Mixer()
+    bare = inspect_model(model, 5)
+    assert bare.kept_bytes is None
+    assert any("give inputs=" in note for note in bare.notes)
+    assert any("_Mixer" in note and "not counted" in note for note in bare.notes)
+    assert bare.flops == 2 * 6 * 7 + 2 * 4 * 7 * 7 + 4 * 5 * 7
+    x = torch.randn(3, 5, 6)
+    cost = inspect_model(model, 5, inputs={"x": x})
+    assert cost.batch_size == 3
+    assert cost.kept_bytes == saved_bytes(model, x)
+
+
+def test_a_pass_that_needs_contents_is_noted():
+    class Peeking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    cost = inspect_model(Peeking(4, 4), 5, inputs={"x": torch.randn(2, 4)})
+    assert cost.kept_bytes is None
+    assert any("kept bytes unknown" in note for note in cost.notes)
+    assert cost.parameters == 20
+
+
+def test_table_and_json():
+    cost = inspect_model(_make("glm", True), LENGTH, BATCH)
+    folded, every = format_cost(cost), format_cost(cost, every_layer=True)
+    row = next(line.split() for line in folded.splitlines() if line.startswith("model.layers.*.self_attn.q_proj"))
+    assert row[1:4] == ["2", "3,264", "1,216"]  # 2 x (32 x 32 + 8 x (32 + 32) + 8 x 8 + 4 x 8)
+    assert "model.layers.1.self_attn.q_proj" in every
+    assert f"{cost.parameters:,}" in folded
+    assert f"{cost.kept_bytes:,}" in folded
+    assert all(len(line) <= 120 for line in folded.splitlines())
+    data = json.loads(cost.to_json())
+    assert data["parameters"] == cost.parameters
+    assert sum(layer["flops"] for layer in data["layers"]) == data["flops"] == cost.flops
+    assert sum(layer["kept_bytes"] for layer in data["layers"]) == data["kept_bytes"]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(UserError, match="sequence_length must be at least 1"):
+        model_cost(nn.Linear(2, 2), 0)
+    with pytest.raises(UserError, match="at least 1"):
+        inspect_model(AlbertConfig(), 5, 0)

@@ -1,0 +1,205 @@
+"""NOBLE's dense part as a linear of its own: what is done to it, and its names in memory and in files."""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from transformers import AutoModelForCausalLM, GteConfig, GteForMaskedLM
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES
+from nonlinear_lowrank import NobleConfig, NobleConv1D, NobleLinear
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
+CONFIGS = {
+    "add": NobleConfig(rank=4),
+    "biased": NobleConfig(rank=4, up_bias=True, output_scale=1.5),
+    "gated": NobleConfig(rank=4, fusion="gated", activation="silu"),
+}
+
+
+class Doubling(nn.Linear):
+    """As converters make them: of the same tensors, with a forward of its own."""
+
+    @classmethod
+    def of(cls, linear):
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def _numbers(layer, x):
+    layer.zero_grad()
+    y = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), *(each.grad.clone() for _, each in sorted(layer.named_parameters()))]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_converted_dense_part_acts_and_the_branch_stays(config):
+    layer, x = NobleLinear(12, 10, config=config).double(), torch.randn(5, 12, dtype=torch.float64)
+    nn.init.normal_(layer.noble_up)
+    nn.init.normal_(layer.dense.bias)
+    with torch.no_grad():
+        layer.branch_enabled = False
+        dense = layer(x)
+        layer.branch_enabled = True
+        gate = 1 - torch.sigmoid(layer.noble_fusion) if config.fusion == "gated" else 0
+        wanted = layer(x) + (1 - gate) * config.scale * dense
+    for name, child in list(layer.named_children()):
+        setattr(layer, name, Doubling.of(child))
+    assert sum(name.startswith("noble_") for name, _ in layer.named_parameters()) >= 4
+    found = _numbers(layer, x)
+    torch.testing.assert_close(found[0], wanted)
+    assert all(bool(each.any()) for each in found[1:])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("make", [NobleLinear, NobleConv1D])
+def test_a_hooked_dense_part_is_called_and_gives_the_same_numbers(make, config):
+    layer = make(10, 12, config=config).double() if make is NobleConv1D else make(12, 10, config=config).double()
+    nn.init.normal_(layer.noble_up)
+    nn.init.normal_(layer.dense.bias)
+    x, calls = torch.randn(2, 3, 12, dtype=torch.float64), []
+    wanted = _numbers(layer, x)
+    layer.dense.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(_numbers(layer, x), wanted)
+    assert calls == [1]
+
+
+def test_layers_of_one_input_are_computed_alone_where_one_is_converted():
+    model = FAMILIES["glm"]().double()
+    nlr.augment(model, NobleConfig(rank=4, fuse_shared_inputs=True), verbose=False)
+    tokens = torch.arange(9)[None]
+    attention = model.model.layers[0].self_attn
+    wanted = model(tokens).logits
+    attention.k_proj.dense.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(model(tokens).logits, wanted)
+    attention.k_proj.dense = Doubling.of(attention.k_proj.dense)
+    assert not torch.allclose(model(tokens).logits, wanted)
+
+
+def test_a_loop_over_all_modules_redraws_by_the_layers_table():
+    layer = nn.Sequential(NobleLinear(400, 300, config=NobleConfig(rank=4, dense_scale=3.0)))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert layer[0].weight.std().item() == pytest.approx(3.0 / 20, rel=0.05)
+
+
+def _plain():
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+
+def test_a_state_dict_has_the_plain_names_and_takes_plain_checkpoints():
+    plain, model = _plain(), _plain()
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    state = model.state_dict()
+    assert plain.state_dict().keys() == {name for name in state if "noble_" not in name}
+    found = model.load_state_dict(plain.state_dict(), strict=False)
+    assert not found.unexpected_keys
+    assert all("noble_" in name for name in found.missing_keys)
+    assert torch.equal(model[2].weight, plain[2].weight)
+    for twin in (copy.deepcopy(model), _augmented(_plain())):
+        twin.load_state_dict(model.state_dict())
+        assert twin.state_dict().keys() == state.keys()
+        x = torch.randn(3, 16)
+        assert torch.equal(twin(x), model(x))
+
+
+def test_distributed_checkpoints_have_the_plain_names_too():
+    model, other = _augmented(_plain()), _augmented(_plain())
+    state = get_model_state_dict(model)
+    assert {"0.weight", "2.bias", "2.noble_up"} < state.keys()
+    set_model_state_dict(other, state)
+    x = torch.randn(3, 16)
+    assert torch.equal(other(x), model(x))
+
+
+def _augmented(model):
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_files_have_the_plain_names_and_come_back(name, tmp_path):
+    plain = FAMILIES[name]()
+    plain.save_pretrained(tmp_path / "plain")
+    model = _augmented(FAMILIES[name]())
+    model.save_pretrained(tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {n for n in files if "noble_" not in n}
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    for (own, tensor), (_, wanted) in zip(
+        sorted(loaded.state_dict().items()), sorted(model.state_dict().items()), strict=True
+    ):
+        assert torch.equal(tensor, wanted), own
+    assert any(own.endswith(".dense.weight") for own in loaded.state_dict())
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == files.keys()
+    assert all(torch.equal(again[own], files[own]) for own in files)
+
+
+@pytest.mark.parametrize("include", [r".*", r".*layers\.0\..*", r".*[qv]_proj", r".*layers\.1\..*k_proj"])
+def test_linears_that_files_hold_as_one_tensor_come_back(include, tmp_path):
+    """transformers splits these files' q, k and v, and gate and up."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = GteForMaskedLM(GteConfig(**sizes, vocab_size=67)).eval()
+    model.save_pretrained(tmp_path / "plain")
+    nlr.augment(model, NobleConfig(rank=4, up_scale=1.0), include=include, verbose=False)
+    model.save_pretrained(tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert not any(".dense." in name for name in files if "attn" in name or "mlp" in name)
+    if include == r".*":
+        assert load_file(tmp_path / "plain" / "model.safetensors").keys() <= files
+    tokens = torch.arange(9)[None]
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == files
+
+
+def test_plain_weights_load_into_an_augmented_model(tmp_path):
+    """Up-cycling: the config says what is new, the files are the plain model's."""
+    plain = FAMILIES["llama"]()
+    config = _augmented(FAMILIES["llama"]()).config
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(nlr.UserError, match=r"tensors .* missing"):
+        type(_augmented(FAMILIES["llama"]())).from_pretrained(tmp_path, config=config)
+    model = AutoModelForCausalLM.from_config(config)
+    found = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys
+    assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, plain.model.layers[1].self_attn.q_proj.weight)
+
+
+def test_offloaded_models_compute_the_same(tmp_path):
+    model, tokens = _augmented(FAMILIES["llama"]()).eval(), torch.arange(9)[None]
+    wanted = model(tokens).logits
+    offloaded = copy.deepcopy(model)
+    accelerate.cpu_offload(offloaded, execution_device="cpu")
+    assert torch.equal(offloaded(tokens).logits, wanted)
+    accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    assert torch.equal(model(tokens).logits, wanted)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj.dense", "v_proj.dense"]], ids=["all-linear", "named"])
+def test_lora_of_peft_goes_onto_the_dense_part(targets):
+    from peft import LoraConfig, get_peft_model
+
+    model, tokens = _augmented(FAMILIES["llama"]().double()), torch.arange(9)[None]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).double()
+    with torch.no_grad():
+        wanted = adapted(tokens).logits
+        merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, wanted)
+    assert isinstance(merged.model.layers[0].self_attn.q_proj, NobleLinear)

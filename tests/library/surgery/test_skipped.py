@@ -1,0 +1,273 @@
+"""What `augment` skips, since a layer there would not act or cannot be, and how it says so."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    JambaConfig,
+    MambaConfig,
+    Qwen3MoeConfig,
+    RwkvConfig,
+    T5Config,
+    WavLMConfig,
+    WavLMModel,
+)
+from transformers import T5ForConditionalGeneration as T5
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from nlr_lab.plan.inspect import inspect_model
+from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank.analysis.cost import model_cost
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
+NOBLE = NobleConfig(rank=4)
+METHODS = [NOBLE, nlr.SineLowRankConfig(rank=4)]
+
+
+class Reading(nn.Module):
+    """Takes one linear's weight itself, looks at another's, and calls the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = nn.Linear(16, 16)
+        self.looked = nn.Linear(16, 16)
+        self.called = nn.Linear(16, 16)
+
+    def forward(self, x):
+        if isinstance(self.looked.weight, torch.Tensor) and self.looked.weight.dtype != x.dtype:
+            x = x.to(self.looked.weight.dtype)
+        if self.looked.bias is not None:
+            x = x + 0.0
+        return self.called(self.looked(self._inner(x)))
+
+    def _inner(self, x):
+        return F.linear(x, self.taken.weight, self.taken.bias)
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
+def test_linears_whose_weight_is_taken_are_skipped(config):
+    model = nn.Sequential(Reading(), nn.Linear(16, 16))
+    report = nlr.augment(model, config, verbose=False)
+    assert report.swapped == ["0.looked", "0.called", "1"]
+    assert report.left == {"0.taken": "the forward of Reading takes its bias and weight without calling it"}
+    with pytest.raises(UserError, match=r"0\.taken would have no effect: the forward of Reading takes .* exclude="):
+        nlr.augment(nn.Sequential(Reading()), config, include=r".*taken", verbose=False)
+
+
+def test_a_weight_taken_by_the_module_around_the_parent_is_seen():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleDict({"proj": nn.Linear(16, 16), "out": nn.Linear(16, 16)})
+            self.block = Reading()
+
+        def forward(self, x):
+            return self.inner["out"](self.block(x) @ self.block.called.weight)
+
+    report = nlr.augment(Outer(), NOBLE, verbose=False)
+    assert {"block.taken", "block.called"} == report.left.keys()
+
+
+def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
+    """In a loop the name in the code is no longer the child's."""
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.last = nn.Linear(16, 16)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = F.linear(x, layer.weight)
+            return self.last(x)
+
+    model = Loop()
+    assert len(nlr.augment(model, NOBLE, verbose=False).swapped) == 4
+    optimizer = torch.optim.SGD(nlr.param_groups(model, lr=1e-2, verbose=False))
+    model(torch.randn(4, 16)).sum().backward()
+    with pytest.warns(UserWarning, match=r"3 branches have no effect: .* \(NobleLinear 16 -> 16\)"):
+        optimizer.step()
+    optimizer.step()  # once
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
+def test_encoder_layers_of_torch_are_evaluated_with_their_branches_or_skipped(config):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    with pytest.raises(UserError, match=r"nothing to swap .*set activation_relu_or_gelu = 0 on that layer"):
+        nlr.augment(encoder, config, verbose=False)
+    with pytest.raises(UserError, match="would have no effect"):
+        nlr.augment(encoder, config, include=r".*linear1", verbose=False)
+    for layer in encoder.layers:
+        layer.activation_relu_or_gelu = 0
+    assert len(nlr.augment(encoder, config, verbose=False).swapped) == 4
+    encoder.eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        before = encoder(x)
+        for name, parameter in encoder.named_parameters():
+            if "noble_up" in name or "sine_up" in name:
+                was = parameter.clone()
+                parameter.normal_()
+                assert not torch.allclose(encoder(x), before), name
+                parameter.copy_(was)
+
+
+class Same(nn.Linear):
+    """Changes nothing, in other words."""
+
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Router(nn.Linear):
+    """As some models': more than a linear."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.softmax(-1), y
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_is_taken_where_it_computes_the_same(config, device):
+    model = nn.ModuleDict({"same": Same(16, 16), "free": Same(16, 16, bias=False), "router": Router(16, 8)}).to(device)
+    state = torch.random.get_rng_state()
+    report = nlr.augment(copy.deepcopy(model).to("meta"), config, verbose=False)
+    assert torch.equal(torch.random.get_rng_state(), state), "a look at a class draws no numbers"
+    assert report.swapped == ["same", "free"]
+    assert report.left == {"router": "is a Router, a linear with a forward of its own"}
+    with pytest.raises(UserError, match=r"router is a .*Router, which .* cannot replace"):
+        nlr.augment(model, config, include="router", verbose=False)
+
+
+def test_falcon_is_taken_whole_and_computes_what_it_did():
+    config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    plain, tokens = copy.deepcopy(model), torch.arange(9)[None]
+    report = nlr.augment(model, NobleConfig(rank=4, init="pretrained"), verbose=False)
+    assert len(report.swapped) == 8
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+
+
+def test_one_small_linear_refuses_no_model():
+    model = nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)})
+    report = nlr.augment(model, NOBLE, verbose=False)
+    assert report.swapped == ["wide"]
+    assert report.left == {"gate": "rank 4 is not low for 32 -> 1", "narrow": "rank 4 is not low for 32 -> 4"}
+    with pytest.raises(UserError, match=r"rank 4 is not low for gate \(32 -> 1\)"):
+        nlr.augment(nn.ModuleDict({"gate": nn.Linear(32, 1)}), NOBLE, include="gate", verbose=False)
+    with pytest.raises(UserError, match=r"nothing to swap .* rank 4 is not low for 32 -> 1"):
+        nlr.augment(nn.ModuleDict({"gate": nn.Linear(32, 1)}), NOBLE, verbose=False)
+
+
+def test_a_budget_reaches_what_the_default_rank_would_not():
+    model = nn.ModuleDict({"one": nn.Linear(48, 32), "other": nn.Linear(32, 48), "gate": nn.Linear(32, 1)})
+    report = nlr.augment(model, NobleConfig(), budget="40%", verbose=False)
+    assert report.swapped == ["one", "other"]
+    assert report.left.keys() == {"gate"}
+
+
+def test_mamba_keeps_its_time_step_and_trains():
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    before = copy.deepcopy(model.backbone.layers[0].mixer.dt_proj.bias)
+    report = nlr.augment(model, NOBLE, verbose=False)
+    assert "without calling it" in report.left["backbone.layers.0.mixer.dt_proj"]
+    assert torch.equal(model.backbone.layers[0].mixer.dt_proj.bias, before)
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "noble_" in n)
+
+
+def test_one_bypassed_activation_refuses_no_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 1}
+    config = JambaConfig(**sizes, **attention, **mamba, expert_layer_period=9, expert_layer_offset=8)
+    report = nlr.augment(AutoModelForCausalLM.from_config(config), nlr.RationalConfig(groups=4), verbose=False)
+    assert report.swapped == [f"model.layers.{layer}.feed_forward.act_fn" for layer in (0, 1)]
+    assert "is bypassed" in report.left["model.layers.0.mamba.act"]
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"mamba\.act is bypassed"):
+        nlr.augment(model, nlr.RationalConfig(groups=4), include=r".*mamba\.act", verbose=False)
+
+
+def test_weights_that_the_model_rescales_in_inference_get_no_branch():
+    config = RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=50, rescale_every=1)
+    model = AutoModelForCausalLM.from_config(config)
+    report = nlr.augment(model, NobleConfig(rank=4, up_scale=3.0), verbose=False)
+    skipped = {name.rpartition(".blocks.0.")[2] for name, why in report.left.items() if "the forward of Rwkv" in why}
+    assert {"attention.output", "feed_forward.value"} <= skipped
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        trained, evaluated = model.train()(tokens).logits, model.eval()(tokens, use_cache=False).logits
+    torch.testing.assert_close(evaluated, trained, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig], ids=lambda config: config.__name__)
+def test_adapters_go_where_they_act(config):
+    from peft import get_peft_model
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = WavLMModel(WavLMConfig(**sizes, conv_dim=[16] * 7, num_conv_pos_embeddings=4, apply_spec_augment=False))
+    with pytest.warns(UserWarning, match=r"4 linears get no adapter: .* WavLMAttention takes"):
+        adapted = get_peft_model(copy.deepcopy(model), config(r=2, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            assert "q_proj" not in name
+            nn.init.normal_(parameter)
+    adapted(torch.randn(1, 800)).last_hidden_state.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapted.parameters() if p.requires_grad)
+    with pytest.raises(UserError, match=r"an adapter on encoder.layers.0.attention.q_proj would have no effect"):
+        get_peft_model(model, config(r=2, target_modules=["q_proj"]))
+
+
+def test_paths_that_the_settings_never_enter_skip_nothing():
+    """T5 looks at wo.weight's type; Bloom takes weights where a checkpoint was made by several devices."""
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16, "vocab_size": 50}
+    assert nlr.augment(T5(T5Config(**sizes)), NOBLE, verbose=False).left.keys() == {"lm_head"}
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=50))
+    assert nlr.augment(bloom, NOBLE, verbose=False).left.keys() == {"lm_head"}
+
+
+def _mixture():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 50}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_experts_held_as_tensors_are_listed_and_counted(capfd):
+    model = _mixture()
+    plain = model_cost(model, 1)
+    experts = 8 * 3 * 32 * 16  # gate, up and down of a layer
+    body = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n and "lm_head" not in n)
+    report = nlr.augment(model, NOBLE)
+    names = {f"model.layers.{layer}.mlp.experts" for layer in (0, 1)}
+    assert names == {name for name, why in report.left.items() if "3-D parameters" in why}
+    linears = 2 * 4 * 32 * 32  # q, k, v and o of both layers
+    assert report.flops_before == 2 * (linears + 32 * 50) + 2 * 2 * experts // 4  # 2 of 8
+    assert (report.reached_parameters, report.body_parameters) == (linears, body)
+    assert f"reaches {100 * linears / body:.2f} % of the body's {body:,} parameters" in capfd.readouterr().out
+    rows = {row.name: row.flops for row in plain.rows}
+    assert rows["model.layers.1.mlp.experts"] == 2 * experts // 4
+    cost = inspect_model(model, 8)
+    assert any("routes no token to an expert" in note for note in cost.notes)
+    assert "Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig], ids=lambda config: config.__name__)
+def test_all_linear_says_that_experts_get_no_adapter(config):
+    from peft import get_peft_model
+
+    with pytest.warns(UserWarning, match=r"the experts in model\.layers\.\*\.mlp\.experts, \d+ % of the model's param"):
+        get_peft_model(_mixture(), config(r=2, target_modules="all-linear"))

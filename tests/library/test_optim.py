@@ -1,0 +1,211 @@
+"""Parameter groups: the multiplier table, every parameter once, Muon split, state through files."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import nonlinear_lowrank as nlr
+from model_helpers import FAMILIES, batch
+from nonlinear_lowrank import NobleConfig, UserError
+
+
+def by_name(groups):
+    return {name: group for group in groups for name, _ in group["params"]}
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_claimed_once(family, augmented):
+    model = FAMILIES[family]()
+    if augmented:
+        nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
+    claimed = [name for group in groups for name, _ in group["params"]]
+    assert sorted(claimed) == sorted(name for name, _ in model.named_parameters())
+    found = by_name(groups)
+    for name, parameter in model.named_parameters():
+        assert any(parameter is p for n, p in found[name]["params"] if n == name)
+        assert found[name]["weight_decay"] == (0.0 if parameter.ndim < 2 else 0.1), name
+
+
+def test_multipliers_are_the_papers_table():
+    model = nn.Sequential(nn.Linear(96, 48), nn.LayerNorm(48))
+    nlr.augment(model, NobleConfig(rank=8), verbose=False)
+    groups = by_name(nlr.param_groups(model, lr=2e-3, weight_decay=0.01, verbose=False))
+    ratio = 48 / 8
+    multipliers = {
+        "0.dense.weight": 1,
+        "0.dense.bias": 1,
+        "0.noble_down": 1,
+        "0.noble_up": ratio**0.6,
+        "0.noble_mix1": ratio**0.45,
+        "0.noble_frequency1": 3,
+        "0.noble_frequency2": 3,
+        "0.noble_phase1": 5,
+        "0.noble_phase2": 5,
+        "1.weight": 1,
+        "1.bias": 1,
+    }
+    assert groups.keys() == multipliers.keys()
+    for name, multiplier in multipliers.items():
+        assert groups[name]["lr"] == pytest.approx(2e-3 * multiplier), name
+        decays = name in ("0.dense.weight", "0.noble_down", "0.noble_up", "0.noble_mix1")
+        assert groups[name]["weight_decay"] == (0.01 if decays else 0.0), name
+
+
+def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):
+    model = nn.Sequential(nn.Linear(16, 12))
+    nlr.augment(model, NobleConfig(rank=2), verbose=False)
+    first = nlr.param_groups(model, lr=1e-3)
+    assert "noble.up" in capsys.readouterr().out
+    first[0].pop("params")
+    second = nlr.param_groups(model, lr=1e-3, verbose=False)
+    optimizer = torch.optim.AdamW(second)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    assert by_name(nlr.param_groups(model, lr=1.0, verbose=False)).keys() == {"1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), [({"lr": 0.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": 1, "weight_decay": -1}, "decay")]
+)
+def test_bad_rates(arguments, word):
+    with pytest.raises(UserError, match=word):
+        nlr.param_groups(nn.Linear(3, 3), **arguments)
+
+
+def test_nothing_trainable():
+    with pytest.raises(UserError, match="no trainable"):
+        nlr.param_groups(nn.Linear(3, 3).requires_grad_(False), lr=1e-3)
+
+
+def test_muon_gets_dense_matrices_only():
+    model = FAMILIES["glm"]()
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    groups = by_name(nlr.param_groups(model, lr=1e-3, muon=True, verbose=False))
+    muon = {name for name, group in groups.items() if group["optimizer"] == "muon"}
+    expected = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and name.startswith("model.layers") and "noble" not in name
+    }
+    assert muon == expected
+
+
+def train(model, optimizer, inputs, steps):
+    for _ in range(steps):
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():
+    model = FAMILIES["glm"]()
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    inputs = batch(model, size=4)
+    twin = copy.deepcopy(model)
+    first = model(**inputs, labels=inputs["input_ids"]).loss.item()
+
+    optimizer = nlr.MuonAdamW(nlr.param_groups(model, lr=3e-3, weight_decay=0.1, muon=True, verbose=False))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    assert train(model, optimizer, inputs, 4) < first
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {
+        group["lr"] for inner in optimizer._inner for group in inner.param_groups
+    }
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"]
+
+    groups = nlr.param_groups(twin, lr=3e-3, weight_decay=0.1, muon=True, verbose=False)
+    strip = [{k: v for k, v in group.items() if k not in ("optimizer", "role")} for group in groups]
+    parts = [
+        torch.optim.Muon(
+            [strip[i] for i, group in enumerate(groups) if group["optimizer"] == "muon"],
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW([strip[i] for i, g in enumerate(groups) if g["optimizer"] == "adamw"], betas=(0.9, 0.98)),
+    ]
+    for _ in range(4):
+        loss = twin(**inputs, labels=inputs["input_ids"]).loss
+        twin.zero_grad()
+        loss.backward()
+        for part in parts:
+            part.step()
+    for ours, reference in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference)
+
+    resumed = copy.deepcopy(model)
+    again = nlr.MuonAdamW(nlr.param_groups(resumed, lr=9.0, muon=True, verbose=False))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, inputs, 2)
+    train(resumed, again, inputs, 2)
+    for ours, reference in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_muon_adamw_refuses_plain_groups():
+    with pytest.raises(UserError, match="muon=True"):
+        nlr.MuonAdamW(nn.Linear(3, 3).parameters())
+
+
+def muon_and_adamw():
+    """A MuonAdamW and the model that it trains."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    return model, nlr.MuonAdamW(nlr.param_groups(model, lr=0.1, muon=True, verbose=False))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_group_that_is_added_is_trained(kind):
+    _, optimizer = muon_and_adamw()
+    late, alone = (nn.Parameter(value) for value in torch.randn(3, 4).expand(2, 3, 4).clone())
+    optimizer.add_param_group({"params": [("late", late)], "optimizer": kind, "lr": 0.2})
+    own = {"muon": partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), "adamw": torch.optim.AdamW}[kind]
+    reference = own([alone], lr=0.2, weight_decay=0.0, **({} if kind == "muon" else {"betas": (0.9, 0.98)}))
+    for _ in range(3):
+        late.grad = torch.randn(3, 4)
+        alone.grad = late.grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(late, alone)
+    assert optimizer.state_dict()["param_groups"][-1]["lr"] == 0.2
+
+
+def test_a_group_that_cannot_be_added_changes_nothing():
+    _, optimizer = muon_and_adamw()
+    before = len(optimizer.param_groups)
+    vector = [("late", nn.Parameter(torch.ones(3)))]
+    for group, message in (
+        ({"params": vector}, "must have optimizer 'muon' or 'adamw', not None"),
+        ({"params": vector, "optimizer": "muon"}, "Muon takes matrices"),
+    ):
+        with pytest.raises(UserError, match=message):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == before
+
+
+def test_a_copy_of_muon_adamw_goes_on_by_itself():
+    model, optimizer = muon_and_adamw()
+    inputs = torch.randn(8, 6)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    twin, copied = copy.deepcopy((model, optimizer))
+    step(model, optimizer)
+    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
+    step(twin, copied)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
