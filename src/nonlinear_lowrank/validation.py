@@ -1,5 +1,6 @@
 """Checks of single values, whose errors read the same everywhere."""
 
+import importlib
 import math
 from typing import Any
 
@@ -31,3 +32,12 @@ def check_share(name: str, value: Any, *, below: float = 1) -> None:
 def one_line(error: BaseException, most: int = 300) -> str:
     """Return an exception's message without line breaks, or its class where it has none."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def require(extra: str, module: str) -> Any:
+    """Return a module of an optional extra; raise UserError that names the extra where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        hint = f"pip install 'nonlinear-lowrank[{extra}]'"
+        raise UserError(f"{module} is needed here: {hint} ({one_line(error)})") from error
