@@ -1,8 +1,7 @@
-"""Options from dataclasses, by tyro: short names for nested fields, and errors in one line."""
+"""Options from dataclasses, by tyro: short names for nested fields, integers like 1e3, errors in one line."""
 
-import contextlib
+import difflib
 import inspect
-import io
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 import tyro
+from tyro import _errors as refusals  # its only structured account of an error; pyproject bounds the version
 
 from nlr_lab.recipes import check_name, get_recipe, recipe_function, recipes_of
 from nonlinear_lowrank.errors import UserError
@@ -22,11 +22,8 @@ Options = TypeVar("Options")
 
 _REPEATED = ("train", "finetune")
 _AGAIN = "\n\n    A run again, with its own recipe and arm: nlr {} --from RUN --out NEW."
-
 _MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
-
-# tyro draws a box where stdout is UTF-8, and dashes elsewhere; the box's top and bottom are rules too.
-_RULE = re.compile(r" *(\u2502 )?[-\u2500]{8,}( \u2502)? *|\u256d.*\u256e|\u2570.*\u256f")
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 def parse(
@@ -37,7 +34,7 @@ def parse(
     description: str,
     default: Options | None = None,
 ) -> Options:
-    """Reads a command line into a dataclass.
+    """Read a command line into a dataclass.
 
     A nested field may be given by the end of its name as long as that end is unique: `--lr` for
     `--train.lr`, `--text.source` for `--task.text.source`. Integers may be written as 1e3.
@@ -53,37 +50,27 @@ def parse(
         UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
         SystemExit: after --help was printed.
     """
-    description = _paragraphs(description)
-    if default is not None:
-        known = list(_leaves(default))
-        arguments = _lengthen(arguments, known)
-        nested = next((name for name in known if name.startswith("train.")), None)
-        if nested is not None:
-            short = _option(nested.rpartition(".")[2])
-            description += f"\n\nNames may be shortened where that is clear: {short} for {_option(nested)}."
+    # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
+    description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description))
+    known = [field.name for field in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
+    nested = next((name for name in known if name.startswith("train.")), None)
+    if nested is not None:
+        short = _option(nested.rpartition(".")[2])
+        description += f"\n\nNames may be shortened where that is clear: {short} for {_option(nested)}."
 
-    def read() -> Options:
+    def refuse(event: refusals.ParseErrorEvent) -> None:
+        raise UserError(f"{' '.join(_reason(event, known).split())} (see nlr {command} --help)")
+
+    with refusals.on_parse_error(refuse):
         return tyro.cli(  # type: ignore[return-value]  # a default of None is left out
             options,
             prog=f"nlr {command}",
             description=description,
-            args=list(arguments),
+            args=[_lengthen(argument, known) for argument in arguments],
             default=default,
             config=(tyro.conf.PositionalMetavarFromFieldName,),
             registry=_REGISTRY,
         )
-
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return read()
-    except SystemExit as leaving:
-        if leaving.code in (0, None):
-            raise
-    # tyro breaks its error box at the terminal's width, inside words if need be: once more, on a wide one.
-    complaint = io.StringIO()
-    with contextlib.redirect_stderr(complaint), contextlib.suppress(SystemExit), _columns(10_000):
-        read()
-    raise UserError(f"{_one_line(complaint.getvalue())} (see nlr {command} --help)")
 
 
 def parse_recipe(
@@ -94,7 +81,7 @@ def parse_recipe(
     defaults: Callable[[Any], dict[str, Any]],
     nested: tuple[str, ...] = ("task", "train"),
 ) -> tuple[Any, Any]:
-    """Reads `RECIPE --option ...`: what the commands that take a recipe share.
+    """Read `RECIPE --option ...`, which several commands take.
 
     Args:
         options: the command's dataclass, generic in the kinds of its nested fields.
@@ -125,23 +112,24 @@ def parse_recipe(
 
 
 def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:
-    """Splits `RECIPE --option ...` and checks the name, before anything slow is imported.
+    """Split `RECIPE --option ...` and check the name, before anything slow is imported.
 
     Raises:
         UserError: no recipe is named first, or there is none of that name.
     """
     known = recipes_of(command)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
-    if arguments[0] in ("-h", "--help"):
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help"):
         # Options depend on the recipe; any of them shows what there is.
         return known[0], list(arguments)
-    check_name(arguments[0], command)
-    return arguments[0], list(arguments[1:])
+    if not first or first.startswith("-"):
+        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
+    check_name(first, command)
+    return first, list(arguments[1:])
 
 
 def comparison_defaults(recipe: Any) -> dict[str, Any]:
-    """The options of `nlr compare` that a recipe sets, of whatever kind it is."""
+    """Options of `nlr compare` that a recipe sets, of whatever kind it is."""
     return {
         "out": f"runs/compare-{recipe.name}",
         "arms": recipe.arms,
@@ -151,13 +139,9 @@ def comparison_defaults(recipe: Any) -> dict[str, Any]:
 
 
 def seconds_of(max_minutes: float | None) -> float | None:
-    """A time limit as `compare` and `compare_fields` take it; None: no limit.
-
-    Raises:
-        UserError: it is not above 0, or not finite.
-    """
+    """Return --max-minutes in seconds, None for no limit; raise UserError unless it is above 0 and finite."""
     if max_minutes is not None and not 0 < max_minutes < math.inf:
-        raise UserError(f"--max-minutes must be above 0 and finite, got {max_minutes:g}; leave it away for no limit")
+        raise UserError(f"--max-minutes must be above 0 and finite, got {max_minutes:g}; omit it for no limit")
     return None if max_minutes is None else 60 * max_minutes
 
 
@@ -167,7 +151,7 @@ def table_width() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints: all but one of `torchrun`'s are silent."""
+    """Whether this process prints: only rank 0 of `torchrun` does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -175,34 +159,47 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields that hold no dataclass."""
     for field in fields(value):
         inner = getattr(value, field.name)
-        name = f"{prefix}{field.name}"
         if is_dataclass(inner) and not isinstance(inner, type):
-            yield from _leaves(inner, f"{name}.")
+            yield from _leaves(inner, f"{prefix}{field.name}.")
         else:
-            yield name
+            yield f"{prefix}{field.name}"
 
 
-def _lengthen(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Writes shortened option names out; leaves what it does not know to tyro's error."""
-    result = []
-    for argument in arguments:
-        match = re.fullmatch(r"--(no-)?([a-z][a-z0-9_.-]*)(=.*)?", argument, re.DOTALL)
-        name = match.group(2).replace("-", "_") if match else ""
-        if not match or name in known:
-            result.append(argument)
-            continue
-        ends = [leaf for leaf in known if leaf.endswith(f".{name}")]
-        if len(ends) > 1:
-            raise UserError(f"--{match.group(2)} may be {' or '.join(map(_option, ends))}; write one of them")
-        if ends:
-            stem, _, last = ends[0].rpartition(".")
-            result.append(_option(f"{stem}.{match.group(1) or ''}{last}") + (match.group(3) or ""))
-        else:
-            result.append(argument)
-    return result
+def _lengthen(argument: str, known: Sequence[str]) -> str:
+    """Return the argument with a shortened option name written out; tyro refuses what fits none."""
+    match = re.fullmatch(r"--(no-)?([a-z][a-z0-9_.-]*)(=.*)?", argument, re.DOTALL)
+    name = match[2].replace("-", "_") if match else ""
+    ends = [leaf for leaf in known if leaf.endswith(f".{name}")]
+    if not match or name in known or not ends:
+        return argument
+    if len(ends) > 1:
+        raise UserError(f"--{match[2]} may be {' or '.join(map(_option, ends))}; write one of them")
+    stem, _, last = ends[0].rpartition(".")
+    return _option(f"{stem}.{match[1] or ''}{last}") + (match[3] or "")
 
 
-_REGISTRY = tyro.constructors.ConstructorRegistry()
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
+    """Why tyro refuses the arguments."""
+    if isinstance(event, refusals.UnrecognizedArgs):
+        options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
+        near = difflib.get_close_matches(event.tokens[0].partition("=")[0], options, n=1)
+        return f"unrecognized argument {event.tokens[0]}{f'; did you mean {near[0]}?' if near else ''}"
+    if isinstance(event, refusals.InvalidChoice):
+        choices = ", ".join(map(repr, event.choices))
+        return f"{event.argument.display_name()}: invalid choice {event.value!r}; choose one of {choices}"
+    if isinstance(event, refusals.InstantiationFailure):
+        # What a dataclass refuses names the field itself.
+        return f"{event.argument.display_name()}: {event.message}" if event.argument else str(event.message)
+    if isinstance(event, refusals.MissingArgs):
+        names = [each.arg.display_name() for each in event.missing_arguments]
+        return f"missing {', '.join(name if name.startswith('-') else name.upper() for name in names)}"
+    if isinstance(event, refusals.BadValue):
+        return f"{event.argument.display_name()}: a value is missing"
+    return type(event).__name__
 
 
 @_REGISTRY.primitive_rule
@@ -222,52 +219,10 @@ def _integers(
 
 
 def _integer(text: str) -> int:
-    """The integer that a text spells; ValueError for any other number or text."""
     try:
         number = Decimal(text)  # exact, unlike a float: 1e23 is 10**23
     except InvalidOperation:
-        raise ValueError(f"must be an integer, got {text!r}") from None
+        number = Decimal("nan")
     if not number.is_finite() or number.adjusted() > _MOST_DIGITS or number != int(number):
         raise ValueError(f"must be an integer, got {text!r}")
     return int(number)
-
-
-@contextlib.contextmanager
-def _columns(number: int) -> Iterator[None]:
-    """A terminal of that width, for libraries that ask shutil."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(number)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["COLUMNS"]
-        else:
-            os.environ["COLUMNS"] = before
-
-
-def _paragraphs(docstring: str) -> str:
-    """A recipe's docstring with its labelled lines (Command, Hardware, Time, Expect) as paragraphs."""
-    return re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(docstring))
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _one_line(box: str) -> str:
-    """The message inside tyro's error box, without the frame, the title and the pointers to help."""
-    parts: list[list[str]] = [[]]
-    for line in box.splitlines():
-        if _RULE.fullmatch(line):
-            parts.append([])
-        else:
-            parts[-1].append(line.strip().strip("\u2502").strip())
-    # Before the first rule there is at most the title; after the message's own come hints.
-    message = " ".join(" ".join(parts[1]).split()) if len(parts) > 1 else " ".join(box.split())
-    # What a dataclass refuses names the field itself; tyro puts the dataclass's place before it.
-    message = re.sub(r"^Error parsing (?!--)\S+: ", "", message)
-    near = [line.split()[0] for part in parts[2:] for line in part if line.startswith("--")]
-    if near and message.startswith("Unrecognized"):
-        message += f"; did you mean {near[0]}?"
-    return message
