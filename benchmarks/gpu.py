@@ -45,7 +45,7 @@ from nlr_lab.bench.step import StepBenchConfig, bench_step
 from nlr_lab.bench.timing import Clock
 from nlr_lab.bench.training import make_stepper
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, NobleLinear
+from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
 
 Sizes = dict[str, Any]

@@ -17,27 +17,18 @@ from .hub import registration
 
 if TYPE_CHECKING:
     from nonlinear_lowrank.integrations.trainer import LearningRateCallback, TrainerMixin
+    from nonlinear_lowrank.methods.noble import NobleConfig, NobleConv1D, NobleLinear
     from nonlinear_lowrank.methods.noble.adapter import NobleAdapterConfig
+    from nonlinear_lowrank.methods.qk_norm import QKNormConfig, QKNormProjection
+    from nonlinear_lowrank.methods.query import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig
+    from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
     from nonlinear_lowrank.methods.rational.adapter import NoraConfig
+    from nonlinear_lowrank.methods.sine import SineLowRankConfig, SineLowRankLinear
     from nonlinear_lowrank.methods.sine.adapter import SineLoraConfig
     from nonlinear_lowrank.surgery.augment import AugmentReport, augment, branches_disabled
 
     from . import analysis, hub
     from .inference import optimize_for_inference
-    from .methods import (
-        NobleConfig,
-        NobleConv1D,
-        NobleLinear,
-        NonlinearQKV,
-        NonlinearQuery,
-        NonlinearQueryConfig,
-        QKNormConfig,
-        QKNormProjection,
-        RationalActivation,
-        RationalConfig,
-        SineLowRankConfig,
-        SineLowRankLinear,
-    )
     from .optim import MuonAdamW, param_groups
 
 __version__ = "0.1.0"
@@ -75,11 +66,11 @@ __all__ = [
 
 _FILES = {
     **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "surgery.augment"),
-    **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "methods"),
-    **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "methods"),
-    **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "methods"),
-    **dict.fromkeys(("RationalActivation", "RationalConfig"), "methods"),
-    **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "methods"),
+    **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "methods.noble"),
+    **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "methods.query"),
+    **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "methods.qk_norm"),
+    **dict.fromkeys(("RationalActivation", "RationalConfig"), "methods.rational"),
+    **dict.fromkeys(("SineLowRankConfig", "SineLowRankLinear"), "methods.sine"),
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
     **dict.fromkeys(("LearningRateCallback", "TrainerMixin"), "integrations.trainer"),
     "optimize_for_inference": "inference",

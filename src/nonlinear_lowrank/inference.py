@@ -5,23 +5,22 @@
 | sine-LoRA, sine-DoRA, LoRA of peft     | part of the base's weights                                           |
 | NoRA, NoRA++                           | plain coefficients of a rational activation, LoRA in the weights     |
 | sine low-rank weights                  | a plain linear: faster, and as large as the dense one                |
-| NOBLE layers                           | one product for dense output and branch (layers/noble_fused.py)      |
+| NOBLE layers                           | one product for dense output and branch (methods/noble/fused.py)      |
 | NOBLE adapters                         | stay: their branch cannot be merged                                  |
 | dense weights, with dense="int8"       | 8 bits by torchao, under NOBLE branches in the model's own type      |
 """
 
 import importlib.util
+import sys
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from nonlinear_lowrank.methods.noble.fused import fuse
-from nonlinear_lowrank.methods.swapping import replace_modules
-from nonlinear_lowrank.surgery.targets import output_head_names
-
 from .errors import UserError
-from .methods import NobleConv1D, NobleLinear, RationalActivation, SineLowRankLinear
+from .methods.base import method_of_layer
+from .surgery.targets import output_head_names
+from .validation import one_line
 
 Dense = Literal["keep", "int8", "fp8"]
 
@@ -54,60 +53,55 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
         raise UserError(f"optimize_for_inference takes a model (torch.nn.Module), not {type(model).__name__}")
     merged, found = _merged(model)
     for name, module in merged.named_modules():
-        if isinstance(module, NobleLinear | NobleConv1D | SineLowRankLinear) and any(
+        if _optimizable(module) and any(
             type(each.data) is not torch.Tensor or each.is_meta for each in module.parameters()
         ):
             raise UserError(f"{name} is quantized, split over devices or on meta; optimize the plain model first")
-    formed: dict[nn.Module, nn.Module] = {
-        each: _dense(each, merged) for each in merged.modules() if isinstance(each, SineLowRankLinear)
-    }
-    replace_modules(merged, formed)
-    noble = any(isinstance(each, NobleLinear | NobleConv1D) for each in merged.modules())
-    if not (found or formed or can_be_optimized(merged)):
+    if not (found or can_be_optimized(merged)):
         raise UserError(
             f"there is nothing to optimize in this {type(model).__name__}: no layer that can be made faster, and no "
             "adapter; use it as it is"
         )
-    if dense == "keep":
-        fuse(merged, shared_inputs=fuse_shared_inputs)
-    else:
+    methods = {method for module in merged.modules() if (method := method_of_layer(module))}
+    changed = [
+        method.optimize(merged, shared_inputs=fuse_shared_inputs, quantized=dense != "keep") for method in methods
+    ]
+    if dense != "keep":
         _quantize(merged, dense)
-    if formed or noble or dense != "keep":
+    if any(changed) or dense != "keep":
         merged.save_pretrained = _refuse  # type: ignore[assignment]
     return merged.eval().requires_grad_(False)
 
 
 def can_be_optimized(model: nn.Module) -> bool:
-    """Whether `optimize_for_inference` finds something: nonlinear queries and QK-norm, say, stay as they are."""
+    """Return whether `optimize_for_inference` finds something: nonlinear queries and QK-norm, say, stay as they are."""
+    return _has_adapters(model) or any(map(_optimizable, model.modules()))
+
+
+def _optimizable(module: nn.Module) -> bool:
+    method = method_of_layer(module)
+    return method is not None and method.optimizable
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    if "peft" not in sys.modules:
+        return False
     from peft import PeftModel
 
-    layers = (NobleLinear, NobleConv1D, SineLowRankLinear, RationalActivation)
-    return isinstance(model, PeftModel) or any(isinstance(each, layers) for each in model.modules())
+    return isinstance(model, PeftModel)
 
 
-def _merged(model: nn.Module) -> tuple[Any, bool]:
-    """The base model with its adapters in the weights, and whether there were adapters at all."""
-    from peft import PeftModel
-
-    if not isinstance(model, PeftModel):
+def _merged(model: Any) -> tuple[Any, bool]:
+    """Return the base model with its adapters in the weights, and whether there were adapters at all."""
+    if not _has_adapters(model):
         return model, False
-    if any(str(getattr(config.peft_type, "value", "")) == "NLR_NOBLE" for config in model.peft_config.values()):
+    if not all(getattr(config, "mergeable", True) for config in model.peft_config.values()):
         return model, True
     try:
         return model.merge_and_unload(safe_merge=True), True
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         kinds = ", ".join(sorted({str(config.peft_type) for config in model.peft_config.values()}))
-        raise UserError(f"adapters of {kinds} cannot be merged here: {' '.join(str(error).split())[:300]}") from error
-
-
-@torch.no_grad()
-def _dense(layer: SineLowRankLinear, model: Any) -> nn.Linear:
-    """The plain linear of a sine low-rank layer, in the model's type."""
-    dtype = layer.bias.dtype if layer.bias is not None else getattr(model, "dtype", layer.sine_up.dtype)
-    made = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
-    made.weight = nn.Parameter(layer.weight.to(dtype))
-    made.register_parameter("bias", layer.bias)
-    return made.train(layer.training)
+        raise UserError(f"adapters of {kinds} cannot be merged here: {one_line(error)}") from error
 
 
 def _quantize(model: nn.Module, dense: Dense) -> None:

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+from nonlinear_lowrank.methods.base import Role, method_of_layer
+from nonlinear_lowrank.methods.matrix import is_plain_linear
 from nonlinear_lowrank.surgery.targets import output_head_names
 
 from .errors import UserError
-from .methods import METHODS, Role, method_of_layer
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
@@ -66,9 +67,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or module_name in heads:
                 role = EMBEDDING
-            elif parameter.ndim == 2 and (
-                isinstance(module, nn.Linear) or any(each.is_target(module) for each in METHODS.values()) or method
-            ):
+            elif parameter.ndim == 2 and (isinstance(module, nn.Linear) or is_plain_linear(module) or method):
                 role = DENSE
             else:
                 role = OTHER

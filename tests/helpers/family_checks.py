@@ -149,7 +149,7 @@ _SHORT = {
 def skipped(report: nlr.AugmentReport) -> str:
     """The report's reasons, shortened and counted."""
     reasons: Counter[str] = Counter()
-    for reason in report.left.values():
+    for reason in report.skipped.values():
         for pattern, short in _SHORT.items():
             reason = re.sub(rf"^(?:{pattern})$", short, reason)
         reasons[reason] += 1

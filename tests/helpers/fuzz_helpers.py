@@ -221,21 +221,21 @@ def _input(folder: Path, data: bytes, suffix: str) -> Path:
 
 
 def _configs(folder: Path) -> list[bytes]:
-    from nonlinear_lowrank.methods import METHODS, config_to_dict
+    from nonlinear_lowrank.methods.base import all_methods, config_to_dict
 
     ready = {"rational": nlr.RationalConfig(activation="gelu")}
-    configs = {name: ready.get(name) or method.config_class() for name, method in METHODS.items()}
+    configs = {name: ready.get(name) or method.config_class() for name, method in all_methods().items()}
     return [json.dumps({"method": name, "config": config_to_dict(each)}).encode() for name, each in configs.items()]
 
 
 def _read_config(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.methods import METHODS, config_from_dict
+    from nonlinear_lowrank.methods.base import all_methods, config_from_dict
 
     content = _json(data)
     name, values = content.get("method"), content.get("config")
-    if not isinstance(name, str) or name not in METHODS or not isinstance(values, dict):
+    if not isinstance(name, str) or name not in all_methods() or not isinstance(values, dict):
         raise UserError("not a case of this target")
-    return config_from_dict(METHODS[name].config_class, values)
+    return config_from_dict(all_methods()[name].config_class, values)
 
 
 def _json(data: bytes) -> dict[str, Any]:

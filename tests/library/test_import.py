@@ -82,7 +82,7 @@ def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
     code = """
 import sys
 from nonlinear_lowrank.surgery.augment import augment
-from nonlinear_lowrank.methods import NobleConfig
+from nonlinear_lowrank.methods.noble import NobleConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 import nonlinear_lowrank
 assert nonlinear_lowrank.augment is augment

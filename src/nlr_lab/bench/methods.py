@@ -30,7 +30,10 @@ from typing import Any
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, NonlinearQueryConfig, RationalConfig, SineLowRankConfig
+from nonlinear_lowrank.methods.noble import NobleConfig
+from nonlinear_lowrank.methods.query import NonlinearQueryConfig
+from nonlinear_lowrank.methods.rational import RationalConfig
+from nonlinear_lowrank.methods.sine import SineLowRankConfig
 from nonlinear_lowrank.surgery.augment import augment
 
 Branches = Callable[[int], NobleConfig]

@@ -19,7 +19,7 @@ from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalL
 
 from nlr_lab.plan.inspect import render_table
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig
+from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.validation import check_integer
 
 from .machine_rates import MachineRates

@@ -28,7 +28,8 @@ from nlr_lab.plan.inspect import readable_bytes, render_table
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, NobleLinear, RationalConfig
+from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
+from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.noble.down_form import RANK, use_down_form
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from nonlinear_lowrank.methods.noble.up_form import use_up_form

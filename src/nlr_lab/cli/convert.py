@@ -77,7 +77,8 @@ def run(arguments: list[str]) -> None:
     from pathlib import Path
 
     from nonlinear_lowrank.hub import convert
-    from nonlinear_lowrank.methods import NobleConfig, RationalConfig
+    from nonlinear_lowrank.methods.noble import NobleConfig
+    from nonlinear_lowrank.methods.rational import RationalConfig
 
     config_class: Any = NobleConfig if options.method == "noble" else RationalConfig
     config = config_class(**{name: getattr(options, name) for name in _FIELDS[options.method]})

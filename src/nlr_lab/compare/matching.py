@@ -24,7 +24,7 @@ from nlr_lab.training.run import apply_arm, count_parameters
 from nlr_lab.training.widening import WideMlp, mlp_width
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import SineLowRankLinear
+from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
 _WIDE = WideMlp.name
 _WIDEST = 4096  # times the plain width: so far a match is looked for beyond the guess

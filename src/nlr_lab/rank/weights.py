@@ -34,7 +34,7 @@ from nonlinear_lowrank.hub.classes import FIELD
 from nonlinear_lowrank.hub.files import read_json, tensor_names, weight_files
 from nonlinear_lowrank.hub.loading import load_model
 from nonlinear_lowrank.hub.registration import TYPE_PREFIX
-from nonlinear_lowrank.methods.sine.layer import METHOD, SineLowRankConfig, SineLowRankLinear
+from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
 from nonlinear_lowrank.validation import one_line
 
@@ -217,7 +217,7 @@ def _sine_settings(config: Mapping[str, Any]) -> list[tuple[set[str], SineLowRan
         return [
             (set(entry["modules"]), SineLowRankConfig(**entry["config"]))
             for entry in entries
-            if entry["method"] == METHOD.name
+            if entry["method"] == SineLowRankConfig.method
         ]
     except (TypeError, KeyError) as error:
         raise UserError(f"config.json lists no methods that can be read in {FIELD!r}: {one_line(error)}") from error

@@ -11,7 +11,7 @@ from torch import nn
 from nlr_lab.tasks.task import AdapterSetup
 from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import QKNormConfig
+from nonlinear_lowrank.methods.qk_norm import QKNormConfig
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.validation import check_number
 

@@ -16,10 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.analysis.importance import PARTS, part_of
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import METHODS, Method
-from nonlinear_lowrank.methods.qk_norm import layer as qk_norm_layers
-from nonlinear_lowrank.methods.query import layer as query_layers
-from nonlinear_lowrank.methods.sine import layer as sine_layers
+from nonlinear_lowrank.methods.base import Method, all_methods
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 from nonlinear_lowrank.surgery.targets import dense_parts
@@ -70,7 +67,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Augmented:
-    """A method that swaps modules of the model (`layers.METHODS`), or a control made of one.
+    """A method that swaps modules of the model , or a control made of one.
 
     Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`; one that takes
     linears also `budget=` (in place of the rank), and `select=query/feed_forward`: parts of a block by
@@ -102,7 +99,7 @@ class Augmented:
         return 2 if self.method.include is None else 1
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        choices = _CHOICES if self.method.find is None else [each for each in _CHOICES if each not in _OF_LINEARS]
+        choices = _CHOICES if self.method.kind == "linear" else [each for each in _CHOICES if each not in _OF_LINEARS]
         known = (*self._fields(), *choices)
         full = {_ALIASES.get(key, key) if key not in known else key: value for key, value in settings.items()}
         for key in full:
@@ -110,7 +107,7 @@ class Augmented:
                 raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
         if "budget" in full:
             parse_budget(full["budget"])
-            if self.method.added is None:
+            if not self.method.budgeted:
                 raise UserError(f"{self.name} cannot choose ranks for a budget; give the rank itself")
             if "rank" in full or "rank_ratio" in full:
                 raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
@@ -213,18 +210,11 @@ class Function:
         return changed
 
 
-# One factor is changed in each, and the rest kept.
-_CONTROLS = (
-    Augmented(sine_layers.METHOD, "low-rank", {"activation": "identity"}),
-    Augmented(sine_layers.METHOD, "sigmoid-low-rank", {"activation": "sigmoid"}),
-    Augmented(sine_layers.METHOD, "relu-low-rank", {"activation": "relu"}),
-    Augmented(qk_norm_layers.METHOD, "qk-norm"),
-    Augmented(query_layers.METHOD, "identity-query", {"kind": "identity"}),
-    Augmented(query_layers.METHOD, "residual-linear-query", {"kind": "linear"}),
-)
-
-_OWN = [method for method in METHODS.values() if not method.wraps]
-_ALL: tuple[ArmMethod, ...] = (Unchanged(), *map(Augmented, _OWN), *_CONTROLS, WideMlp(), *TUNINGS)
+_SWAPS = [
+    *(Augmented(method) for method in all_methods().values() if not method.wraps),
+    *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
+]
+_ALL: tuple[ArmMethod, ...] = (Unchanged(), *_SWAPS, WideMlp(), *TUNINGS)
 ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
 """Every kind of arm by its name; functions of the user's own come on top."""
 

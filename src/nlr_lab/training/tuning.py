@@ -31,7 +31,7 @@ from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .context import ArmContext

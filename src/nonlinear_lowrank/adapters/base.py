@@ -47,7 +47,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
 
 from .config import AdapterConfig

@@ -29,7 +29,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.experts import expert_flops, expert_tensors
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 
@@ -163,8 +163,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         branch_flops = method.flops(module) if method else 0
         experts = expert_flops(module, model) if expert_tensors(module) and method is None else None
         flops = branch_flops + (_dense_flops(dense) if experts is None else experts)
-        if method is not None and method.plain is not None:
-            plain = method.plain(module)
+        if method is not None and (plain := method.plain(module)) is not None:
             flops = branch_flops + plain.flops
             branch_parameters = parameters - plain.parameters if parameters else 0
         if id(module) in attention:

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.qk_norm.layer import KEYS
-from nonlinear_lowrank.methods.query.layer import BY_HEAD, FUSED, SEPARATE
+from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, KEYS, SEPARATE
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 
 Score = Literal["gradient", "activation"]

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.models.auto import configuration_auto
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.augment import apply_saved
 
 from .names import PlainNames, rename_by_transformers

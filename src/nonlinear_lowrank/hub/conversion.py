@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, method_of_config
+from nonlinear_lowrank.methods.base import method_of_config
+from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import AugmentReport, augment
 from nonlinear_lowrank.validation import one_line
 
@@ -101,7 +102,7 @@ def convert(
     """
     if up_init not in ("zero", "paper"):
         raise UserError(f"up_init must be 'zero' or 'paper', got {up_init!r}")
-    if (method := method_of_config(config)) is not None and method.plain is not None:
+    if (method := method_of_config(config)) is not None and (method.replaces_weights or method.wraps):
         raise UserError(
             f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"
         )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import METHODS, config_from_dict, config_to_dict
+from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config_to_dict
 from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, write_card
@@ -89,7 +89,7 @@ def write_folder(
     whole = in_memory(model, whole)
     check_state(whole, model.state_dict(), "the exported state")
     if dtype is not None:
-        wide = {own for entry in getattr(config, FIELD, None) or [] for own in METHODS[entry["method"]].float32}
+        wide = {own for entry in getattr(config, FIELD, None) or [] for own in all_methods()[entry["method"]].float32}
         whole = {key: each if key.rpartition(".")[2] in wide else each.to(dtype) for key, each in whole.items()}
     model.load_state_dict(whole, assign=True)
     model.tie_weights()
@@ -236,9 +236,9 @@ def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What each layer computes, by its name."""
     found: dict[str, str] = {}
     for entry in entries:
-        method = METHODS.get(entry["method"])
+        method = all_methods().get(entry["method"])
         if method is None:
-            raise UserError(f"unknown method {entry['method']!r}; this version knows {', '.join(METHODS)}")
+            raise UserError(f"unknown method {entry['method']!r}; this version knows {', '.join(all_methods())}")
         config = config_from_dict(method.config_class, entry["config"])
         values = {key: value for key, value in config_to_dict(config).items() if key in _FUNCTION}
         if hasattr(config, "scale"):

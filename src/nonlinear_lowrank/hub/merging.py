@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
-from nonlinear_lowrank.methods import config_to_dict, method_of_layer
+from nonlinear_lowrank.methods.base import config_to_dict, method_of_layer
 from nonlinear_lowrank.validation import one_line
 
 from .adapter import CONFIG, WEIGHTS, base_of

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
 
-from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.methods.base import method_of_layer
 
 
 class DenseNames(WeightRenaming):

@@ -30,7 +30,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, NobleConv1D, NobleLinear
+from nonlinear_lowrank.methods.noble import NobleConfig, NobleConv1D, NobleLinear
 
 COLWISE, ROWWISE = "nlr_noble_colwise", "nlr_noble_rowwise"
 _STYLES = {"colwise": COLWISE, "rowwise": ROWWISE}

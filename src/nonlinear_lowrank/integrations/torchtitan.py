@@ -32,7 +32,9 @@ from torch.distributed.tensor import DTensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import foreign
 from nonlinear_lowrank.hub.card import Origin
-from nonlinear_lowrank.methods import Method, NobleLinear, SineLowRankLinear, method_of_config
+from nonlinear_lowrank.methods.base import Method, method_of_config
+from nonlinear_lowrank.methods.noble import NobleLinear
+from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from nonlinear_lowrank.optim import parameter_roles
 from nonlinear_lowrank.surgery.augment import measure_plain
 from nonlinear_lowrank.surgery.report import AugmentReport
@@ -536,9 +538,7 @@ def _method(config: Any) -> tuple[Method, Any]:
         raise UserError(
             "share_down and fuse_shared_inputs join layers, which stand alone in torchtitan; leave them out"
         )
-    if getattr(config, "init", None) == "auto":
-        config = replace(config, init="scratch")
-    return method, config
+    return method, method.initial(config, pretrained=False)
 
 
 def _unfuse(model_config: Any, wanted: Callable[[str], bool]) -> None:
@@ -575,7 +575,7 @@ def _built(model_config: Any) -> Any:
 
 
 def _report(method: Method, config: Any, names: list[str], left: dict[str, str], plain: Any, model: Any) -> Any:
-    report = AugmentReport(method=method.name, config=config, swapped=names, left=left)
+    report = AugmentReport(method=method.name, config=config, swapped=names, skipped=left)
     measure_plain(report, plain, names)
     report.parameters_added = sum(each.numel() for each in model.parameters()) - report.parameters_before
     report.flops_added = sum(method.flops(model.get_submodule(name)) for name in names)

@@ -1,13 +1,24 @@
-"""What a method must say of itself so that surgery, optimizer, files and reports can serve it."""
+"""What a method is: how it puts layers into a model, how these are trained, and what they cost.
 
-from collections.abc import Callable, Mapping
+A method is a folder beside this file with a class of its own under `@register`. Another distribution adds one by an
+entry point in the group `nonlinear_lowrank.methods` that names the module. Surgery, optimizer, files and reports know
+methods only through this class.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
+
+ENTRY_POINTS = "nonlinear_lowrank.methods"
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainCost:
-    """What the plain layer cost whose weight a method's layer has done away with."""
+    """What the plain layer cost whose weight a method's layer replaces."""
 
     parameters: int
     flops: int
@@ -35,18 +46,18 @@ class PlainCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One module that a method can take, where the method finds its modules itself."""
+    """One module that a method can replace, where the method finds its modules itself."""
 
     config: Any
-    """The user's, with what is left open in it settled for this place."""
-    said: str
+    """The user's, with what it leaves open filled in for this place."""
+    details: str
     """What is put there, for the report."""
     device: torch.device | None = None
     """Where the new layer goes; None: the default."""
-    aside: str = ""
-    """Why it is left alone unless the user names it; empty: it is taken."""
+    skipped: str = ""
+    """Why it is skipped unless the user names it; empty: it is replaced."""
     refused: str = ""
-    """Why it cannot be taken, with the mend: an error when it is chosen."""
+    """Why it cannot be replaced, with the fix: an error when it is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,69 +66,158 @@ class Findings:
 
     targets: Mapping[str, Target]
     """By dotted name, in the model's order. Each place is one of its own, also where places share a module."""
-    left: Mapping[str, str] = field(default_factory=dict)
-    """What can never be taken, and why; "" is the model itself."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """What can never be replaced, and why; "" is the model itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to swap modules. `augment`, `param_groups` and `hub` know methods only through this."""
+    """A way to swap modules. A subclass states the first three attributes and overrides what differs.
 
-    name: str
+    Every hook that may raise raises UserError, before anything is changed.
+    """
+
+    name: ClassVar[str]
     """Name in saved configs and on the command line."""
-    config_class: type
+    config_class: ClassVar[type]
     """Frozen keyword-only dataclass; validates itself."""
-    layer_types: tuple[type[nn.Module], ...]
+    layer_types: ClassVar[tuple[type[nn.Module], ...]]
     """Classes of the modules that the method puts in place."""
-    is_target: Callable[[nn.Module], bool]
-    """Whether the method can take this (plain) module's place."""
-    check: Callable[[str, nn.Module, Any], None]
-    """(module name, module, config): raises UserError before anything is changed."""
-    takes: str = "linear"
+
+    kind: ClassVar[str] = "linear"
     """What its targets are called in messages."""
-    find: Callable[[nn.Module, Any], Findings] | None = None
-    """(model, config): what the model has for it, for a method that takes other modules than linears; raises UserError
-    where the model as a whole cannot be."""
-    build: Callable[[str, nn.Module, Any], nn.Module]
-    """(module name, plain module, config) -> new, uninitialised module that holds the plain module's parameters."""
-    build_all: Callable[[Mapping[str, nn.Module], Any], Mapping[str, nn.Module]] | None = None
-    """(plain modules by name, config): as `build` of each, for layers that may share tensors; raises UserError. None:
-    they never do."""
-    roles: Callable[[nn.Module], Mapping[str, Role]]
-    """Roles of the parameters a layer of the method adds, by their name in the layer."""
-    flops: Callable[[nn.Module], int]
-    """Forward FLOPs per token that a layer adds to the plain one; negative where it saves some."""
-    added: Callable[[Mapping[str, nn.Module], Any], tuple[int, int]] | None = None
-    """(plain modules by name, config): parameters and forward FLOPs per token that their layers would add, for methods
-    whose config has a `rank_ratio`; None: no budget can be asked for."""
-    plain: Callable[[nn.Module], PlainCost] | None = None
-    """What the plain layer cost, for a method whose layers take the place of its weight; None: it is kept."""
-    include: str | None = None
-    """Regular expression of the whole names that it takes where the user names none; None: every linear."""
-    leave: Callable[[nn.Module, Any], str | None] | None = None
-    """(plain module, config): why a module that the user did not name is left alone, or None."""
-    check_parent: Callable[[str, nn.Module, nn.Module], None] | None = None
-    """(module name, module, the module around it): as `check`, but only asked when a model is augmented."""
-    settle: Callable[[nn.Module, Any, list[str]], Any] | None = None
-    """(model, config, chosen names) -> the config with what is left open in it taken from the model."""
-    wraps: bool = False
+    include: ClassVar[str | None] = None
+    """Regular expression of the whole names that it replaces where the user names none; None: every linear."""
+    wraps: ClassVar[bool] = False
     """Whether its layers go around others, also of other methods, which are then in them as `projection`."""
-    tensor_parallel: bool = True
+    tensor_parallel: ClassVar[bool] = True
     """Whether a model with its layers may be split over devices by transformers' plans."""
-    dense: str | None = None
+    replaces_weights: ClassVar[bool] = False
+    """Whether its layers do away with the plain layer's weight."""
+    dense: ClassVar[str | None] = None
     """The child of its layers that is the plain linear they go beside, whose tensors files have under the layer's own
-    name; None: there is none."""
-    float32: tuple[str, ...] = ()
+    name; its layers are branches, switched by `branch_enabled`. None: they replace the linear."""
+    float32: ClassVar[tuple[str, ...]] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
+    optimizable: ClassVar[bool] = False
+    """Whether `optimize_for_inference` makes a model with its layers faster."""
+    controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Arms of comparisons that change one factor of the method and keep the rest: config fields by the arm's name."""
+    budgeted: ClassVar[bool] = False
+    """Whether its config has a `rank_ratio` and `added` says what layers of it add, so that a budget can be met."""
+
+    def is_target(self, module: nn.Module) -> bool:
+        """Return whether the method can replace this module."""
+        raise NotImplementedError
+
+    def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
+        """Return a new, uninitialised layer that holds the parameters of the plain module it keeps."""
+        raise NotImplementedError
+
+    def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
+        """Build the layers of a model, which may share tensors."""
+        return {name: self.build(name, module, config) for name, module in modules.items()}
+
+    def roles(self, layer: nn.Module) -> Mapping[str, Role]:
+        """Return the roles of the parameters a layer adds, by their name in the layer."""
+        raise NotImplementedError
+
+    def flops(self, layer: nn.Module) -> int:
+        """Return the forward FLOPs per token that a layer adds to the plain one; negative where it saves some."""
+        return 0
+
+    def plain(self, layer: nn.Module) -> PlainCost | None:
+        """Return what the plain layer cost, where its weight is gone."""
+        return None
+
+    def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
+        """Return parameters and forward FLOPs per token that layers in place of these plain modules would add."""
+        raise NotImplementedError
+
+    def check(self, name: str, module: nn.Module, config: Any) -> None:
+        """Raise where the module cannot have this config."""
+
+    def check_parent(self, name: str, module: nn.Module, parent: nn.Module) -> None:
+        """Raise where the module around it does not allow it; only asked when a model is augmented."""
+
+    def skip_reason(self, module: nn.Module, config: Any) -> str | None:
+        """Return why a module that the user did not name is skipped, or None."""
+        return None
+
+    def find(self, model: nn.Module, config: Any) -> Findings | None:
+        """Return what the model has for a method that replaces other modules than linears; None: linears."""
+        return None
+
+    def initial(self, config: Any, *, pretrained: bool) -> Any:
+        """Return the config with an init that is left open chosen for a trained model, or a new one."""
+        return config
+
+    def settings(self, config: Any) -> list[str]:
+        """Return the settings that the report shows beside the method's name."""
+        return []
+
+    def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
+        """Return the config with what it leaves open taken from the model and the chosen names."""
+        return config
+
+    def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
+        """Make the method's layers in a model faster for inference, in place; return whether any was changed.
+
+        Args:
+            model: the model.
+            shared_inputs: whether layers that read one input may be joined.
+            quantized: whether the plain linears are quantized afterwards, and must stay linears.
+        """
+        return False
+
+
+MethodClass = TypeVar("MethodClass", bound=type[Method])
+_REGISTERED: dict[str, Method] = {}
+
+
+def register(method: MethodClass) -> MethodClass:
+    """Add a method; a class decorator."""
+    _REGISTERED[method.name] = method()
+    return method
+
+
+@functools.cache
+def all_methods() -> Mapping[str, Method]:
+    """Return every method by name: those of the folders here, then those of entry points."""
+    package = importlib.import_module(__package__)
+    for found in pkgutil.iter_modules(package.__path__):
+        if found.ispkg:
+            importlib.import_module(f"{__package__}.{found.name}")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entry.load()
+    return _REGISTERED
+
+
+def method_named(name: str) -> Method | None:
+    """Return the method of a saved config's name, or None."""
+    return _REGISTERED.get(name) or all_methods().get(name)
+
+
+def method_of_config(config: object) -> Method | None:
+    """Return the method that a config object belongs to, or None."""
+    return next((method for method in _REGISTERED.values() if isinstance(config, method.config_class)), None)
+
+
+def method_of_layer(module: object) -> Method | None:
+    """Return the method that put this module in place, or None for a plain module."""
+    return next((method for method in _REGISTERED.values() if isinstance(module, method.layer_types)), None)
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """A method's config as JSON-ready fields."""
+    """Return a method's config as JSON-ready fields."""
     return asdict(config)
 
 
 def config_from_dict(config_class: type, values: Mapping[str, Any]) -> Any:
-    """The reverse of `config_to_dict`; raises UserError on unknown fields."""
+    """Return the config of these fields.
+
+    Raises:
+        UserError: an unknown field, or a value that the config refuses.
+    """
     known = {field.name for field in fields(config_class)}
     unknown = sorted(set(values) - known)
     if unknown:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nonlinear_lowrank.errors import LearningRateWarning
 
-from .base import Role
+from .base import Role, method_of_layer
 
 _layers: WeakSet[Any] = WeakSet()
 _checked: WeakSet[Optimizer] = WeakSet()
@@ -53,8 +53,6 @@ class Mismatch(NamedTuple):
 
 def multiplier_roles(module: nn.Module) -> Mapping[str, Role]:
     """Return the roles of a layer's tensors by their names in it; none where all multipliers are 1."""
-    from . import method_of_layer
-
     if not isinstance(module, MultiplierLayer):
         return {}
     layer: Any = module
@@ -149,8 +147,6 @@ def _warn_of_bypassed(optimizer: Optimizer) -> None:
 
     What `augment` reads in the code of a model's forward is known before; this also finds what that does not show.
     """
-    from . import method_of_layer
-
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     bypassed = []
     for layer in list(_layers):

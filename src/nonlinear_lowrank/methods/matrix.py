@@ -1,5 +1,6 @@
 """The one matrix that a module multiplies by, whatever kind of module it is and however it stores it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,14 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward is base.forward or _computes(module, base)
 
 
+def linear_shape(module: Any) -> tuple[int, int]:
+    """Return (d_in, d_out) of a linear, plain or a method's."""
+    if hasattr(module, "linear_shape"):
+        shape: tuple[int, int] = module.linear_shape
+        return shape
+    return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)
+
+
 def _computes(module: nn.Module, base: Any) -> bool:
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         plain = base(3, 2) if base is Conv1D else base(2, 3, bias=module.bias is not None)
@@ -83,3 +92,11 @@ def matrix_of(module: nn.Module) -> Matrix | str:
     if isinstance(d_in, int) and isinstance(d_out, int):  # GPTQ, AWQ, HQQ, ...: linears of classes of their own
         return Matrix("linear", d_out, d_in)
     return f"is a {type(module).__name__}, and adapters go on nn.Linear, Conv1D, 1x1 Conv2d and nn.Embedding"
+
+
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts every replacement where its module stands, wherever that is reachable by several names."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children skips repeats
+            if child is not None and child in replacements:
+                setattr(parent, name, replacements[child])

@@ -11,15 +11,16 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import (
-    METHODS,
+from nonlinear_lowrank.methods.base import (
     Method,
+    all_methods,
     config_from_dict,
     config_to_dict,
+    method_named,
     method_of_config,
     method_of_layer,
 )
-from nonlinear_lowrank.methods.swapping import replace_modules
+from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .budget import config_within
 from .experts import expert_flops, expert_tensors
@@ -82,37 +83,37 @@ def augment(
     """
     method = method_of_config(config)
     if method is None:
-        known = ", ".join(sorted(each.config_class.__name__ for each in METHODS.values()))
+        known = ", ".join(sorted(each.config_class.__name__ for each in all_methods().values()))
         raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
     if fuse_shared_inputs:
-        if not hasattr(config, "fuse_shared_inputs"):
-            raise UserError(f"{method.name} has no layers to compute together; leave fuse_shared_inputs out")
-        config = replace(config, fuse_shared_inputs=True)
-    if getattr(config, "init", None) == "auto":
-        config = replace(config, init="pretrained" if _was_loaded(model) else "scratch")
+        try:
+            config = replace(config, fuse_shared_inputs=True)
+        except TypeError as error:
+            raise UserError(f"{method.name} has no layers to compute together; omit fuse_shared_inputs") from error
+    config = method.initial(config, pretrained=_was_loaded(model))
 
-    report = AugmentReport(method=method.name, config=config, takes=method.takes)
-    found = method.find(model, config) if method.find is not None else None
+    report = AugmentReport(method=method.name, config=config, kind=method.kind)
+    found = method.find(model, config)
     if found is None:
         # With a budget there is a rank for every linear but those of width 1.
-        lowest = config if budget is None or method.added is None else replace(config, rank_ratio=1e-9)
-        names, report.left = choose_linears(model, method, lowest, include, exclude, select)
+        lowest = config if budget is None or not method.budgeted else replace(config, rank_ratio=1e-9)
+        names, report.skipped = choose_linears(model, method, lowest, include, exclude, select)
     else:
         for option, given in (("select", select), ("budget", budget)):
             if given is not None:
-                raise UserError(f"{method.name} takes {method.takes}s, and {option}= is for linears; leave it out")
-        names, report.left = choose_found(model, method, found, include, exclude)
+                raise UserError(f"{method.name} replaces {method.kind}s, and {option}= is for linears; omit it")
+        names, report.skipped = choose_found(model, method, found, include, exclude)
     measure_plain(report, model, names)
     if budget is not None:
         modules = {name: model.get_submodule(name) for name in names}
         within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
         report.config = config = within
-    if method.settle is not None:
-        config = report.config = method.settle(model, config, names)
+    config = report.config = method.complete(model, config, names)
+    report.settings = method.settings(config)
     configs = {name: config if found is None else found.targets[name].config for name in names}
     for name in names:
         _check(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), method, configs[name])
-    if method.plain is not None and not method.wraps and _was_loaded(model):
+    if method.replaces_weights and _was_loaded(model):
         warnings.warn(
             f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
             stacklevel=2,
@@ -124,7 +125,7 @@ def augment(
             layer.to(device)
         layer.reset_parameters()  # type: ignore[operator]
     report.swapped = names
-    report.said = {} if found is None else {name: found.targets[name].said for name in names}
+    report.details = {} if found is None else {name: found.targets[name].details for name in names}
     report.parameters_added = sum(p.numel() for p in model.parameters()) - report.parameters_before
     report.flops_added = sum(method.flops(layer) for layer in layers.values())
 
@@ -151,11 +152,11 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
     """
     planned = []
     for entry in entries:
-        method = METHODS.get(entry["method"])
+        method = method_named(entry["method"])
         if method is None:
             raise UserError(
                 f"unknown method {entry['method']!r} in the model's config; this version knows "
-                f"{', '.join(METHODS)}: update nonlinear-lowrank"
+                f"{', '.join(all_methods())}: update nonlinear-lowrank"
             )
         config = config_from_dict(method.config_class, entry["config"])
         for name in entry["modules"]:
@@ -183,7 +184,9 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         UserError: the model has no branches.
     """
-    layers = [module for module in model.modules() if hasattr(module, "branch_enabled")]
+    layers: list[Any] = [
+        module for module in model.modules() if (method := method_of_layer(module)) and method.dense is not None
+    ]
     if not layers:
         replaced = sorted({method.name for module in model.modules() if (method := method_of_layer(module))})
         if replaced:
@@ -202,12 +205,11 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, config: Any) -> None:
-    if method.find is None:
+    if method.kind == "linear":
         _check_linear(name, module, method)
     if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise UserError(f"{name} has hooks or parametrizations, which a swap would lose; augment the model first")
-    if method.check_parent is not None:
-        method.check_parent(name, module, parent)
+    method.check_parent(name, module, parent)
     method.check(name, module, config)
 
 
@@ -241,14 +243,11 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
     if not configs:
         return {}
     modules = {name: model.get_submodule(name) for name in configs}
-    layers: Mapping[str, nn.Module]
-    if method.build_all is not None:
+    if method.kind == "linear":
         layers = method.build_all(modules, next(iter(configs.values())))
-    else:
-        layers = {name: method.build(name, module, configs[name]) for name, module in modules.items()}
-    if method.find is None:
         replace_modules(model, {module: layers[name] for name, module in modules.items()})
         return dict(layers)
+    layers = {name: method.build(name, module, configs[name]) for name, module in modules.items()}
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
@@ -284,7 +283,7 @@ def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str])
     """Counts the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     report.flops_before = _flops(model)
-    if report.takes == "linear":
+    if report.kind == "linear":
         report.body_parameters, report.reached_parameters = _reach(model, names)
 
 
@@ -294,7 +293,7 @@ def _flops(model: nn.Module) -> int:
     for module in model.modules():
         method = linear_method(module)
         if method is not None:
-            total += method.flops(module) + (method.plain(module).flops if method.plain else 0)
+            total += method.flops(module) + (plain.flops if (plain := method.plain(module)) else 0)
         elif is_linear(module):  # the dense part of a layer too
             total += 2 * module.weight.numel()  # type: ignore[operator, union-attr]
         elif expert_tensors(module):

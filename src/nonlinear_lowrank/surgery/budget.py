@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import Method
+from nonlinear_lowrank.methods.base import Method
 
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*(?:of\s+)?(parameters|flops)?\s*", re.IGNORECASE)
 
@@ -46,13 +46,13 @@ def config_within(
         UserError: the method has no ranks to choose, or rank 1 everywhere is too much already.
     """
     share, kind = parse_budget(budget)
-    if method.added is None:
+    if not method.budgeted:
         raise UserError(f"{method.name} cannot choose ranks for a budget; give the rank itself")
     allowed = share * (parameters if kind == "parameters" else flops)
 
     def added(ratio: float) -> int:
         chosen = replace(config, rank_ratio=ratio)
-        return method.added(modules, chosen)[kind == "flops"]  # type: ignore[misc]
+        return method.added(modules, chosen)[kind == "flops"]
 
     low, high = 1e-9, 1.0 - 1e-9  # rank 1 everywhere, and one below full
     least, total = added(low), parameters if kind == "parameters" else flops

@@ -12,14 +12,16 @@ class AugmentReport:
 
     method: str
     config: Any
-    takes: str = "linear"
+    kind: str = "linear"
     """What the method's modules are called."""
+    settings: list[str] = field(default_factory=list)
+    """Settings beside the method's name."""
     swapped: list[str] = field(default_factory=list)
     """Names of the modules that were swapped, in the model's order."""
-    said: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
     """What was put there, where it is not the same everywhere."""
-    left: dict[str, str] = field(default_factory=dict)
-    """Modules the method could take but did not, and why."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Modules that the method could replace but did not, and why."""
     parameters_before: int = 0
     parameters_added: int = 0
     flops_before: int = 0
@@ -31,26 +33,19 @@ class AugmentReport:
     """Body parameters in the plain modules that were swapped."""
 
     def __str__(self) -> str:
+        settings = f" ({', '.join(self.settings)})" if self.settings else ""
         lines = [
-            f"{self.method}: {len(self.swapped)} {self.takes}s swapped, {len(self.left)} left{self._settings()}",
+            f"{self.method}: {len(self.swapped)} {self.kind}s swapped, {len(self.skipped)} skipped{settings}",
             f"  parameters {_change(self.parameters_before, self.parameters_added)}",
         ]
-        if self.takes == "linear":  # others cost none by this count, which is not to say that they are free
+        if self.kind == "linear":  # others cost none by this count, which is not to say that they are free
             lines.append(f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}")
         if self.body_parameters:
             share = 100 * self.reached_parameters / self.body_parameters
             lines.append(f"  reaches {share:.2f} % of the body's {self.body_parameters:,} parameters")
-        lines += [f"  swapped {row}" for row in _grouped({name: self.said.get(name, "") for name in self.swapped})]
-        lines += [f"  left    {row}" for row in _grouped(self.left)]
+        lines += [f"  swapped {row}" for row in _grouped({name: self.details.get(name, "") for name in self.swapped})]
+        lines += [f"  skipped {row}" for row in _grouped(self.skipped)]
         return "\n".join(lines)
-
-    def _settings(self) -> str:
-        found = [f"init: {self.config.init}"] if hasattr(self.config, "init") else []
-        if getattr(self.config, "share_down", "none") != "none":
-            found.append(f"one down projection for each {self.config.share_down}")
-        if getattr(self.config, "fuse_shared_inputs", False):
-            found.append("layers of one input together")
-        return f" ({', '.join(found)})" if found else ""
 
 
 def _change(before: int, added: int) -> str:

@@ -1,4 +1,4 @@
-"""Which modules of a model a method takes: by rules, patterns and names, with reasons for what is left."""
+"""Which modules of a model a method takes: by rules, patterns and names, with reasons for what is skipped."""
 
 import re
 import warnings
@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import METHODS, Findings, Method, method_of_layer
+from nonlinear_lowrank.methods.base import Findings, Method, method_of_layer
 from nonlinear_lowrank.methods.forward_code import bypassed_linears
+from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 from .experts import HELD_AS_TENSORS, expert_tensors
 
@@ -19,7 +20,6 @@ Patterns = str | Sequence[str] | None
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
 _EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
-_LINEAR_METHODS = [method for method in METHODS.values() if method.find is None]
 
 
 def output_head_names(model: nn.Module) -> dict[str, str]:
@@ -56,7 +56,7 @@ class _Filter:
         self._included, self._excluded = _compile(include, "include"), _compile(exclude, "exclude")
         self._used: set[re.Pattern[str]] = set()
 
-    def why_left(self, name: str) -> str:
+    def why_skipped(self, name: str) -> str:
         """Why the patterns leave a name alone; empty: they do not."""
         if self._included is not None and not self._hits(self._included, name):
             return "not in include"
@@ -85,39 +85,39 @@ def choose_linears(
 
     Raises:
         UserError: a pattern or a name matches nothing, one names a linear whose forward is never called, or nothing
-            is left to swap.
+            is skipped to swap.
     """
     unnamed = include is None and select is None
     _check_selected(model, select)
     given, own = _Filter(include, exclude), _Filter(method.include if unnamed else None, None)
     heads, bypassed = output_head_names(model), bypassed_linears(model)
     chosen: list[str] = []
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     wrapped = {name: found.name for name, module in model.named_modules() if (found := _wrapping(module)) is not None}
     inside = dense_parts(model)
     for name, module in model.named_modules():
         if expert_tensors(module) and method_of_layer(module) is None:
-            left[name] = HELD_AS_TENSORS
+            skipped[name] = HELD_AS_TENSORS
         if not name or module in inside or not (is_linear(module) or linear_method(module)):
             continue
         if name.rpartition(".")[0] in wrapped:
-            left[name] = f"is inside a layer of {wrapped[name.rpartition('.')[0]]}, which comes last"
-        elif own.why_left(name):
-            left[name] = f"not named like a target of {method.name}"
-        elif why := given.why_left(name):
-            left[name] = why
+            skipped[name] = f"is inside a layer of {wrapped[name.rpartition('.')[0]]}, which comes last"
+        elif own.why_skipped(name):
+            skipped[name] = f"not named like a target of {method.name}"
+        elif why := given.why_skipped(name):
+            skipped[name] = why
         elif select is not None and name not in select:
-            left[name] = "not in select"
+            skipped[name] = "not in select"
         elif name in heads:
-            left[name] = heads[name]
+            skipped[name] = heads[name]
         elif unnamed and is_unread_pooler(model, name):
-            left[name] = "a pooler that the head does not read"
+            skipped[name] = "a pooler that the head does not read"
         elif name in bypassed and unnamed:
-            left[name] = bypassed[name].why
+            skipped[name] = bypassed[name].why
         elif name in bypassed and bypassed[name].refused:
             raise UserError(f"{name} would have no effect: {bypassed[name].why}; leave it out with exclude=")
-        elif unnamed and (better := _better_left(module, method, config)) is not None:
-            left[name] = better
+        elif unnamed and (better := _better_skipped(module, method, config)) is not None:
+            skipped[name] = better
         else:
             if name in bypassed:
                 warnings.warn(f"{name}: {bypassed[name].why}, and {method.name} does not act there", stacklevel=3)
@@ -128,13 +128,13 @@ def choose_linears(
             "print the names with: [n for n, m in model.named_modules()]"
         )
     if not chosen:
-        why = "; ".join(sorted(set(left.values()))) or "it has no linears"
+        why = "; ".join(sorted(set(skipped.values()))) or "it has no linears"
         if unnamed and method.include is not None:
             why += "; name the targets with include="
-        if any(each.startswith("rank ") for each in left.values()):
+        if any(each.startswith("rank ") for each in skipped.values()):
             why += "; choose a smaller rank"
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
-    return chosen, left
+    return chosen, skipped
 
 
 def choose_found(
@@ -147,28 +147,28 @@ def choose_found(
     """
     given = _Filter(include, exclude)
     chosen: list[str] = []
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name, target in found.targets.items():
-        why = given.why_left(name) or ((target.aside or target.refused) if include is None else "")
+        why = given.why_skipped(name) or ((target.skipped or target.refused) if include is None else "")
         if why:
-            left[name] = target.aside or why
+            skipped[name] = target.skipped or why
         else:
             chosen.append(name)
-    for name in found.left:
-        given.why_left(name)  # a pattern that means it is no slip of the pen
-    left |= {name or "the model": why for name, why in found.left.items()}
+    for name in found.skipped:
+        given.why_skipped(name)  # a pattern that means it is no slip of the pen
+    skipped |= {name or "the model": why for name, why in found.skipped.items()}
     if (unused := given.unused()) is not None:
-        names = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in (*found.targets, *found.left) if name})
+        names = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in (*found.targets, *found.skipped) if name})
         those = f"they are {', '.join(names[:8])}" if names else "the model has none"
-        raise UserError(f"the pattern {unused!r} matches no {method.takes}'s whole name; {those}")
+        raise UserError(f"the pattern {unused!r} matches no {method.kind}'s whole name; {those}")
     if not chosen:
-        reasons = [f"{name} ({why})" for name, why in list(left.items())[:5]]
-        why = ", ".join(reasons) or f"it has no {method.takes} modules"
+        reasons = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
+        why = ", ".join(reasons) or f"it has no {method.kind} modules"
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
     for name in chosen:
         if found.targets[name].refused:
             raise UserError(found.targets[name].refused)
-    return chosen, left
+    return chosen, skipped
 
 
 def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
@@ -181,13 +181,13 @@ def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
             raise UserError(f"select has {name!r}, which is no linear of this model")
 
 
-def _better_left(module: nn.Module, method: Method, config: Any) -> str | None:
+def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | None:
     """Why a module that the user did not name is not swapped."""
     before = method_of_layer(module)
     if before is not None:
         return f"is {before.name} already" if before is not method and not method.wraps else None
     if method.is_target(module):
-        return method.leave(module, config) if method.leave else None
+        return method.skip_reason(module, config)
     if holds_numbers(getattr(module, "weight", None)):
         return f"is a {type(module).__name__}, a linear with a forward of its own"
     return None
@@ -203,16 +203,14 @@ def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]] | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A plain linear, of any class that a method knows."""
-    return isinstance(module, nn.Linear) or any(
-        method.is_target(module) for method in _LINEAR_METHODS if not list(module.children())
-    )
+    """Return whether a module is a plain linear."""
+    return isinstance(module, nn.Linear) or is_plain_linear(module)
 
 
 def linear_method(module: nn.Module) -> Method | None:
     """The method that put this layer in a linear's place."""
     method = method_of_layer(module)
-    return method if method and method.find is None else None
+    return method if method and method.kind == "linear" else None
 
 
 def _wrapping(module: nn.Module) -> Method | None:

@@ -140,10 +140,10 @@ def test_threads_are_put_back():
     [
         ({"ranks": ()}, "ranks must be different"),
         ({"ranks": (4, 4)}, "ranks must be different"),
-        ({"ranks": (0,)}, "rank must be a whole number"),
+        ({"ranks": (0,)}, "rank must be a positive integer"),
         ({"ranks": (32,)}, "rank 32 is not low"),
         ({"width": 30, "heads": 4}, "must be a multiple of 2 x heads"),
-        ({"rounds": 0}, "rounds must be a whole number"),
+        ({"rounds": 0}, "rounds must be a positive integer"),
         ({"modes": ("fast",)}, "unknown modes 'fast'"),
         ({"clock": "sun"}, "unknown clock 'sun'"),
         ({"activation": "step"}, "unknown activation"),

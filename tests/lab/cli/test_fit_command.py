@@ -148,7 +148,7 @@ def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
         (["fit", "image-demo", "--method", "sine:rank=400,omega=3"], "rank 400 saves no parameters"),
         (["fit", "image-demo", "--source", "no-such.png"], "no-such.png is no such file"),
         (["fit", "image-demo", "--source", "china", "--crop", "9999"], "crop 9999 is larger than china"),
-        (["fit", "image-demo", "--steps", "0"], "steps must be an integer of at least 1"),
+        (["fit", "image-demo", "--steps", "0"], "steps must be a positive integer"),
         (["fit", "image-demo", "--spread", "-1"], "spread must be a finite number above 0"),
         (["compare", "image-demo", "--arms", "sine:rank=5"], "at least two arms"),
         (["compare", "image-demo", "--max-minutes", "0"], "--max-minutes must be above 0"),

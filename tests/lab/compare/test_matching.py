@@ -125,7 +125,7 @@ def test_outside_a_comparison_a_width_is_asked_for():
     with pytest.raises(UserError, match="is settled by nlr compare"):
         Arm.parse("wide-mlp:match=noble-r4").apply(make_recipe().task.build_on_meta())
     for text, words in (
-        ("wide-mlp:hidden=2.5", "hidden must be a whole number"),
+        ("wide-mlp:hidden=2.5", "hidden must be a positive integer"),
         ("wide-mlp:match=a,by=time", "by must be one of parameters, flops"),
         ("wide-mlp:ratio=2,hidden=3", "needs the MLP's width"),
     ):

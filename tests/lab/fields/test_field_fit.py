@@ -329,7 +329,7 @@ def test_a_compiled_fit_computes_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps must be an integer of at least 1"),
+        ({"steps": 0}, "steps must be a positive integer"),
         ({"lr": 0.0}, "lr must be a finite number above 0"),
         ({"lr": float("nan")}, "lr must be a finite number above 0"),
         ({"schedule": "step"}, "unknown schedule"),

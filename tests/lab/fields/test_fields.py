@@ -106,7 +106,7 @@ def _refuse(width: int):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"width": 0}, "width must be an integer of at least 1"),
+        ({"width": 0}, "width must be a positive integer"),
         ({"hidden_layers": -1}, "hidden_layers must be an integer of at least 0"),
         ({"spread": 0.0}, "spread must be a finite number above 0"),
         ({"activation": "tanh"}, "unknown activation 'tanh'"),

@@ -195,7 +195,7 @@ def test_missing_pictures_and_sizes_are_named(llff):
     folder, _, _ = llff
     refused(r"downscale 1 \(folders of pictures: images_2\); give downscale 2", lambda: read_scene(folder))
     refused("16 x 12 pixels, which cannot get 20 times smaller", lambda: read_scene(folder, downscale=40))
-    refused("downscale must be a whole number", lambda: read_scene(folder, downscale=0))
+    refused("downscale must be a positive integer", lambda: read_scene(folder, downscale=0))
     Image.fromarray(random_images(1, 12, 15)[0]).save(folder / "images_2" / "view004.png")
     refused(r"different sizes: view000.png has 16 x 12 .* view004.png 15 x 12", lambda: read_scene(folder, downscale=2))
     (folder / "images_2" / "view002.png").write_bytes(b"no picture")

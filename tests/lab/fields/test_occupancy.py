@@ -270,7 +270,7 @@ def test_log_odds_come_in_the_order_of_the_points():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"points": 0}, "points must be an integer of at least 1"),
+        ({"points": 0}, "points must be a positive integer"),
         ({"up": "w"}, "unknown up 'w'; choose one of x, y, z"),
         ({"azimuth": float("nan")}, "azimuth must be degrees"),
         ({"picture_height": 3}, "picture_height must be an integer of at least 16"),

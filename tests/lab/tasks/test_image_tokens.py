@@ -24,7 +24,7 @@ from nlr_lab.training import Recipe, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import convert, load_model
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
-from nonlinear_lowrank.methods import NobleConfig
+from nonlinear_lowrank.methods.noble import NobleConfig
 from seeds import rng
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleLinear
+from nonlinear_lowrank.methods.noble import NobleLinear
 from training_helpers import make_recipe
 
 FORMS = {
@@ -77,7 +77,7 @@ def test_names_tell_arms_apart():
         ("noble:lr=-1", "lr must be"),
         ("baseline:rank=4", "no setting 'rank'"),
         ("rational:rank=4", "no setting 'rank'; it has activation, groups"),
-        ("rational:groups=0", "groups must be a whole number"),
+        ("rational:groups=0", "groups must be a positive integer"),
         ("rational:budget=5%", "rational has no setting 'budget'"),
         ("rational:select=query", "rational has no setting 'select'"),
         ("baseline:init=xavier", "unknown init"),
@@ -97,7 +97,7 @@ def test_bad_arms(text, message):
 @pytest.mark.parametrize("name", ["include", "exclude"])
 def test_patterns_are_texts(name):
     for patterns in (5, True, ["q", 1]):
-        with pytest.raises(UserError, match=f"{name} must be a pattern of names, or a list of them, not"):
+        with pytest.raises(UserError, match=f"{name} must be a pattern of names, or a list of them, got"):
             Arm(method="noble", settings={"rank": 2, name: patterns})
 
 

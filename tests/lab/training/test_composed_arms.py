@@ -20,7 +20,7 @@ from nlr_lab.training.run import optimizer_groups
 from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
 from nonlinear_lowrank.analysis import part_of
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.methods import method_of_layer
+from nonlinear_lowrank.methods.base import method_of_layer
 from training_helpers import FakeText, make_recipe
 
 TEXT = FakeText()

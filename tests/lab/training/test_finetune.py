@@ -89,7 +89,7 @@ def test_short_names_of_settings_are_spelled_out():
     ("text", "message"),
     [
         ("lora:rank=4", r"lora has no setting 'rank'; it has r, lora_alpha"),
-        ("lora:r=0", "r of lora must be an integer of at least 1"),
+        ("lora:r=0", "r of lora must be a positive integer"),
         ("lora:r=four", "r of lora"),
         ("dora:use_dora=false", "no setting 'use_dora'"),
         ("lora:plus=0.5", "plus of lora"),

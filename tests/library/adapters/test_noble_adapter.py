@@ -172,7 +172,7 @@ def test_a_frozen_weight_costs_no_gradient_product():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"r": 0}, "r must be a positive integer"),
         ({"r": True}, "r must be"),
         ({"rank_pattern": {"x": -1}}, r"rank_pattern\['x'\]"),
         ({"activation": "relu"}, "unknown activation 'relu'"),

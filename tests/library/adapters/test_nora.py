@@ -15,7 +15,7 @@ import model_helpers
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods import RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 from nonlinear_lowrank.methods.rational import adapter_config as nora_config
 from nonlinear_lowrank.methods.rational.adapter import NoraActivation
 from nonlinear_lowrank.methods.rational.fit import fit_rational
@@ -391,7 +391,7 @@ def test_adapters_of_different_functions_cannot_be_active_together():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"r": 0}, "r must be an integer of at least 1"),
+        ({"r": 0}, "r must be a positive integer"),
         ({"groups": 0}, "groups must be"),
         ({"groups": 2.5}, "groups must be"),
         ({"groups_pattern": {"act": 0}}, r"groups_pattern\['act'\] must be"),

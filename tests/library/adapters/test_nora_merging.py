@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import model_helpers
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
-from nonlinear_lowrank.methods import RationalActivation
+from nonlinear_lowrank.methods.rational import RationalActivation
 from nora_helpers import drawn, logits, trained
 from rounding_helpers import assert_close_by_norm
 

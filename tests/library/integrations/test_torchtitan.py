@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3Config
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.methods import NobleLinear, SineLowRankLinear
+from nonlinear_lowrank.methods.noble import NobleLinear
+from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from processes_helpers import run_processes
 
 pytest.importorskip("triton")  # torchtitan imports it, on every device

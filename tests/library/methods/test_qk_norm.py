@@ -103,8 +103,8 @@ def test_it_comes_last():
     nlr.augment(model, QKNormConfig(), verbose=False)
     report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
     assert len(report.swapped) == 2 * 4
-    assert report.left["model.decoder.layers.0.self_attn.q_proj"] == "is qk-norm already"
-    assert report.left["model.decoder.layers.0.self_attn.q_proj.projection"].endswith("qk-norm, which comes last")
+    assert report.skipped["model.decoder.layers.0.self_attn.q_proj"] == "is qk-norm already"
+    assert report.skipped["model.decoder.layers.0.self_attn.q_proj.projection"].endswith("qk-norm, which comes last")
     with pytest.raises(UserError, match="augmented with qk-norm already"):
         nlr.augment(model, QKNormConfig(), verbose=False)
 

@@ -239,7 +239,7 @@ def test_cross_attention_has_its_query_beside_keys_and_values():
     model = GPT2LMHeadModel(config)
     report = nlr.augment(model, NonlinearQueryConfig(), verbose=False)
     assert report.swapped == ["transformer.h.0.attn.c_attn", "transformer.h.0.crossattention.q_attn"]
-    assert report.left["transformer.h.0.crossattention.c_attn"] == "holds keys and values only"
+    assert report.skipped["transformer.h.0.crossattention.c_attn"] == "holds keys and values only"
     out = model(**batch(model), encoder_hidden_states=torch.randn(2, 4, 32)).logits
     assert out.isfinite().all()
     with pytest.raises(UserError, match="holds keys and values only"):

@@ -15,10 +15,10 @@ import model_helpers
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import make_saveable
-from nonlinear_lowrank.methods import config_to_dict
+from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 from nonlinear_lowrank.methods.rational import fit as rational_fit
 from nonlinear_lowrank.methods.rational.fit import KINDS, compute, fit_rational
-from nonlinear_lowrank.methods.rational.layer import METHOD, RationalActivation, RationalConfig
 from nonlinear_lowrank.methods.rational.op import FORMS
 from nonlinear_lowrank.methods.rational.sites import formula_of
 from nonlinear_lowrank.methods.rational.table import TABLE
@@ -222,14 +222,15 @@ def test_compiles_whole():
 
 
 def test_method_swaps_and_names_roles():
-    module = METHOD.build("act", nn.GELU().eval(), RationalConfig(groups=2))
+    method = all_methods()["rational"]
+    module = method.build("act", nn.GELU().eval(), RationalConfig(groups=2))
     assert isinstance(module, RationalActivation)
     assert not module.training
-    assert set(METHOD.roles(module)) == {name for name, _ in module.named_parameters()}
-    assert not any(role.decay for role in METHOD.roles(module).values())
-    assert METHOD.is_target(nn.SiLU())
-    assert METHOD.is_target(module)
-    assert not METHOD.is_target(nn.Linear(2, 2))
+    assert set(method.roles(module)) == {name for name, _ in module.named_parameters()}
+    assert not any(role.decay for role in method.roles(module).values())
+    assert method.is_target(nn.SiLU())
+    assert method.is_target(module)
+    assert not method.is_target(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -259,7 +260,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
     assert {"rational.numerator", "rational.denominator"} <= roles
     # Another method's surgery leaves them alone.
     report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    assert not set(names) & {*report.swapped, *report.left}
+    assert not set(names) & {*report.swapped, *report.skipped}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
     [
         ({"activation": "mish"}, "activation must be one of 'gelu'"),
         ({"form": "eq6"}, "form must be one of 'abs_of_sum', 'sum_of_abs'"),
-        ({"groups": 0}, "groups must be an integer of at least 1"),
+        ({"groups": 0}, "groups must be a positive integer"),
         ({"degrees": (5, 0)}, "degrees must be two whole numbers from 1 to 9"),
         ({"degrees": 5}, "degrees must be two whole numbers"),
         ({"degrees": (5, 12)}, "from 1 to 9"),
@@ -277,7 +278,7 @@ def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
         ({"tails": "flat"}, "tails must be one of"),
         ({"anchor": "maybe"}, "anchor must be one of"),
         ({"channel_dim": 2}, "channel_dim must be one of"),
-        ({"width": 0}, "width must be an integer of at least 1"),
+        ({"width": 0}, "width must be a positive integer"),
     ],
 )
 def test_wrong_settings_are_one_line(options, message):

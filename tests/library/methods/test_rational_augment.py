@@ -85,9 +85,9 @@ def test_poolers_heads_and_functions_are_left_alone_and_named(name, capsys):
     assert capsys.readouterr().out == f"{report}\n"
     assert len(rational(model)) == len(report.swapped) == 2
     functions = {where or "the model": f"{why}; a function cannot be swapped" for where, why in functional.items()}
-    assert report.left == left | functions
-    for where, why in report.left.items():
-        assert f"  left    {where}: {why}" in str(report)
+    assert report.skipped == left | functions
+    for where, why in report.skipped.items():
+        assert f"  skipped {where}: {why}" in str(report)
     model(**inputs_of(model))
 
 
@@ -96,7 +96,7 @@ def test_a_pooler_is_taken_when_it_is_asked_for():
     report = augment(model, include=r".*pooler\.activation")
     assert list(rational(model)) == ["bert.pooler.activation"]
     assert model.bert.pooler.activation.rational_config.activation == "tanh"
-    assert report.left == dict.fromkeys(two(BERT_MLP), "not in include")
+    assert report.skipped == dict.fromkeys(two(BERT_MLP), "not in include")
     with pytest.raises(UserError, match=r"activation's whole name; they are .*bert\.encoder\.layer\.\*\.intermediate"):
         augment(model, exclude="pooler")
 
@@ -126,7 +126,7 @@ def test_each_kind_is_fitted_by_itself_and_the_saved_entries_rebuild_them():
         after_augment.pop()
     kinds = {name: layer.rational_config.activation for name, layer in rational(model).items()}
     assert kinds == {"layers.1": "relu", "layers.3": "gelu_tanh", "layers.5": "silu"}
-    assert report.left == {"layers.7": "no rational fit for Mish"}
+    assert report.skipped == {"layers.7": "no rational fit for Mish"}
     for name, kind in kinds.items():
         words = f"{name}: {kind} as degree 5/4, abs_of_sum: max error"
         assert words in str(report)
@@ -196,7 +196,7 @@ def test_a_second_name_that_is_not_called_stays():
     model = Aliased()
     report = augment(model)
     assert report.swapped == ["act"]
-    assert report.left == {"activation": "another name of act, by which it is not called"}
+    assert report.skipped == {"activation": "another name of act, by which it is not called"}
     model(torch.randn(3, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -212,7 +212,7 @@ def test_it_goes_with_methods_of_linears_in_either_order(family, other, tmp_path
         model = model_helpers.FAMILIES[family]().eval()
         reports = [nlr.augment(model, config, verbose=False) for config in order]
         swapped.append({report.method: report.swapped for report in reports})
-        assert not {*reports[0].swapped} & {*reports[1].swapped, *reports[1].left}
+        assert not {*reports[0].swapped} & {*reports[1].swapped, *reports[1].skipped}
     assert swapped[0] == swapped[1]
     assert [entry["method"] for entry in model.config.nonlinear_lowrank] == ["rational", other.method]
     inputs = model_helpers.batch(model)
@@ -361,7 +361,7 @@ def test_refusals_change_nothing(make, options, word):
 def test_choices_of_linears_and_a_second_time_are_refused():
     model = model_helpers.glm()
     for option in ({"select": ["model.layers.0.mlp.down_proj"]}, {"budget": "5%"}):
-        with pytest.raises(UserError, match=rf"rational takes activations, and {next(iter(option))}= is for linears"):
+        with pytest.raises(UserError, match=rf"rational replaces activations, and {next(iter(option))}= is for linears"):
             nlr.augment(model, RationalConfig(groups=4), **option)
     assert not rational(model)
     augment(model, include=r".*layers\.0\..*")

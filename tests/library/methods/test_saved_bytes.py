@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.analysis.saved import saved_bytes, saved_storages
-from nonlinear_lowrank.methods import NobleConfig, NobleLinear, RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 
 TOKENS, D_IN, D_OUT, RANK = 96, 64, 80, 16
 

@@ -156,7 +156,7 @@ def test_published_parameter_counts(name):
 def test_where_a_rank_saves_nothing_the_linear_stays():
     model = nerf()
     report = nlr.augment(model, SineLowRankConfig(rank=30), exclude="alpha", verbose=False)
-    assert report.left["trunk0"].startswith("rank 30 saves no parameters (3 -> 256: 7,770 for 768)")
+    assert report.skipped["trunk0"].startswith("rank 30 saves no parameters (3 -> 256: 7,770 for 768)")
     assert type(model["trunk0"]) is nn.Linear
     with pytest.raises(UserError, match="trunk0: rank 30 saves no parameters"):
         nlr.augment(nerf(), SineLowRankConfig(rank=30), include="trunk0")
@@ -256,7 +256,7 @@ def test_noble_takes_what_is_left():
     nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
     report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
     assert len(report.swapped) == 2 * 4
-    assert report.left["vit.layers.0.mlp.fc1"] == "is sine-lowrank already"
+    assert report.skipped["vit.layers.0.mlp.fc1"] == "is sine-lowrank already"
     with pytest.raises(UserError, match="augmented with sine-lowrank already"):
         nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*fc1")
 

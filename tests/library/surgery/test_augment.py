@@ -41,8 +41,8 @@ def test_every_linear_but_the_head_is_swapped(family):
     assert len(report.swapped) == 2 * SWAPPED_PER_LAYER[family]
     for name in report.swapped:
         assert isinstance(model.get_submodule(name), nlr.NobleLinear | nlr.NobleConv1D)
-    assert report.left, "the head is left, and said"
-    assert not any(isinstance(model.get_submodule(name), nlr.NobleLinear | nlr.NobleConv1D) for name in report.left)
+    assert report.skipped, "the head is left, and said"
+    assert not any(isinstance(model.get_submodule(name), nlr.NobleLinear | nlr.NobleConv1D) for name in report.skipped)
     assert report.parameters_before == before
     assert sum(p.numel() for p in model.parameters()) == before + report.parameters_added
     assert "head" in str(report) or "tied" in str(report)
@@ -120,7 +120,7 @@ def test_include_and_exclude_choose_by_whole_names():
     model = FAMILIES["glm"]()
     report = nlr.augment(model, NobleConfig(rank=4), include=r".*mlp\..*", exclude=[r".*layers\.1\..*"], verbose=False)
     assert report.swapped == ["model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"]
-    assert report.left["model.layers.1.mlp.down_proj"] == "in exclude"
+    assert report.skipped["model.layers.1.mlp.down_proj"] == "in exclude"
     # The rest may follow with another rank; what is augmented already may not.
     nlr.augment(model, NobleConfig(rank=2), include=r".*self_attn\..*", verbose=False)
     with pytest.raises(UserError, match="augmented with noble already"):
@@ -190,9 +190,9 @@ def test_plain_modules_shared_and_tied_ones():
     assert report.swapped == ["first"]
     assert net.first is net.again
     assert isinstance(net.first, nlr.NobleLinear)
-    assert report.left["output"] == "tied to an embedding"
-    assert report.left["classifier"] == "named like an output head"
-    assert "without calling it" in report.left["attention.out_proj"]
+    assert report.skipped["output"] == "tied to an embedding"
+    assert report.skipped["classifier"] == "named like an output head"
+    assert "without calling it" in report.skipped["attention.out_proj"]
 
 
 class Bag(nn.Module):
@@ -244,7 +244,7 @@ def test_from_scratch_a_tied_head_stays_tied():
     before = model.lm_head.weight.detach().clone()
     report = nlr.augment(model, NobleConfig(init="scratch"), budget="20%", verbose=False)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert report.left["lm_head"] == "tied to an embedding"
+    assert report.skipped["lm_head"] == "tied to an embedding"
     assert torch.equal(model.lm_head.weight, before)
     assert 0 < report.parameters_added <= 0.2 * report.parameters_before
 

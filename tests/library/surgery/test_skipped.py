@@ -56,7 +56,7 @@ def test_linears_whose_weight_is_taken_are_skipped(config):
     model = nn.Sequential(Reading(), nn.Linear(16, 16))
     report = nlr.augment(model, config, verbose=False)
     assert report.swapped == ["0.looked", "0.called", "1"]
-    assert report.left == {"0.taken": "the forward of Reading takes its bias and weight without calling it"}
+    assert report.skipped == {"0.taken": "the forward of Reading takes its bias and weight without calling it"}
     with pytest.raises(UserError, match=r"0\.taken would have no effect: the forward of Reading takes .* exclude="):
         nlr.augment(nn.Sequential(Reading()), config, include=r".*taken", verbose=False)
 
@@ -72,7 +72,7 @@ def test_a_weight_taken_by_the_module_around_the_parent_is_seen():
             return self.inner["out"](self.block(x) @ self.block.called.weight)
 
     report = nlr.augment(Outer(), NOBLE, verbose=False)
-    assert {"block.taken", "block.called"} == report.left.keys()
+    assert {"block.taken", "block.called"} == report.skipped.keys()
 
 
 def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
@@ -144,7 +144,7 @@ def test_a_subclass_is_taken_where_it_computes_the_same(config, device):
     report = nlr.augment(copy.deepcopy(model).to("meta"), config, verbose=False)
     assert torch.equal(torch.random.get_rng_state(), state), "a look at a class draws no numbers"
     assert report.swapped == ["same", "free"]
-    assert report.left == {"router": "is a Router, a linear with a forward of its own"}
+    assert report.skipped == {"router": "is a Router, a linear with a forward of its own"}
     with pytest.raises(UserError, match=r"router is a .*Router, which .* cannot replace"):
         nlr.augment(model, config, include="router", verbose=False)
 
@@ -162,7 +162,7 @@ def test_one_small_linear_refuses_no_model():
     model = nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)})
     report = nlr.augment(model, NOBLE, verbose=False)
     assert report.swapped == ["wide"]
-    assert report.left == {"gate": "rank 4 is not low for 32 -> 1", "narrow": "rank 4 is not low for 32 -> 4"}
+    assert report.skipped == {"gate": "rank 4 is not low for 32 -> 1", "narrow": "rank 4 is not low for 32 -> 4"}
     with pytest.raises(UserError, match=r"rank 4 is not low for gate \(32 -> 1\)"):
         nlr.augment(nn.ModuleDict({"gate": nn.Linear(32, 1)}), NOBLE, include="gate", verbose=False)
     with pytest.raises(UserError, match=r"nothing to swap .* rank 4 is not low for 32 -> 1"):
@@ -173,7 +173,7 @@ def test_a_budget_reaches_what_the_default_rank_would_not():
     model = nn.ModuleDict({"one": nn.Linear(48, 32), "other": nn.Linear(32, 48), "gate": nn.Linear(32, 1)})
     report = nlr.augment(model, NobleConfig(), budget="40%", verbose=False)
     assert report.swapped == ["one", "other"]
-    assert report.left.keys() == {"gate"}
+    assert report.skipped.keys() == {"gate"}
 
 
 def test_mamba_keeps_its_time_step_and_trains():
@@ -181,7 +181,7 @@ def test_mamba_keeps_its_time_step_and_trains():
     model = AutoModelForCausalLM.from_config(config)
     before = copy.deepcopy(model.backbone.layers[0].mixer.dt_proj.bias)
     report = nlr.augment(model, NOBLE, verbose=False)
-    assert "without calling it" in report.left["backbone.layers.0.mixer.dt_proj"]
+    assert "without calling it" in report.skipped["backbone.layers.0.mixer.dt_proj"]
     assert torch.equal(model.backbone.layers[0].mixer.dt_proj.bias, before)
     tokens = torch.arange(8)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -195,7 +195,7 @@ def test_one_bypassed_activation_refuses_no_model():
     config = JambaConfig(**sizes, **attention, **mamba, expert_layer_period=9, expert_layer_offset=8)
     report = nlr.augment(AutoModelForCausalLM.from_config(config), nlr.RationalConfig(groups=4), verbose=False)
     assert report.swapped == [f"model.layers.{layer}.feed_forward.act_fn" for layer in (0, 1)]
-    assert "is bypassed" in report.left["model.layers.0.mamba.act"]
+    assert "is bypassed" in report.skipped["model.layers.0.mamba.act"]
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=r"mamba\.act is bypassed"):
         nlr.augment(model, nlr.RationalConfig(groups=4), include=r".*mamba\.act", verbose=False)
@@ -205,7 +205,7 @@ def test_weights_that_the_model_rescales_in_inference_get_no_branch():
     config = RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=50, rescale_every=1)
     model = AutoModelForCausalLM.from_config(config)
     report = nlr.augment(model, NobleConfig(rank=4, up_scale=3.0), verbose=False)
-    skipped = {name.rpartition(".blocks.0.")[2] for name, why in report.left.items() if "the forward of Rwkv" in why}
+    skipped = {name.rpartition(".blocks.0.")[2] for name, why in report.skipped.items() if "the forward of Rwkv" in why}
     assert {"attention.output", "feed_forward.value"} <= skipped
     tokens = torch.arange(8)[None]
     with torch.no_grad():
@@ -234,9 +234,9 @@ def test_adapters_go_where_they_act(config):
 def test_paths_that_the_settings_never_enter_skip_nothing():
     """T5 looks at wo.weight's type; Bloom takes weights where a checkpoint was made by several devices."""
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16, "vocab_size": 50}
-    assert nlr.augment(T5(T5Config(**sizes)), NOBLE, verbose=False).left.keys() == {"lm_head"}
+    assert nlr.augment(T5(T5Config(**sizes)), NOBLE, verbose=False).skipped.keys() == {"lm_head"}
     bloom = AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=50))
-    assert nlr.augment(bloom, NOBLE, verbose=False).left.keys() == {"lm_head"}
+    assert nlr.augment(bloom, NOBLE, verbose=False).skipped.keys() == {"lm_head"}
 
 
 def _mixture():
@@ -253,7 +253,7 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     body = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n and "lm_head" not in n)
     report = nlr.augment(model, NOBLE)
     names = {f"model.layers.{layer}.mlp.experts" for layer in (0, 1)}
-    assert names == {name for name, why in report.left.items() if "3-D parameters" in why}
+    assert names == {name for name, why in report.skipped.items() if "3-D parameters" in why}
     linears = 2 * 4 * 32 * 32  # q, k, v and o of both layers
     assert report.flops_before == 2 * (linears + 32 * 50) + 2 * 2 * experts // 4  # 2 of 8
     assert (report.reached_parameters, report.body_parameters) == (linears, body)

@@ -128,8 +128,8 @@ MODELS = {
 def test_every_swapped_linear_of_a_users_model_acts(kind, skipped, training):
     model, inputs = kind(), {"x": torch.randn(2, 5, WIDTH)}
     report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    assert sorted(report.left) == sorted(skipped)
-    assert all("without calling it" in why for why in report.left.values())
+    assert sorted(report.skipped) == sorted(skipped)
+    assert all("without calling it" in why for why in report.skipped.values())
     train_a_step(Lossy(model), torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)), inputs)
     assert without_effect(enlarge_branches(model.train(training)), inputs) == []
 
@@ -148,8 +148,8 @@ class Lossy(nn.Module):
 def test_a_weight_that_an_outer_module_takes_is_skipped():
     model, inputs = Reaching(), {"x": torch.randn(2, 5, WIDTH)}
     report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    assert list(report.left) == ["inner.first"]
-    assert "the forward of Reaching takes its weight" in report.left["inner.first"]
+    assert list(report.skipped) == ["inner.first"]
+    assert "the forward of Reaching takes its weight" in report.skipped["inner.first"]
     assert without_effect(enlarge_branches(model), inputs) == []
 
 
@@ -172,5 +172,5 @@ def test_an_encoder_with_its_fused_path_switched_off_acts():
     for layer in model.encoder.layers:
         layer.activation_relu_or_gelu = 0
     report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    assert sorted(report.left) == OUT
+    assert sorted(report.skipped) == OUT
     assert without_effect(enlarge_branches(model.eval()), inputs) == []

@@ -1,1 +1,7 @@
-"""NOBLE branches (noble.txt): `y = Wx + b + up(CosNet(down(x)))`."""
+"""NOBLE branches (noble.txt): `y = W x + b + up(CosNet(down(x)))`."""
+
+from .config import NobleConfig
+from .layer import NobleConv1D, NobleLinear
+from .method import NobleMethod
+
+__all__ = ["NobleConfig", "NobleConv1D", "NobleLinear", "NobleMethod"]

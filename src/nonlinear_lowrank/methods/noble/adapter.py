@@ -28,11 +28,12 @@ from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.tuner import AdapterModel
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import NobleConfig, Role
+from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.validation import check_integer, check_share
 
-from .layer import Activation
+from .config import Activation
 from .op import noble_branch, noble_linear
 
 
@@ -45,6 +46,7 @@ class NobleAdapterConfig(AdapterConfig):
     """
 
     type_name: ClassVar[str] = "NLR_NOBLE"
+    mergeable: ClassVar[bool] = False
     patterns: ClassVar[Mapping[str, str]] = {"r": "rank_pattern"}
 
     r: int = 16

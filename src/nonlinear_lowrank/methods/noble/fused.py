@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.methods.swapping import replace_modules
+from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .group import input_groups
 from .layer import NobleConv1D, NobleLinear

@@ -29,9 +29,8 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 `q_proj.weight`, not `q_proj.dense.weight`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,134 +40,14 @@ from transformers import initialization as init  # skips tensors that were loade
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, Role
 from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
-from nonlinear_lowrank.methods.matrix import is_plain_linear
-from nonlinear_lowrank.validation import check_integer
 
-from .group import NobleGroup, group
-from .op import ACTIVATIONS, bottleneck, noble_branch, noble_linear
-from .sharing import SharedDown, checked_groups, share
+from .config import NobleConfig
+from .group import NobleGroup
+from .op import bottleneck, noble_branch, noble_linear
+from .sharing import SharedDown
 
 _PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
-_HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
-Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NobleConfig:
-    """Settings of NOBLE branches.
-
-    Raises:
-        UserError: a value is out of range; the message names the field and what it may be.
-    """
-
-    method: ClassVar[str] = "noble"
-
-    rank: int = 64
-    """r, the width of the bottleneck; must stay below min(d_in, d_out) of every target."""
-    rank_ratio: float | None = None
-    """r is this share of min(d_in, d_out), rounded down, in place of `rank`. (The notes take a share of d_out, by
-    which 0.25 gives the widening linear of a feed-forward a full rank.)"""
-    activation: Activation = "cosine"
-    """The bottleneck's nonlinearity; "cosine" at depth 2 is CosNet."""
-    depth: int = 2
-    """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
-    init: Literal["auto", "scratch", "pretrained"] = "auto"
-    """"scratch": the paper's init, which draws the dense weights anew, in place: what several modules hold stays
-    shared, and is new in all of them. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do
-    not change. "auto": pretrained when the model was loaded by from_pretrained, else scratch."""
-    dense_scale: float = 0.5
-    """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
-    up_scale: float = 0.01
-    """noble_up has standard deviation up_scale / sqrt(r)."""
-    frequency_range: tuple[float, float] = (0.8, 1.2)
-    """Frequencies are uniform in it."""
-    phase_std: float = 0.1
-    """Standard deviation of the phases."""
-    up_lr_power: float = 0.6
-    """Learning-rate multiplier of noble_up: (min(d_in, d_out) / r) ** up_lr_power."""
-    mix_lr_power: float = 0.45
-    """The same for the mixing matrices."""
-    frequency_lr: float = 3.0
-    """Learning-rate multiplier of the frequencies."""
-    phase_lr: float = 5.0
-    """Learning-rate multiplier of the phases."""
-    fusion: Literal["add", "gated"] = "add"
-    """"add": the paper's sum. "gated": the notes' mixture, with a learned gate that starts at one half."""
-    up_bias: bool = False
-    """A bias after the up projection."""
-    dropout: float = 0.0
-    """Share of the bottleneck's outputs that are zeroed in training. Above 0 the branch keeps some r-wide tensors
-    more for backward."""
-    share_down: Literal["none", "qkv"] = "none"
-    """"qkv": query, key and value of an attention, which read the same input, share one noble_down (`noble_sharing`).
-    With rank_ratio a group has the smallest of its ranks. (Not of the paper.)"""
-    fuse_shared_inputs: bool = False
-    """Query, key and value projections, and gate and up projections, are computed together (`noble_group`): x is read
-    less often, and its gradients are added up in place. Needs fusion="add" and no dropout."""
-    output_scale: float | None = None
-    """Multiplies the layer's output. None: 1; and 2 with fusion="gated" on a pretrained model, which undoes the gate's
-    one half exactly, so that the outputs do not change."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.frequency_range, list):  # JSON turns tuples into lists
-            object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
-        check_integer("rank", self.rank, minimum=1)
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        whole = isinstance(self.depth, int) and not isinstance(self.depth, bool)
-        if not whole or self.depth not in (1, 2, 3) or (self.depth == 3 and self.activation != "cosine"):
-            raise UserError(
-                f"depth {self.depth!r} with activation {self.activation!r} is not defined; "
-                "depth is 1 or 2, or 3 with the cosine"
-            )
-        if self.init not in ("auto", "scratch", "pretrained"):
-            raise UserError(f"init must be 'auto', 'scratch' or 'pretrained', got {self.init!r}")
-        limits = self.frequency_range
-        pair = isinstance(limits, tuple) and len(limits) == 2 and all(map(_is_number, limits))
-        if not pair or limits[0] > limits[1]:
-            raise UserError(f"frequency_range must be two finite numbers, (low, high), got {limits!r}")
-        if self.rank_ratio is not None and not (_is_number(self.rank_ratio) and 0 < self.rank_ratio < 1):
-            raise UserError(f"rank_ratio must be a number above 0 and below 1, got {self.rank_ratio!r}")
-        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
-            raise UserError(f"dropout must be a number of at least 0 and below 1, got {self.dropout!r}")
-        for name in ("up_bias", "fuse_shared_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.fusion not in ("add", "gated"):
-            raise UserError(f"fusion must be 'add' or 'gated', got {self.fusion!r}")
-        if self.share_down not in ("none", "qkv"):
-            raise UserError(f"share_down must be 'none' or 'qkv', got {self.share_down!r}")
-        if self.fuse_shared_inputs and (self.fusion != "add" or self.dropout):
-            raise UserError("fuse_shared_inputs needs fusion='add' and dropout=0")
-        for name in ("dense_scale", "up_scale", "phase_std"):
-            value = getattr(self, name)
-            if not (_is_number(value) and value >= 0):
-                raise UserError(f"{name} must be a finite number of at least 0, got {value!r}")
-        for name in ("frequency_lr", "phase_lr", "output_scale"):
-            value = getattr(self, name)
-            if not (_is_number(value) and value > 0) and not (name == "output_scale" and value is None):
-                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
-        for name in ("up_lr_power", "mix_lr_power"):
-            value = getattr(self, name)
-            if not (_is_number(value) and abs(value) <= _HIGHEST_POWER):
-                raise UserError(f"{name} must be a number from -{_HIGHEST_POWER} to {_HIGHEST_POWER}, got {value!r}")
-
-    def rank_of(self, d_in: int, d_out: int) -> int:
-        """r of a layer d_in -> d_out."""
-        return self.rank if self.rank_ratio is None else max(1, int(min(d_in, d_out) * self.rank_ratio))
-
-    @property
-    def scale(self) -> float:
-        """What the layer's output is multiplied by."""
-        if self.output_scale is not None:
-            return self.output_scale
-        return 2.0 if self.fusion == "gated" and self.init == "pretrained" else 1.0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 class _NobleBranch(MultiplierLayer, nn.Module):
@@ -380,7 +259,7 @@ class NobleLinear(_NobleBranch):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_rank("this layer", in_features, out_features, config)
+        _require_low(config, in_features, out_features)
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         where = torch.get_default_device() if device is None else device
@@ -401,7 +280,7 @@ class NobleConv1D(_NobleBranch):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_rank("this layer", nx, nf, config)
+        _require_low(config, nx, nf)
         super().__init__()
         self.nf, self.nx = nf, nx
         with torch.device("meta"):  # its constructor takes no device, and draws
@@ -409,6 +288,11 @@ class NobleConv1D(_NobleBranch):
         self.dense = dense.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
         self._add_branch(nx, nf, config, device, dtype)
         self.reset_parameters()
+
+
+def _require_low(config: NobleConfig, d_in: int, d_out: int) -> None:
+    if (why := config.check_rank(d_in, d_out)) is not None:
+        raise UserError(f"{why}; choose a rank below {min(d_in, d_out)}")
 
 
 def _drawn_by_the_layer() -> None:
@@ -422,127 +306,3 @@ def _with_plain_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str,
         for name in ("weight", "bias"):
             if (inside := f"{prefix}dense.{name}") in state_dict:
                 state_dict[prefix + name] = state_dict.pop(inside)
-
-
-def _too_high(d_in: int, d_out: int, config: NobleConfig) -> str | None:
-    """Why a linear of these sizes has no branch of this rank, or None."""
-    rank = config.rank_of(d_in, d_out)
-    return None if rank < min(d_in, d_out) else f"rank {rank} is not low for {d_in} -> {d_out}"
-
-
-def _check_rank(name: str, d_in: int, d_out: int, config: NobleConfig) -> None:
-    if _too_high(d_in, d_out, config) is not None:
-        raise UserError(
-            f"rank {config.rank_of(d_in, d_out)} is not low for {name} ({d_in} -> {d_out}); "
-            f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
-        )
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    assert isinstance(module, nn.Linear)
-    return module.in_features, module.out_features
-
-
-def _build(module: nn.Module, config: NobleConfig) -> nn.Module:
-    """A layer on the meta device that is then given real, still undrawn, branch tensors."""
-    d_in, d_out = _shape(module)
-    assert isinstance(module, nn.Linear | Conv1D)
-    weight: Tensor = module.weight
-    layer: NobleLinear | NobleConv1D
-    if isinstance(module, Conv1D):
-        layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)
-    else:
-        has_bias = module.bias is not None
-        layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
-    layer.to_empty(device=weight.device)
-    # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
-    layer.dense.weight, layer.dense.bias = module.weight, module.bias
-    if config.init != "pretrained":
-        for tensor in (layer.weight, layer.bias):
-            if tensor is not None:
-                vars(tensor).pop("_is_hf_initialized", None)  # transformers' mark of what is not to be drawn
-    return layer.train(module.training)
-
-
-def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dict[str, NobleConfig], list[Any]]:
-    """The config of each layer, with the rank of its group, and the groups that share."""
-    configs = dict.fromkeys(modules, config)
-    if config.share_down == "none":
-        return configs, []
-    shapes = {name: _shape(module) for name, module in modules.items()}
-    groups = checked_groups(shapes)
-    for names in groups:
-        rank = min(config.rank_of(*shapes[name]) for name in names)
-        configs |= dict.fromkeys(names, replace(config, rank=rank, rank_ratio=None))
-    return configs, groups
-
-
-def _build_all(modules: Mapping[str, nn.Module], config: NobleConfig) -> dict[str, nn.Module]:
-    configs, groups = _settled(modules, config)
-    layers = {name: _build(module, configs[name]) for name, module in modules.items()}
-    for names in groups:
-        share([layers[name] for name in names])
-    if config.fuse_shared_inputs:
-        group(layers)
-    return layers
-
-
-def _roles(module: nn.Module) -> Mapping[str, Role]:
-    assert isinstance(module, _NobleBranch)
-    config, ratio = module.noble_config, min(module.noble_shape) / module.noble_rank
-    roles = {"noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
-    if module.noble_down is not None:
-        roles["noble_down"] = Role("noble.down")
-    for k in range(1, config.depth):
-        roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
-    if config.activation == "cosine":
-        for k in range(1, config.depth + 1):
-            roles[f"noble_frequency{k}"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
-            roles[f"noble_phase{k}"] = Role("noble.phase", lr=config.phase_lr, decay=False)
-    if config.up_bias:
-        roles["noble_up_bias"] = Role("noble.up_bias", decay=False)
-    if config.fusion == "gated":
-        roles["noble_fusion"] = Role("noble.fusion", decay=False)
-    return roles
-
-
-def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:
-    """Elements of the branch's matrices: a multiply-add each, for every token."""
-    r = config.rank_of(d_in, d_out)
-    return r * (has_down * d_in + d_out) + r * r * (config.depth - 1)
-
-
-def _flops(module: nn.Module) -> int:
-    assert isinstance(module, _NobleBranch)
-    return 2 * _products(*module.noble_shape, module.noble_config, module.noble_down is not None)
-
-
-def _added(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[int, int]:
-    configs, groups = _settled(modules, config)
-    without = {name for group in groups for name in group[1:]}
-    parameters = flops = 0
-    for name, module in modules.items():
-        (d_in, d_out), own = _shape(module), configs[name]
-        products = _products(d_in, d_out, own, name not in without)
-        vectors = 2 * own.depth * own.rank_of(d_in, d_out) if own.activation == "cosine" else 0
-        parameters += products + vectors + own.up_bias * d_out + (own.fusion == "gated")
-        flops += 2 * products
-    return parameters, flops
-
-
-METHOD = Method(
-    name=NobleConfig.method,
-    config_class=NobleConfig,
-    layer_types=(NobleLinear, NobleConv1D),
-    is_target=is_plain_linear,
-    check=lambda name, module, config: _check_rank(name, *_shape(module), config),
-    leave=lambda module, config: _too_high(*_shape(module), config),
-    build=lambda name, module, config: _build(module, config),
-    build_all=_build_all,
-    roles=_roles,
-    flops=_flops,
-    added=_added,
-    dense="dense",
-)

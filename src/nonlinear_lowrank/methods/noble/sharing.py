@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.query.layer import SEPARATE
+from nonlinear_lowrank.methods.attention import SEPARATE
 
 
 class SharedDown:

@@ -15,33 +15,16 @@ It is a control: an independent audit found that a linear query with QK-norm and
 the nonlinear query.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, PlainCost, Role
-from nonlinear_lowrank.methods.matrix import is_plain_linear
-from nonlinear_lowrank.methods.noble.layer import NobleConv1D, NobleLinear
-from nonlinear_lowrank.methods.query.layer import (
-    FUSED,
-    MIXED,
-    SEPARATE,
-    NonlinearQKV,
-    NonlinearQuery,
-    attention_heads,
-    holds_keys_and_values,
-    mixes_rows,
-)
-from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
-KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
 _EPS = 1e-6
 
 
@@ -117,89 +100,3 @@ class QKNormProjection(nn.Module):
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         return f"queries={self.queries}, keys={self.keys}, head_width={self.qk_norm_config.head_width}"
-
-
-_TARGETS = (NobleLinear, NobleConv1D, NonlinearQuery, SineLowRankLinear)
-
-
-def _widths(name: str, module: nn.Module) -> tuple[int, int]:
-    """Of the queries and the keys in a projection's output, by its name."""
-    d_in, d_out = _shape(module)
-    own = name.rpartition(".")[2]
-    if own in FUSED and holds_keys_and_values(module):
-        return 0, d_out // 2
-    if own in FUSED or isinstance(module, NonlinearQKV):
-        return d_in, (d_out - d_in) // 2
-    return (0, d_out) if own in KEYS else (d_out, 0)
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, NonlinearQuery):
-        return module.width, module.width + (module.others if isinstance(module, NonlinearQKV) else 0)
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    if isinstance(module, NobleConv1D):
-        return module.nx, module.nf
-    assert isinstance(module, nn.Linear | NobleLinear | SineLowRankLinear)
-    return module.in_features, module.out_features
-
-
-def _settle(model: nn.Module, config: QKNormConfig, names: list[str]) -> QKNormConfig:
-    """The config with the head width of the model's attention."""
-    if config.head_width is not None:
-        return config
-    found = {attention_heads(model.get_submodule(name.rpartition(".")[0]))[1] for name in names}
-    if len(found) != 1 or None in found:
-        raise UserError("the model's attention does not say how wide its heads are; give QKNormConfig(head_width=...)")
-    return replace(config, head_width=found.pop())
-
-
-def _check(name: str, module: nn.Module, config: QKNormConfig) -> None:
-    queries, keys = _widths(name, module)
-    if config.head_width is not None and (queries % config.head_width or keys % config.head_width):
-        raise UserError(
-            f"{name}: queries of width {queries} and keys of width {keys} do not split into heads of "
-            f"{config.head_width}; leave it out with exclude="
-        )
-
-
-def _check_parent(name: str, module: nn.Module, parent: nn.Module) -> None:
-    d_in, d_out = _shape(module)
-    heads, width = attention_heads(parent)
-    if mixes_rows(name, parent):
-        raise UserError(f"{name} {MIXED}")
-    fused = name.rpartition(".")[2] in FUSED
-    if fused and getattr(parent, "is_cross_attention", False) and not holds_keys_and_values(module):
-        # Its shape alone, which is all that a saved model tells, would read as queries and narrow keys.
-        raise UserError(f"{name} holds keys and values only, and the query is beside it; leave it out with exclude=")
-    if fused and (d_out <= d_in or (heads is not None and width is not None and heads * width != d_in)):
-        raise UserError(f"{name} does not hold queries as wide as the model, then keys; leave it out with exclude=")
-
-
-def _build(name: str, module: nn.Module, config: QKNormConfig) -> nn.Module:
-    like = next((each for each in module.parameters() if each.is_floating_point()), torch.empty(0))
-    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-    return QKNormProjection(module, *_widths(name, module), config=config, **options).train(module.training)
-
-
-def _roles(module: nn.Module) -> Mapping[str, Role]:
-    norm = Role("qk-norm", decay=False)
-    return {name: norm for name, _ in module.named_parameters(recurse=False)}
-
-
-METHOD = Method(
-    name=QKNormConfig.method,
-    config_class=QKNormConfig,
-    layer_types=(QKNormProjection,),
-    is_target=lambda module: is_plain_linear(module) or isinstance(module, _TARGETS),
-    check=_check,
-    check_parent=_check_parent,
-    build=_build,
-    settle=_settle,
-    roles=_roles,
-    flops=lambda module: 0,
-    plain=lambda module: PlainCost(parameters=0, flops=0),
-    include=rf"(.*\.)?({'|'.join((*SEPARATE, *KEYS, *FUSED))})",
-    wraps=True,
-    tensor_parallel=False,
-)

@@ -1,1 +1,6 @@
-"""Rational activations (nora.txt), and their adapters NoRA and NoRA++."""
+"""Rational activations (nora.txt), `P(x) / Q(x)` by groups of channels; as adapters NoRA and NoRA++."""
+
+from .layer import RationalActivation, RationalConfig
+from .method import RationalMethod
+
+__all__ = ["RationalActivation", "RationalConfig", "RationalMethod"]

@@ -24,7 +24,7 @@ from nonlinear_lowrank.adapters.base import AdapterLayer
 from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import config_to_dict
+from nonlinear_lowrank.methods.base import config_to_dict
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.targets import output_head_names

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.base import AdapterLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.methods.base import Role
 
 from .adapter_config import NoraConfig
 from .fit import check_range, fit_rational

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.weights import WeightLayer
-from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.sine.adapter import SineLinear
 from nonlinear_lowrank.methods.sine.delta import SineFactors
 

@@ -16,8 +16,8 @@ coefficient that is off by 2^-9 moves R by up to 2^-9 x, more than the whole err
 Source: nora.txt, section 3, equations (6)-(8); anchor and tails are ours.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Findings, Method, Role, Target
 from nonlinear_lowrank.ops.activations import FORMULAS
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
 from .op import FORMS, LinearTails, denominator_size, rational, rational_anchored
-from .sites import Site, formula_of, survey
 
 Form = Literal["abs_of_sum", "sum_of_abs"]
 Tails = Literal["linear", "rational"]
@@ -222,81 +220,3 @@ class RationalActivation(nn.Module):
             f"{config.activation}, groups={config.groups}, degree {m}/{n}, {config.form}, "
             f"range=[{low:g}, {high:g}], tails={config.tails}, anchor={config.anchor}"
         )
-
-
-def _find(model: nn.Module, config: RationalConfig) -> Findings:
-    """Every activation of a model; see `rational_sites`."""
-    seen = survey(model)
-    if seen.adapters:
-        raise UserError(
-            f"{seen.adapters[0] or 'the model'} has adapters; augment the model before they go on, or tune activations "
-            "as an adapter too (nlr.NoraConfig)"
-        )
-    targets = {name: _target(name, site, config) for name, site in seen.sites.items()}
-    for name, site in seen.aside.items():
-        targets[name] = replace(_target(name, site, config), aside=seen.left[name])
-    functions = {name: f"{what}; a function cannot be swapped" for name, what in seen.functional.items()}
-    return Findings(targets=targets, left=seen.unfit | functions)
-
-
-def _target(name: str, site: Site, config: RationalConfig) -> Target:
-    settled = replace(
-        config,
-        activation=config.activation or site.formula,
-        channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
-        width=config.width or site.width,
-    )
-    refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
-    if isinstance(site.module, RationalActivation):
-        refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
-    of = "" if settled.activation == site.formula else f" in place of {site.formula}"
-    return Target(
-        config=settled,
-        said=f"{settled.fit()}{of}, {settled.groups} groups of {settled.width or '?'} channels",
-        device=_device(site),
-        refused=refused,
-    )
-
-
-def _device(site: Site) -> torch.device | None:
-    """An activation has no weight to tell its own."""
-    weight = getattr(site.neighbour, "weight", None)
-    return weight.device if isinstance(weight, Tensor) else None
-
-
-def _check(name: str, module: nn.Module, config: RationalConfig) -> None:
-    if config.width is not None and config.width % config.groups:
-        raise UserError(
-            f"groups={config.groups} do not divide the {config.width} channels of {name}; choose groups that do, or "
-            "leave it out with exclude="
-        )
-
-
-def _build(module: nn.Module, config: RationalConfig) -> nn.Module:
-    if config.activation is None:
-        config = replace(config, activation=formula_of(module))
-    return RationalActivation(config).train(module.training)
-
-
-def _roles(module: nn.Module) -> Mapping[str, Role]:
-    return {
-        "rational_numerator": Role("rational.numerator", decay=False),
-        "rational_denominator": Role("rational.denominator", decay=False),
-    }
-
-
-METHOD = Method(
-    name=RationalConfig.method,
-    config_class=RationalConfig,
-    layer_types=(RationalActivation,),
-    takes="activation",
-    find=_find,
-    is_target=lambda module: formula_of(module) is not None or isinstance(module, RationalActivation),
-    check=_check,
-    build=lambda name, module, config: _build(module, config),
-    roles=_roles,
-    # Elementwise work does not count, neither here nor in the plain activation.
-    flops=lambda module: 0,
-    tensor_parallel=False,  # a device's share of the channels has other groups
-    float32=tuple(f"rational_{base}{side}" for base in ("", "base_") for side in ("numerator", "denominator")),
-)

@@ -1,1 +1,6 @@
-"""Sine low-rank weights (sine_lowrank.txt), and their adapters sine-LoRA and sine-DoRA."""
+"""Sine low-rank weights (sine_lowrank.txt), `W = sin(omega U V^T) / g`; as adapters sine-LoRA and sine-DoRA."""
+
+from .layer import SineLowRankConfig, SineLowRankLinear
+from .method import SineLowRankMethod
+
+__all__ = ["SineLowRankConfig", "SineLowRankLinear", "SineLowRankMethod"]

@@ -30,7 +30,7 @@ from nonlinear_lowrank.adapters.quantized import backend_of, unpack
 from nonlinear_lowrank.adapters.tuner import AdapterModel
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods import Role
+from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 from .delta import SineFactors, added, dora_norm

@@ -25,18 +25,15 @@ omega and g are never learned. Where they are not given:
 The second row is plain low rank, equation (2), and its half-wave.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, PlainCost, Role
-from nonlinear_lowrank.methods.matrix import is_plain_linear
 from nonlinear_lowrank.validation import check_integer
 
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
@@ -108,6 +105,13 @@ class SineLowRankConfig:
             return float(self.gain)
         return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
 
+    def check_rank(self, d_in: int, d_out: int) -> str | None:
+        """Return why a linear d_in -> d_out is not factored, or None."""
+        factored = self.rank * (d_in + d_out)
+        if factored < d_in * d_out:
+            return None
+        return f"rank {self.rank} saves no parameters ({d_in} -> {d_out}: {factored:,} for {d_in * d_out:,})"
+
 
 class SineLowRankLinear(nn.Module):
     """A linear map with weight `phi(omega * U V) / g`: (..., in_features) -> (..., out_features).
@@ -143,7 +147,7 @@ class SineLowRankLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if (why := _no_saving(in_features, out_features, config)) is not None:
+        if (why := config.check_rank(in_features, out_features)) is not None:
             raise UserError(f"{why}; choose a smaller rank")
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -181,7 +185,7 @@ class SineLowRankLinear(nn.Module):
         return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: getattr(self, name).detach() for name in _FACTORS}
+        before = {name: getattr(self, name).detach() for name in ("sine_up", "sine_down")}
         super()._apply(fn, recurse)
         for name, old in before.items():
             now = getattr(self, name)
@@ -196,71 +200,3 @@ class SineLowRankLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank={config.rank}, {config.activation}, omega={omega:g}, gain={gain:g}"
         )
-
-
-_FACTORS = ("sine_up", "sine_down")
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    assert isinstance(module, nn.Linear | SineLowRankLinear)
-    return module.in_features, module.out_features
-
-
-def _no_saving(d_in: int, d_out: int, config: SineLowRankConfig) -> str | None:
-    """Why a linear of these sizes is not factored, or None."""
-    factored = config.rank * (d_in + d_out)
-    if factored < d_in * d_out:
-        return None
-    return f"rank {config.rank} saves no parameters ({d_in} -> {d_out}: {factored:,} for {d_in * d_out:,})"
-
-
-def _check(name: str, module: nn.Module, config: SineLowRankConfig) -> None:
-    if (why := _no_saving(*_shape(module), config)) is not None:
-        raise UserError(f"{name}: {why}; choose a smaller rank or leave it out with exclude=")
-
-
-def _build(module: nn.Module, config: SineLowRankConfig) -> nn.Module:
-    """A layer that shares nothing with the plain one; real, still undrawn, where that is real."""
-    assert isinstance(module, nn.Linear | Conv1D)
-    weight: Tensor = module.weight
-    layer = SineLowRankLinear(
-        *_shape(module), module.bias is not None, config=config, device="meta", dtype=weight.dtype
-    )
-    return layer.to_empty(device=weight.device).train(module.training)
-
-
-def _roles(module: nn.Module) -> Mapping[str, Role]:
-    return {"sine_up": Role("sine.up"), "sine_down": Role("sine.down")}
-
-
-def _flops(module: nn.Module) -> int:
-    """Of a token, over those of the plain linear. Forming W (2 k m n, once a batch) is not among them."""
-    assert isinstance(module, SineLowRankLinear)
-    if module.sine_config.activation != "identity":
-        return 0
-    d_in, d_out = _shape(module)
-    return 2 * module.sine_config.rank * (d_in + d_out) - 2 * d_in * d_out
-
-
-def _plain(module: nn.Module) -> PlainCost:
-    d_in, d_out = _shape(module)
-    has_bias = getattr(module, "bias", None) is not None
-    return PlainCost(parameters=d_in * d_out + (d_out if has_bias else 0), flops=2 * d_in * d_out)
-
-
-METHOD = Method(
-    name=SineLowRankConfig.method,
-    config_class=SineLowRankConfig,
-    layer_types=(SineLowRankLinear,),
-    is_target=is_plain_linear,
-    check=_check,
-    build=lambda name, module, config: _build(module, config),
-    roles=_roles,
-    flops=_flops,
-    plain=_plain,
-    leave=lambda module, config: _no_saving(*_shape(module), config),
-    float32=_FACTORS,
-    tensor_parallel=False,
-)

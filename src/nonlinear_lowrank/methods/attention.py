@@ -1,0 +1,46 @@
+"""Names and shapes of attention projections, by which methods find queries, keys and values."""
+
+from typing import Any
+
+from torch import nn
+
+SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
+"""Names of query projections."""
+KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
+"""Names of key projections."""
+FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
+"""Names of projections whose rows are q, k and v, one after another."""
+MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
+BY_HEAD = "query_key_value"
+"""A fused projection whose rows are q, k and v of one head after another."""
+_BY_DEVICE = ("CodeGenAttention",)
+
+
+def mixes_rows(name: str, parent: nn.Module | None) -> bool:
+    """Whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
+    own, kind = name.rpartition(".")[2], type(parent).__name__
+    if own == BY_HEAD or kind in _BY_DEVICE:
+        return True
+    by_head = kind == "GPTBigCodeAttention" and not getattr(parent, "multi_query", False)
+    return by_head and own in FUSED and not getattr(parent, "is_cross_attention", False)
+
+
+def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
+    """How many heads an attention has for queries, and how wide they are; None where neither it nor its config says."""
+    sources = [parent, getattr(parent, "config", None)]
+
+    def first(*names: str) -> int | None:
+        found = (getattr(source, name, None) for source in sources for name in names)
+        return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+    heads = first("num_heads", "num_attention_heads", "n_heads", "n_head")
+    head = first("head_dim", "attention_head_size", "head_size")
+    width = first("embed_dim", "hidden_size", "d_model")
+    if head is None and heads is not None and width is not None:
+        head = width // heads
+    return heads, head
+
+
+def holds_keys_and_values(module: Any) -> bool:
+    """GPT-2's cross-attention, whose queries are in a module beside it."""
+    return hasattr(module, "nf") and module.nf == 2 * module.nx  # a Conv1D, or NOBLE's of one

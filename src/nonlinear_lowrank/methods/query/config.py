@@ -1,0 +1,47 @@
+"""Settings of nonlinear queries."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from nonlinear_lowrank.errors import UserError
+
+Kind = Literal["nonlinear", "linear", "identity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonlinearQueryConfig:
+    """Settings of nonlinear queries.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
+
+    method: ClassVar[str] = "nonlinear-query"
+
+    rank: int | None = None
+    """r, the width of the bottleneck; None: d / 2, which costs as much as the linear query. The identity has none."""
+    kind: Kind = "nonlinear"
+    """"nonlinear": the method. Controls: "linear" leaves GELU out (the same parameters), "identity" is Q(x) = x."""
+    scale: float = 0.5
+    """Factor of x + f(x); the identity has none."""
+    init_std: float = 0.02
+    """Standard deviation of W1 and W2; the paper names none, this is GPT-2's and OPT's for all linears."""
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        if self.rank is not None and not (whole and self.rank >= 1):
+            raise UserError(f"rank must be a positive integer, or left out for d / 2, got {self.rank!r}")
+        if self.kind not in ("nonlinear", "linear", "identity"):
+            raise UserError(f"unknown kind {self.kind!r}; choose one of nonlinear, linear, identity")
+        for name in ("scale", "init_std"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
+        if self.kind == "identity":
+            for name in ("rank", "scale"):
+                if (value := getattr(self, name)) != type(self).__dict__[name]:
+                    raise UserError(f"{name}={value} does nothing for the identity, Q(x) = x; leave it out")
+
+    def rank_for(self, width: int) -> int:
+        """r at a model width d."""
+        return max(1, width // 2) if self.rank is None else self.rank
