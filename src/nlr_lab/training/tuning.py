@@ -31,7 +31,7 @@ from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.methods.base import all_methods, method_of_layer
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .context import ArmContext
@@ -197,8 +197,6 @@ def _dense_parts(model: nn.Module, ends: Sequence[str]) -> list[str]:
 
 
 _LORA = ("peft", "LoraConfig")
-_SINE = ("nonlinear_lowrank", "SineLoraConfig")
-_NORA = ("nonlinear_lowrank", "NoraConfig")
 _ON = "target_modules"
 _LOW_RANK = ("r", "lora_alpha", "lora_dropout", _ON)
 
@@ -221,33 +219,12 @@ TUNINGS: tuple[Tuning, ...] = (
         shown=("r", "depth", "act_fn", "scaling", _ON),
         control=True,
     ),
-    Tuning(
-        name="sine-lora",
-        config=_SINE,
-        fixed={"use_dora": False},
-        targets=_ON,
-        shown=("r", "omega", "gain", *_LOW_RANK[1:], "plus"),
-    ),
-    Tuning(
-        name="sine-dora",
-        config=_SINE,
-        fixed={"use_dora": True},
-        targets=_ON,
-        shown=("r", "omega", "gain", *_LOW_RANK[1:], "plus"),
-    ),
-    Tuning(name="nora", config=_NORA, fixed={"lora_r": 0}, shown=("r", "groups", "degrees", "anchor", "tails")),
-    Tuning(
-        name="nora++",
-        config=_NORA,
-        default={"lora_r": 8},
-        targets="lora_target_modules",
-        shown=("r", "groups", "lora_r", "lora_target_modules", "lora_alpha", "plus"),
-    ),
-    Tuning(
-        name="noble-adapter",
-        config=("nonlinear_lowrank", "NobleAdapterConfig"),
-        targets=_ON,
-        shown=("r", "activation", "depth", _ON, "plus"),
+    *(
+        Tuning(
+            name=name, **{each.name: getattr(arm, each.name) for each in dataclasses.fields(arm) if each.name != "rank"}
+        )
+        for method in all_methods().values()
+        for name, arm in method.adapter_arms.items()
     ),
 )
 

@@ -70,6 +70,24 @@ class Findings:
     """What can never be replaced, and why; "" is the model itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterArm:
+    """A way to fine-tune with a PEFT adapter of a method, as arms of comparisons and benchmarks name it."""
+
+    config: tuple[str, str]
+    """Module and name of the peft config class; imported when it is used, for peft takes seconds to import."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Config fields that make the arm what it is."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that differ from the config's own defaults unless the arm sets them."""
+    rank: str = "r"
+    """The field that benchmarks set to the rank."""
+    targets: str = "target_modules"
+    """The field that says which modules the adapter goes on; empty: none."""
+    shown: tuple[str, ...] = ()
+    """The settings that an error message lists."""
+
+
 class Method:
     """A way to swap modules. A subclass states the first three attributes and overrides what differs.
 
@@ -98,6 +116,10 @@ class Method:
     name; its layers are branches, switched by `branch_enabled`. None: they replace the linear."""
     float32: ClassVar[tuple[str, ...]] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
+    adapter: ClassVar[str] = ""
+    """Module of its PEFT adapters, imported with peft; empty: it has none."""
+    adapter_arms: ClassVar[Mapping[str, AdapterArm]] = {}
+    """Arms of comparisons that fine-tune with these adapters, by name."""
     optimizable: ClassVar[bool] = False
     """Whether `optimize_for_inference` makes a model with its layers faster."""
     controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, Role, register
+from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape
 
 from .config import NobleConfig
@@ -27,6 +27,13 @@ class NobleMethod(Method):
     optimizable = True
     dense = "dense"
     budgeted = True
+    adapter = "nonlinear_lowrank.methods.noble.adapter"
+    adapter_arms: ClassVar = {
+        "noble-adapter": AdapterArm(
+            config=(adapter, "NobleAdapterConfig"),
+            shown=("r", "activation", "depth", "target_modules", "plus"),
+        )
+    }
 
     def is_target(self, module: nn.Module) -> bool:
         return is_plain_linear(module)

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Findings, Method, Role, Target, register
+from nonlinear_lowrank.methods.base import AdapterArm, Findings, Method, Role, Target, register
 
 from .layer import RationalActivation, RationalConfig
 from .sites import Site, formula_of, survey
@@ -23,6 +23,22 @@ class RationalMethod(Method):
     layer_types = (RationalActivation,)
     kind = "activation"
     optimizable = True
+    adapter = "nonlinear_lowrank.methods.rational.adapter"
+    adapter_arms: ClassVar = {
+        "nora": AdapterArm(
+            config=(adapter, "NoraConfig"),
+            fixed={"lora_r": 0},
+            targets="",
+            shown=("r", "groups", "degrees", "anchor", "tails"),
+        ),
+        "nora++": AdapterArm(
+            config=(adapter, "NoraConfig"),
+            default={"lora_r": 8},
+            rank="lora_r",
+            targets="lora_target_modules",
+            shown=("r", "groups", "lora_r", "lora_target_modules", "lora_alpha", "plus"),
+        ),
+    }
     tensor_parallel = False  # a device's share of the channels has other groups
     float32 = tuple(f"rational_{base}{side}" for base in ("", "base_") for side in ("numerator", "denominator"))
 

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, PlainCost, Role, register
+from nonlinear_lowrank.methods.base import AdapterArm, Method, PlainCost, Role, register
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape, replace_modules
 
 from .layer import SineLowRankConfig, SineLowRankLinear
+
+_SHOWN = ("r", "omega", "gain", "lora_alpha", "lora_dropout", "target_modules", "plus")
 
 
 @register
@@ -22,6 +24,11 @@ class SineLowRankMethod(Method):
     layer_types = (SineLowRankLinear,)
     optimizable = True
     float32 = ("sine_up", "sine_down")
+    adapter = "nonlinear_lowrank.methods.sine.adapter"
+    adapter_arms: ClassVar = {
+        "sine-lora": AdapterArm(config=(adapter, "SineLoraConfig"), fixed={"use_dora": False}, shown=_SHOWN),
+        "sine-dora": AdapterArm(config=(adapter, "SineLoraConfig"), fixed={"use_dora": True}, shown=_SHOWN),
+    }
     controls: ClassVar = {
         "low-rank": {"activation": "identity"},
         "sigmoid-low-rank": {"activation": "sigmoid"},
