@@ -26,7 +26,7 @@ Dense = Literal["keep", "int8", "fp8"]
 
 
 def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True, dense: Dense = "keep") -> Any:
-    """Makes a trained model faster to evaluate and to generate with, in place where it can be.
+    """Make a trained model faster to evaluate and to generate with, in place where it can be.
 
     Outputs stay the same up to rounding. The result is in evaluation mode, is not to be trained and cannot be saved
     (save the model before); `.to()`, torch.compile and `generate` work.

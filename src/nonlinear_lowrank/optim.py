@@ -192,7 +192,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Takes a further group, which says "muon" or "adamw".
+        """Take a further group, which says "muon" or "adamw".
 
         Raises:
             UserError: it says neither, or "muon" of what is no matrix.

@@ -80,7 +80,7 @@ class _NobleStyle(TensorParallelLayer):
     """The dimension in which a tensor is split; None: every device has all of it."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Replaces a parameter by its distributed form."""
+        """Replace a parameter by its distributed form."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         whole = module._parameters.get(param)
@@ -93,7 +93,7 @@ class _NobleStyle(TensorParallelLayer):
 
 
 def _last(module: Any, name: str) -> bool:
-    """Whether a tensor is of the bottleneck's last step: its rows are u's columns."""
+    """Return whether a tensor is of the bottleneck's last step: its rows are u's columns."""
     depth = module.noble_config.depth
     return name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}")
 
@@ -114,7 +114,7 @@ class NobleColwise(_NobleStyle):
     split = staticmethod(_split_colwise)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        """Replaces the layer's forward."""
+        """Replace the layer's forward."""
         plain, group = module.forward, mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class NobleRowwise(_NobleStyle):
     split = staticmethod(_split_rowwise)
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        """Replaces the layer's forward."""
+        """Replace the layer's forward."""
         plain, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
         share = math.ceil(module.noble_rank / mesh.size())  # as distribute_tensor splits
 

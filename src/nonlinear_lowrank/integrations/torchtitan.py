@@ -187,7 +187,7 @@ class AugmentConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Changes the config in place, and logs what was swapped and what was left.
+        """Change the config in place, and logs what was swapped and what was left.
 
         Raises:
             UserError: as `nonlinear_lowrank.augment`, or torchtitan cannot have this method, option or place; the
@@ -213,7 +213,7 @@ class AugmentConverter(ModelConfigConverter):
 
 
 def augment(trainer_config: Any, method: Any, *, include: Patterns = None, exclude: Patterns = None) -> Any:
-    """Puts a method's layers into a training job: model, optimizer and Hugging Face export.
+    """Put a method's layers into a training job: model, optimizer and Hugging Face export.
 
     Args:
         trainer_config: torchtitan's `Trainer.Config`, with a model and an optimizer; changed in place.
@@ -420,7 +420,7 @@ def export(
     assets: str | Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes a model's state as a Hugging Face folder, which `hub.load_model` and the Auto classes load.
+    """Write a model's state as a Hugging Face folder, which `hub.load_model` and the Auto classes load.
 
     Args:
         spec: the augmented `ModelSpec`.
@@ -542,7 +542,7 @@ def _method(config: Any) -> tuple[Method, Any]:
 
 
 def _unfuse(model_config: Any, wanted: Callable[[str], bool]) -> None:
-    """Makes three linears of fused query, key and value projections, by the name of the module around them."""
+    """Make three linears of fused query, key and value projections, by the name of the module around them."""
     for fqn, fused, parent, attribute in list(model_config.traverse(FusedQKVLinear.Config)):
         if type(fused) is not FusedQKVLinear.Config or type(fused.wqkv) is not Linear.Config or not wanted(fqn):
             continue

@@ -50,7 +50,7 @@ def augment(
     fuse_shared_inputs: bool = False,
     verbose: bool = True,
 ) -> AugmentReport:
-    """Swaps a model's linears, or activations, in place, for a method's layers.
+    """Swap a model's linears, or activations, in place, for a method's layers.
 
     With a `RationalConfig` every activation module is taken, but those of poolers and heads unless `include` names
     them, and each starts as its own function. With any other config every `nn.Linear` and transformers `Conv1D` is
@@ -139,7 +139,7 @@ def augment(
 
 
 def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Puts the layers of saved entries back into a freshly built plain model, by exact names.
+    """Put the layers of saved entries back into a freshly built plain model, by exact names.
 
     New tensors are drawn by the layers' own init, except on the meta device.
 
@@ -235,7 +235,7 @@ def _check_linear(name: str, module: nn.Module, method: Method) -> None:
 
 
 def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Builds every layer, then puts them in place; {name: layer}.
+    """Build every layer, then puts them in place; {name: layer}.
 
     A linear that is reachable by several names is one layer in all of these places. A method that finds its places
     itself has a layer for each.
@@ -267,7 +267,7 @@ def _by_config(configs: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
 
 
 def _was_loaded(model: nn.Module) -> bool:
-    """Whether from_pretrained made the model.
+    """Return whether from_pretrained made the model.
 
     transformers notes where a config came from, and a model drawn anew from that config has it too. What was loaded
     is also marked: each tensor, and, since copies of a model lose those marks, the model itself.
@@ -280,7 +280,7 @@ def _was_loaded(model: nn.Module) -> bool:
 
 
 def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
-    """Counts the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
+    """Count the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     report.flops_before = _flops(model)
     if report.kind == "linear":
