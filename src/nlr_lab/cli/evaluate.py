@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> None:
 
         results["tasks"] = _score_tasks(model, tokenizer, local, named, options)
         results["settings"] = _settings(options)
-        results["data"] = [file.to_json() for file in local.files()]
+        results["data"] = [asdict(file) for file in local.files]
         print("\n".join(task_table(results["tasks"], local.hidden)))
     results["versions"] = _versions()
     _write(results, options)
@@ -193,12 +193,11 @@ def _score_tasks(
     model: Any, tokenizer: Any, local: Any, named: list[str], options: EvaluateOptions
 ) -> dict[str, dict[str, Any]]:
     from nlr_lab.evaluation import score_answers, score_tasks
-    from nlr_lab.evaluation.commonsense import ALL, TESTS
+    from nlr_lab.evaluation.commonsense import NAMES
 
     scores: dict[str, dict[str, Any]] = {}
     if options.format == "generate":
-        asked = local.only(lambda name: name in TESTS or name == ALL)
-        local = local.only(lambda name: name not in TESTS and name != ALL)
+        asked, local = local.split(NAMES)
         scores |= score_answers(
             model,
             tokenizer,

@@ -9,7 +9,8 @@ answers      the same eight, answered in generated text, as the papers report th
 
 from .answers import score_answers
 from .harness import score_tasks
-from .local import LocalTasks, find_local_tasks
+from .local import find_local_tasks
+from .task_file import LocalTasks
 from .text import TextScore, score_documents, score_sequences
 
 __all__ = [

@@ -10,7 +10,8 @@ indented by 16 spaces, a slip of its source code that models tuned by it have le
 """
 
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nonlinear_lowrank.errors import UserError
 
 from .batches import check_batch
-from .commonsense import TESTS
+from .commonsense import answers_of
 from .harness import Metrics, add_groups
-from .task_file import LocalTask, LocalTasks
+from .task_file import LocalTasks
 
 BEAMS = 4
 MAX_NEW_TOKENS = 32
@@ -50,7 +51,7 @@ def score_answers(
     batch_size: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Metrics]:
-    """Asks each question and looks for the answer in what the model writes.
+    """Ask each question and look for the answer in what the model writes.
 
     Args:
         model: a causal language model, with or without an adapter of peft; left in evaluation mode.
@@ -72,81 +73,68 @@ def score_answers(
     """
     if prompt not in PROMPTS:
         raise UserError(f"there is no prompt {prompt!r}; there are {', '.join(PROMPTS)}")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - MAX_NEW_TOKENS
+    if room < 1:
+        raise UserError(
+            f"the model has {positions} positions; answers alone take {MAX_NEW_TOKENS}: evaluate a model with more"
+        )
     model.eval()
-    tasks = {task.name: list(task.docs)[:limit] for task in local.tasks}
-    total, done = sum(len(docs) for docs in tasks.values()), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
+    done, total = 0, sum(len(task.docs[:limit]) for task in local.tasks)
     scores: dict[str, Metrics] = {}
     for task in local.tasks:
-        docs = tasks[task.name]
+        docs = task.docs[:limit]
         prompts = [PROMPTS[prompt].format(instruction=doc["instruction"]) for doc in docs]
-        texts, truncated = _generate(model, tokenizer, prompts, beams, batch_size, advance)
-        found = [find_answer(text, TESTS[task.name].answers) for text in texts]
-        scores[task.name] = _metrics(task, found, [doc["answer"] for doc in docs])
-        if truncated:
+        encoded = [tokenizer(text, verbose=False)["input_ids"] for text in prompts]
+        texts: dict[int, str] = {}
+        for batch in _generate(model, tokenizer, [ids[-room:] for ids in encoded], beams, batch_size):
+            texts |= batch
+            done += len(batch)
+            progress(done, total)
+        found = [find_answer(texts[index], answers_of(task.name)) for index in range(len(docs))]
+        scores[task.name] = {
+            **_share("acc", [answer == doc["answer"] for answer, doc in zip(found, docs, strict=True)]),
+            **_share("answered", [bool(answer) for answer in found]),
+            "n": len(docs),
+            "published_n": task.published,
+        }
+        if truncated := sum(len(ids) > room for ids in encoded):
             scores[task.name]["truncated"] = truncated
     add_groups(scores, local.groups)
     return scores
 
 
 def find_answer(text: str, answers: Sequence[str]) -> str:
-    """The first answer that occurs behind the last "### Response:"; "" for none."""
+    """Return the first answer that occurs behind the last "### Response:"; "" for none."""
     found = re.search("|".join(map(re.escape, answers)), text.rpartition(_RESPONSE)[2])
     return found[0] if found else ""
 
 
-def _metrics(task: LocalTask, found: Sequence[str], right: Sequence[str]) -> Metrics:
-    n = len(right)
-    metrics: Metrics = {}
-    for name, hits in (
-        ("acc", [a == b for a, b in zip(found, right, strict=True)]),
-        ("answered", [bool(answer) for answer in found]),
-    ):
-        share = sum(hits) / n
-        metrics[f"{name},none"] = share
-        metrics[f"{name}_stderr,none"] = (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else "N/A"
-    return {**metrics, "n": n, "published_n": task.published}
+def _share(name: str, hits: Sequence[bool]) -> Metrics:
+    n, share = len(hits), sum(hits) / len(hits)
+    error = (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else "N/A"
+    return {f"{name},none": share, f"{name}_stderr,none": error}
 
 
 def _generate(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    beams: int,
-    batch_size: int,
-    advance: Callable[[int], None],
-) -> tuple[list[str], int]:
-    """What the model writes after each prompt, and how many prompts were cut; the longest are run first."""
-    config = model.config.get_text_config()
-    room = (getattr(config, "max_position_embeddings", None) or 2**31) - MAX_NEW_TOKENS
-    if room < 1:
-        raise UserError(
-            f"the model has {room + MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}: evaluate a model "
-            "with more"
-        )
-    encoded = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
-    order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
-    if order:
-        check_batch(model, min(batch_size, len(order)), min(room, len(encoded[order[0]])), beams=beams)
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], beams: int, batch_size: int
+) -> Iterator[dict[int, str]]:
+    """Yield what the model writes after each prompt, by the prompt's number; the longest are run first."""
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    check_batch(model, min(batch_size, len(order)), len(prompts[order[0]]), beams=beams)
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = tokenizer.eos_token_id or 0  # masked: any token will do
-    texts = [""] * len(prompts)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        rows = [encoded[index][-room:] for index in batch]
-        longest = max(map(len, rows))
-        input_ids = torch.tensor([[padding] * (longest - len(row)) + row for row in rows])  # (B, T)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        longest = len(prompts[batch[0]])
+        gaps = [longest - len(prompts[index]) for index in batch]
+        rows = [[padding] * gap + prompts[index] for gap, index in zip(gaps, batch, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
         with torch.inference_mode():
             written = model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=mask.to(model.device),
+                input_ids=torch.tensor(rows, device=model.device),  # (B, T)
+                attention_mask=torch.tensor(mask, device=model.device),
                 num_beams=beams,
                 do_sample=False,
                 temperature=None,
@@ -155,7 +143,5 @@ def _generate(
                 max_new_tokens=MAX_NEW_TOKENS,
                 pad_token_id=padding,
             )
-        for index, row in zip(batch, written[:, longest:].tolist(), strict=True):
-            texts[index] = str(tokenizer.decode(row, skip_special_tokens=True))
-        advance(len(batch))
-    return texts, sum(len(ids) > room for ids in encoded)
+        texts = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+        yield dict(zip(batch, texts, strict=True))

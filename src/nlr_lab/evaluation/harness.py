@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import require
 
 from .batches import check_batch
 from .task_file import LocalGroup, LocalTask, LocalTasks
@@ -32,7 +33,7 @@ def score_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, Metrics]:
-    """Runs tasks of lm-eval.
+    """Run tasks of lm-eval.
 
     Args:
         model: a causal language model, with or without an adapter of peft; left in evaluation mode.
@@ -52,9 +53,9 @@ def score_tasks(
         UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
             takes; a batch takes more memory than is free.
     """
-    harness = _harness(model, tokenizer, batch_size)
     scores: dict[str, Metrics] = {}
     with _only_errors():
+        harness = _harness(model, tokenizer, batch_size)
         if local is not None and local.tasks:
             scores |= _score_local(harness, local, limit)
         if tasks:
@@ -62,50 +63,44 @@ def score_tasks(
     return scores
 
 
-def group_metrics(group: LocalGroup, scores: Mapping[str, Metrics]) -> Metrics:
-    """A group's accuracy over its members.
-
-    By questions it is the share p of the right ones, with the standard error sqrt(p (1 - p) / (n - 1)) that
-    lm-eval gives a single task. By members it is the mean of theirs, whose errors are independent.
-
-    Args:
-        group: the group.
-        scores: of its members, by name; each with "acc,none" and "n".
-    """
-    members = [scores[name] for name in group.members]
-    n = sum(member["n"] for member in members)
-    if group.by == "questions":
-        value = sum(member["acc,none"] * member["n"] for member in members) / n
-        error = math.sqrt(value * (1 - value) / (n - 1)) if n > 1 else None
-    else:
-        value = sum(member["acc,none"] for member in members) / len(members)
-        errors = [member["acc_stderr,none"] for member in members]
-        known = all(isinstance(each, float) for each in errors)
-        error = math.sqrt(sum(each**2 for each in errors)) / len(errors) if known else None
-    metrics = {f"{group.metric},none": value, f"{group.metric}_stderr,none": "N/A" if error is None else error}
-    truncated = sum(member.get("truncated", 0) for member in members)
-    return {**metrics, "n": n, "published_n": group.published, **({"truncated": truncated} if truncated else {})}
-
-
 def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None:
-    """Puts the groups behind their members; two of one name share an entry."""
+    """Put the groups behind their members; two of one name share an entry.
+
+    A pooled group has the share p of right answers over all questions, with the standard error
+    sqrt(p (1 - p) / (n - 1)) that lm-eval gives a single task; another the mean of its members' shares, whose errors
+    are independent.
+    """
     for group in groups:
-        scores[group.name] = {**scores.get(group.name, {}), **group_metrics(group, scores)}
+        members = [scores[name] for name in group.members]
+        n = sum(member["n"] for member in members)
+        error: float | str = "N/A"
+        if group.pooled:
+            value = sum(member["acc,none"] * member["n"] for member in members) / n
+            if n > 1:
+                error = math.sqrt(value * (1 - value) / (n - 1))
+        else:
+            value = sum(member["acc,none"] for member in members) / len(members)
+            errors = [member["acc_stderr,none"] for member in members]
+            if all(isinstance(each, float) for each in errors):
+                error = math.sqrt(sum(each**2 for each in errors)) / len(errors)
+        entry = scores.setdefault(group.name, {})
+        entry |= {f"{group.metric},none": value, f"{group.metric}_stderr,none": error}
+        entry |= {"n": n, "published_n": group.published}
+        if truncated := sum(member.get("truncated", 0) for member in members):
+            entry["truncated"] = truncated
 
 
 def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
-    """The model as lm-eval takes it; it counts what it truncates instead of warning once for each."""
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise UserError(f"lm-eval is needed for tasks ({error}); pip install 'nonlinear-lowrank[eval]'") from None
+    """Return the model as lm-eval takes it; it counts what it truncates instead of warning once for each."""
+    base: Any = require("eval", "lm_eval.models.huggingface").HFLM
+    quiet = not sys.stderr.isatty()
 
-    class CountingHFLM(HFLM):  # type: ignore[misc]
+    class CountingHFLM(base):  # type: ignore[misc]
         truncated: frozenset[str] = frozenset()
         """Contexts that were longer than the model's positions."""
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm or quiet)
 
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             for strings, _, tail in requests:
@@ -133,28 +128,22 @@ def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_s
             if requests:
                 longest = len(self.tok_encode(max((request.args[0] for request in requests), key=len)))
                 check_batch(model, min(batch_size, len(requests)), min(self.max_length, longest), beams=1)
-            return super().generate_until(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+            return super().generate_until(requests, disable_tqdm=disable_tqdm or quiet)
 
-    with _only_errors():
-        return CountingHFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+    return CountingHFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
 
 def _score_local(harness: Any, local: LocalTasks, limit: int | None) -> dict[str, Metrics]:
     from lm_eval.evaluator import evaluate
 
     # evaluate, not simple_evaluate: that one starts programs to describe the machine, and asks the hub for a hash.
-    loaded = {task.name: _load(task) for task in local.tasks}
-    results = evaluate(harness, loaded, limit=limit, log_samples=True)
+    results = evaluate(harness, {task.name: _load(task) for task in local.tasks}, limit=limit, log_samples=True)
     scores = {}
     for task in local.tasks:
-        scores[task.name] = {
-            **_metrics(results["results"][task.name]),
-            "n": len(results["samples"][task.name]),
-            "published_n": task.published,
-            "shots": len(task.shots),
-        }
-        contexts = {sample["arguments"][0][0] for sample in results["samples"][task.name]}
-        if truncated := len(contexts & harness.truncated):
+        samples = results["samples"][task.name]
+        counts = {"n": len(samples), "published_n": task.published, "shots": len(task.shots)}
+        scores[task.name] = _metrics(results["results"][task.name]) | counts
+        if truncated := len({sample["arguments"][0][0] for sample in samples} & harness.truncated):
             scores[task.name]["truncated"] = truncated
     add_groups(scores, local.groups)
     return scores
@@ -170,10 +159,10 @@ def _load(task: LocalTask) -> Any:
                 super().build_all_requests(**kwargs)
 
     parts = {"test": Dataset.from_list(list(task.docs))}
+    config = {**task.config, "task": task.name, "custom_dataset": lambda **_: parts}
     if task.shots:
         parts["dev"] = Dataset.from_list(list(task.shots))
-    config = {**task.config, "task": task.name, "custom_dataset": lambda **_: parts}
-    if not task.shots:  # lm-eval looks for the examples' part also where none are taken
+    else:  # lm-eval looks for the examples' part also where none are taken
         config = {key: value for key, value in config.items() if not key.startswith("fewshot_")}
     return QuietTask(config=config)
 
@@ -194,11 +183,10 @@ def _score_named(
     results = simple_evaluate(
         model=harness, tasks=list(tasks), task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
     )
-    counts = {name: count["effective"] for name, count in results.get("n-samples", {}).items()}
-    return {
-        name: {**_metrics(metrics), **({"n": counts[name]} if name in counts else {})}
-        for name, metrics in results["results"].items()
-    }
+    scores = {name: _metrics(metrics) for name, metrics in results["results"].items()}
+    for name, count in results.get("n-samples", {}).items():
+        scores[name]["n"] = count["effective"]
+    return scores
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Metrics:
@@ -207,7 +195,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Metrics:
 
 @contextlib.contextmanager
 def _only_errors() -> Iterator[None]:
-    """lm-eval warns of what is meant: a live model, a task without a version, each number of examples."""
+    """Silence lm-eval's warnings of what is meant: a live model, a task without a version, each number of examples."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -7,9 +7,7 @@ from pathlib import Path
 from nonlinear_lowrank.errors import UserError
 
 from . import commonsense, mmlu
-from .task_file import LocalGroup, LocalTask, LocalTasks
-
-__all__ = ["LocalGroup", "LocalTask", "LocalTasks", "find_local_tasks", "is_local"]
+from .task_file import LocalTasks
 
 
 def is_local(name: str) -> bool:
@@ -18,16 +16,15 @@ def is_local(name: str) -> bool:
     Raises:
         UserError: it is like one of ours but none; the message names the nearest.
     """
-    if name in mmlu.NAMES or name in commonsense.NAMES:
-        return True
-    if name.endswith("_local") or name.startswith((mmlu.ALL, commonsense.ALL)):
-        near = difflib.get_close_matches(name, (*commonsense.NAMES, *mmlu.NAMES), n=1, cutoff=0.0)
+    known = (*commonsense.NAMES, *mmlu.NAMES)
+    if name not in known and (name.endswith("_local") or name.startswith((mmlu.ALL, commonsense.ALL))):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise UserError(f"there is no local task {name!r}; did you mean {near[0]!r}?")
-    return False
+    return name in known
 
 
 def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | None = None) -> LocalTasks:
-    """Reads and checks the rows of local tasks, before any model is loaded.
+    """Read and check the rows of local tasks, before any model is loaded.
 
     Args:
         names: as `is_local` knows them, e.g. "mmlu_local", "mmlu_local_stem", "piqa_local".
@@ -40,9 +37,11 @@ def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | N
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder} (--data)")
-    found = LocalTasks()
+    found = []
     if set(names) & set(commonsense.NAMES):
-        found += commonsense.find(names, folder)
+        found.append(commonsense.find(names, folder))
     if set(names) & set(mmlu.NAMES):
-        found += mmlu.find(names, folder, shots)
-    return found
+        found.append(mmlu.find(names, folder, shots))
+    return LocalTasks(
+        tasks=[task for each in found for task in each.tasks], groups=[group for each in found for group in each.groups]
+    )

@@ -5,15 +5,16 @@ import hashlib
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 _ENDINGS = ("jsonl", "jsonl.xz", "jsonl.gz", "json", "json.xz", "json.gz")
-_OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+_DECOMPRESS: dict[str, Any] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
@@ -27,10 +28,6 @@ class DataFile:
     """Of the file as it lies there, compressed or not."""
     rows: int
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -41,70 +38,51 @@ class Row:
     values: dict[str, Any]
 
     def text(self, field: str) -> str:
-        """The string in a field; UserError when there is none."""
+        """Return the string in a field; raise UserError when there is none."""
         value = self.values.get(field)
         if not isinstance(value, str):
             kind = "null" if value is None else type(value).__name__
-            found = "is missing" if field not in self.values else f"is {kind}, not a string"
+            found = f"is {kind}, not a string" if field in self.values else "is missing"
             raise UserError(f"{self.place}: field {field!r} {found}")
         return value
 
 
-def find_file(folders: Iterable[Path], stems: Sequence[str]) -> Path | None:
-    """The first of `<folder>/<stem>.jsonl`, also .json, also with .xz or .gz, that is there."""
-    for folder in folders:
-        for stem in stems:
-            for ending in _ENDINGS:
-                path = folder / f"{stem}.{ending}"
-                if path.is_file():
-                    return path
-    return None
+def find_file(folders: Sequence[Path], stems: Sequence[str]) -> Path | None:
+    """Return the first of `<folder>/<stem>.jsonl`, also .json, also with .xz or .gz, that is there."""
+    paths = (folder / f"{stem}.{ending}" for folder in folders for stem in stems for ending in _ENDINGS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_rows(path: Path) -> tuple[list[Row], DataFile]:
-    """All objects of JSON lines, or of a JSON array.
+    """Read all objects of JSON lines, or of a JSON array.
 
     Raises:
         UserError: the file cannot be read, is empty, or a line is no JSON object; the message names the line.
     """
     try:
         raw = path.read_bytes()
-        data = _OPENERS[path.suffix](path).read() if path.suffix in _OPENERS else raw
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        text = _DECOMPRESS.get(path.suffix, bytes)(raw).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from error
     except _DAMAGED as error:
-        raise UserError(f"{path} is damaged or not whole: {error}") from error
-    parse = _array if text.lstrip().startswith("[") else _lines
-    rows = [Row(place=place, values=_object(place, value)) for place, value in parse(path, text)]
-    if not rows:
+        raise UserError(f"{path} is damaged or not whole: {one_line(error)}") from error
+    if text.lstrip().startswith("["):
+        values = [(f"{path} row {number}", value) for number, value in enumerate(_json(str(path), text), start=1)]
+    else:
+        # Not splitlines(): a JSON string may hold U+2028, which is no end of a line here.
+        lines = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), start=1)]
+        values = [(place, _json(place, line)) for place, line in lines if line.strip()]
+    for place, value in values:
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: a JSON object was expected, not {type(value).__name__}")
+    if not values:
         raise UserError(f"{path} has no rows")
+    rows = [Row(place=place, values=value) for place, value in values]
     return rows, DataFile(name=path.name, bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest(), rows=len(rows))
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines(): a JSON string may hold U+2028, which is no end of a line here.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{path} line {number}"
-            try:
-                yield place, json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{place}: not JSON ({error})") from error
-
-
-def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _json(place: str, text: str) -> Any:
     try:
-        values = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
-    for number, value in enumerate(values, start=1):
-        yield f"{path} row {number}", value
-
-
-def _object(place: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{place}: a JSON object was expected, not {type(value).__name__}")
-    return value
+        raise UserError(f"{place}: not JSON ({error})") from error

@@ -11,40 +11,35 @@ def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] 
         scores: from `score_tasks` or `score_answers`.
         hidden: tasks that are only counted.
     """
+    shown = {task: metrics for task, metrics in scores.items() if task not in hidden}
     rows = [("task", "metric", "value", "stderr", "n")]
-    shown = [task for task in scores if task not in hidden]
-    for task in shown:
-        rows += _rows(task, scores[task])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows += [row for task, metrics in shown.items() for row in _rows(task, metrics)]
+    wide, wider, *numbers = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
     for row in rows:
-        cells = [
-            text.ljust(width) if i < 2 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    if unseen := len(set(hidden) & scores.keys()):
+        right = [text.rjust(width) for text, width in zip(row[2:], numbers, strict=True)]
+        lines.append("  ".join([row[0].ljust(wide), row[1].ljust(wider), *right]).rstrip())
+    if unseen := len(scores) - len(shown):
         lines.append(f"and {unseen} subjects, each in the file of --output")
-    return lines + [f"note: {note}" for task in shown for note in _notes(task, scores[task])]
+    return lines + [f"note: {note}" for task, metrics in shown.items() for note in _notes(task, metrics)]
 
 
 def _rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
     for key, value in metrics.items():
         name, comma, way = key.partition(",")
-        if not comma or name.endswith("_stderr"):
-            continue
-        error = metrics.get(f"{name}_stderr,{way}")
-        yield (
-            task,
-            name if way == "none" else key,
-            f"{value:.4f}" if isinstance(value, float) else str(value),
-            f"{error:.4f}" if isinstance(error, float) else "",
-            f"{metrics['n']:,}" if "n" in metrics else "",
-        )
+        if comma and not name.endswith("_stderr"):
+            error = metrics.get(f"{name}_stderr,{way}")
+            yield (
+                task,
+                name if way == "none" else key,
+                f"{value:.4f}" if isinstance(value, float) else str(value),
+                f"{error:.4f}" if isinstance(error, float) else "",
+                f"{metrics['n']:,}" if "n" in metrics else "",
+            )
 
 
 def _notes(task: str, metrics: Mapping[str, Any]) -> Iterator[str]:
-    if "published_n" in metrics and metrics["n"] != metrics["published_n"]:
+    if metrics.get("published_n", metrics.get("n")) != metrics.get("n"):
         yield (
             f"{task} is {metrics['n']:,} questions, the published test {metrics['published_n']:,}: "
             "not comparable with published figures"

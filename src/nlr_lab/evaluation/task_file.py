@@ -1,8 +1,12 @@
-"""What a task over local rows is: the declarative part as lm-eval's task files have it, and its questions."""
+"""Tasks over rows of a user's files: lm-eval's task file and the questions."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from .rows import DataFile
 
@@ -31,8 +35,8 @@ class LocalGroup:
     name: str
     members: Sequence[str]
     """Names of tasks, or of groups that come before this one."""
-    by: str
-    """"questions": the share of right answers over all questions; "members": the mean of the members' shares."""
+    pooled: bool
+    """Whether to report the share of right answers over all questions, not the mean of the members' shares."""
     published: int
     """Questions of the published tests, also of members that have none here."""
     metric: str = "acc"
@@ -41,28 +45,36 @@ class LocalGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTasks:
-    """All that was asked for of one kind."""
+    """All that was asked for."""
 
     tasks: Sequence[LocalTask] = ()
     groups: Sequence[LocalGroup] = ()
-    hidden: frozenset[str] = field(default_factory=frozenset)
-    """Tasks that a table need not show, being many and part of a group; results have them."""
 
+    @property
     def files(self) -> list[DataFile]:
         """Every file once, in the order of the tasks."""
         return list(dict.fromkeys(file for task in self.tasks for file in task.files))
 
-    def only(self, wanted: Callable[[str], bool]) -> "LocalTasks":
-        """The tasks and groups of some names."""
-        return LocalTasks(
-            tasks=[task for task in self.tasks if wanted(task.name)],
-            groups=[group for group in self.groups if wanted(group.name)],
-            hidden=self.hidden,
-        )
+    @property
+    def hidden(self) -> set[str]:
+        """Tasks that a table need not show, being many and part of a group; results have them."""
+        pooled = {member for group in self.groups if group.pooled for member in group.members}
+        return pooled & {task.name for task in self.tasks}
 
-    def __add__(self, other: "LocalTasks") -> "LocalTasks":
-        return LocalTasks(
-            tasks=[*self.tasks, *other.tasks],
-            groups=[*self.groups, *other.groups],
-            hidden=self.hidden | other.hidden,
+    def split(self, names: Collection[str]) -> tuple["LocalTasks", "LocalTasks"]:
+        """Return the tasks and groups of these names, and the others."""
+        inside, outside = (
+            LocalTasks(
+                tasks=[task for task in self.tasks if (task.name in names) == wanted],
+                groups=[group for group in self.groups if (group.name in names) == wanted],
+            )
+            for wanted in (True, False)
         )
+        return inside, outside
+
+
+@cache
+def read_task_file(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file of this folder."""
+    found: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return found

@@ -7,7 +7,7 @@ import torch
 
 from nlr_lab.evaluation import find_local_tasks, score_answers
 from nlr_lab.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
-from nlr_lab.evaluation.commonsense import TESTS
+from nlr_lab.evaluation.commonsense import TESTS, answers_of
 from nlr_lab.tasks.finetune.instruction_files import read_examples
 from nonlinear_lowrank import UserError
 from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines
@@ -72,7 +72,7 @@ def test_the_first_answer_in_the_written_text_counts(model, tokenizer, tmp_path,
 
 
 def test_the_eight_are_averaged(model, tokenizer, tmp_path):
-    stems = [test.files[0] for test in TESTS.values()]
+    stems = [test["metadata"]["files"][0] for test in TESTS.values()]
     for stem in stems:
         write_lines(tmp_path / f"{stem}.jsonl", commonsense_rows(stem, 3))
     local = find_local_tasks(["commonsense_local"], tmp_path)
@@ -97,7 +97,7 @@ def test_the_eight_are_averaged(model, tokenizer, tmp_path):
     ],
 )
 def test_answers_are_found_as_the_release_finds_them(test, text, answer):
-    assert find_answer(text, TESTS[test].answers) == answer
+    assert find_answer(text, answers_of(test)) == answer
 
 
 def test_the_prompt_of_the_release_is_indented():

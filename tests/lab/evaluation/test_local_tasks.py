@@ -103,10 +103,10 @@ def test_mmlu_picks_the_letter_that_is_likeliest_by_hand(model, tokenizer, tmp_p
 
 def test_mmlu_asks_as_the_task_file_of_lm_eval_does():
     theirs = lm_eval_task("mmlu/default/_default_template_yaml")
-    from nlr_lab.evaluation.mmlu import _CONFIG
+    from nlr_lab.evaluation.mmlu import TASK
 
     names = ("doc_to_text", "doc_to_choice", "doc_to_target", "output_type", "fewshot_config", "metric_list")
-    assert {name: _CONFIG[name] for name in names} == {name: theirs[name] for name in names}
+    assert {name: TASK[name] for name in names} == {name: theirs[name] for name in names}
     for subject in SUBJECTS:
         file = lm_eval_task(f"mmlu/default/mmlu_{subject}.yaml")
         topic = subject.replace("_", " ")
@@ -263,7 +263,7 @@ def test_the_eight_are_averaged_and_files_are_known_by_their_hash(model, tokeniz
     errors = [scores[name]["acc_stderr,none"] for name in FILES]
     assert whole["acc_stderr,none"] == pytest.approx(math.sqrt(sum(error**2 for error in errors)) / 8)
     assert whole["n"] == sum(range(2, 10))
-    files = {file.name: file for file in local.files()}
+    files = {file.name: file for file in local.files}
     assert len(files) == 8
     assert files["boolq.jsonl.xz"].rows == 2
     import hashlib
@@ -312,7 +312,10 @@ def mmlu(**changes):
         (lambda: piqa(answer="solution3"), "line 2: field 'answer' must be one of solution1, solution2"),
         (lambda: piqa(instruction=7), "line 2: field 'instruction' is int"),
         (lambda: piqa(instruction="Which?"), "line 2: no question of piqa_local"),
-        (lambda: piqa(instruction=TESTS["piqa_local"].opening + "Why?"), "line 2: the instruction does not end in"),
+        (
+            lambda: piqa(instruction=TESTS["piqa_local"]["metadata"]["opening"] + "Why?"),
+            "line 2: the instruction does not end in",
+        ),
         (
             lambda: piqa(instruction=piqa()["instruction"].replace("Solution2:", "Solution3:")),
             "line 2: the instruction does not end in",
@@ -415,7 +418,7 @@ def test_every_row_of_mmlu_is_read(shared_data):
     assert {task.name.removeprefix("mmlu_local_"): len(task.docs) for task in local.tasks} == SUBJECTS
     assert all(len(task.shots) == 5 for task in local.tasks)
     note = (shared_data / "mmlu" / "NOTE.md").read_text()
-    assert all(file.sha256 in note for file in local.files())
+    assert all(file.sha256 in note for file in local.files)
 
 
 @pytest.mark.shared_data
@@ -432,7 +435,7 @@ def test_every_row_of_the_commonsense_tests_is_read(shared_data):
     assert {task.name: len(task.docs) for task in local.tasks} == counts
     assert {task.name for task in local.tasks if task.published != len(task.docs)} == {"hellaswag_local"}
     note = (shared_data / "commonsense" / "NOTE.md").read_text()
-    assert all(file.sha256 in note for file in local.files())
+    assert all(file.sha256 in note for file in local.files)
     with pytest.raises(UserError, match=r"has no ARC-Challenge\.jsonl, openbookqa\.jsonl"):
         find_local_tasks(["commonsense_local"], shared_data)
 
