@@ -28,7 +28,7 @@ sys.path.insert(0, str(TESTS))
 
 from training_kit import TrainingServer  # noqa: E402
 
-from nonlinear_lowrank.hub.storage import newest_valid, step_folders  # noqa: E402
+from nlr_lab.runtime.storage import newest_valid, step_folders  # noqa: E402
 
 SHORT = {"steps": 12, "save_every": 1, "gradient_accumulation": 2, "eval_every": 5}
 KILLED = {

@@ -113,7 +113,7 @@ def run_figures(arguments: list[str]) -> None:
 
     from nlr_lab.rank.figures import format_figures, rank_figures
     from nlr_lab.rank.plots import plot_rank_figures
-    from nonlinear_lowrank.hub.storage import write_json
+    from nlr_lab.runtime.storage import write_json
 
     figures = rank_figures(seeds=options.seeds, init=options.init)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,9 @@ from typing import Any, get_args
 from nlr_lab.fields.folder import OF_PICTURES
 from nlr_lab.fields.problem import FieldMethod, Init
 from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.runtime.storage import FolderLock, clear_folder, read_json, write_json
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import FolderLock, clear_folder, describe_disk_error, read_json, write_json
+from nonlinear_lowrank.hub.storage import describe_disk_error
 from nonlinear_lowrank.validation import check_number
 
 from .folder import ANOTHER, check_choices, check_same, is_new, sessions

@@ -13,9 +13,9 @@ from nlr_lab.fields.folder import SETTINGS, read_result
 from nlr_lab.fields.problem import Init, Problem
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.runtime.cores import FreeThreads
+from nlr_lab.runtime.storage import read_json, read_manifest, write_json
 from nlr_lab.runtime.time_limit import Forecast, OutOfTimeError, Pace, TimeLimit
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.hub.storage import read_json, read_manifest, write_json
 
 from .field_plan import FieldArm, FieldPlan
 from .field_record import FieldRun

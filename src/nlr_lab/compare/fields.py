@@ -29,6 +29,7 @@ from nlr_lab.fields.step import Stepper
 from nlr_lab.runtime.cores import FreeThreads
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.resources import choose_device, told_of_memory
+from nlr_lab.runtime.storage import write_json
 from nlr_lab.runtime.time_limit import (
     PACE_ROUNDS,
     TIMING_SHARE,
@@ -40,7 +41,6 @@ from nlr_lab.runtime.time_limit import (
     seconds_around,
     shortened,
 )
-from nonlinear_lowrank.hub.storage import write_json
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 from nonlinear_lowrank.validation import check_integer
 

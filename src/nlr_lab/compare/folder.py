@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nlr_lab.runtime.environment import machine, versions
+from nlr_lab.runtime.storage import FolderLock, is_free, read_json, write_json
 from nlr_lab.training.recipe import Arm, Recipe
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import TEMPORARY, FolderLock, describe_disk_error, is_free, read_json, write_json
+from nonlinear_lowrank.hub.storage import TEMPORARY, describe_disk_error
 from nonlinear_lowrank.validation import check_integer
 
 from .matching import Match, settle_matches

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.runtime.storage import read_json, write_json
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import describe_disk_error, is_inside, read_json, write_json
+from nonlinear_lowrank.hub.storage import describe_disk_error, is_inside
 
 from .folder import check_same, listed_sessions, write_text
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.runtime.storage import read_json
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.training.arms import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import read_json
 
 from .field_plan import FieldArm
 from .fields import FieldComparison, compare_fields

@@ -28,18 +28,10 @@ from torch import Tensor, nn
 
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.resources import check_bytes, choose_device, told_of_memory
+from nlr_lab.runtime.storage import newest_valid, prune, read_json, read_manifest, write_json
 from nlr_lab.runtime.time_limit import OutOfTimeError
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.hub.storage import (
-    describe_disk_error,
-    is_disk_error,
-    newest_valid,
-    prune,
-    read_json,
-    read_manifest,
-    staged_folder,
-    write_json,
-)
+from nonlinear_lowrank.hub.storage import describe_disk_error, is_disk_error, staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from .folder import PICTURES, FitFolder

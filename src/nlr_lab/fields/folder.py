@@ -8,8 +8,8 @@ from typing import Any
 
 from nlr_lab.runtime.environment import provenance
 from nlr_lab.runtime.settings import flatten
+from nlr_lab.runtime.storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
 
 SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
 

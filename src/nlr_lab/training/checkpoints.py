@@ -36,18 +36,10 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging as transformers_logging
 
 from nlr_lab.runtime.processes import gather_objects, on_first_process
+from nlr_lab.runtime.storage import newest_valid, prune, remove_temporaries, step_folders
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.names import in_files, in_memory
-from nonlinear_lowrank.hub.storage import (
-    MANIFEST,
-    describe_disk_error,
-    is_disk_error,
-    newest_valid,
-    prune,
-    remove_temporaries,
-    staged_folder,
-    step_folders,
-)
+from nonlinear_lowrank.hub.storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
 
 from . import shards
 from .readers import is_dead_reader, told_where_waited_for

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from nlr_lab.runtime.environment import provenance
+from nlr_lab.runtime.storage import read_json
 from nlr_lab.tasks.data_record import changed_files, data_record
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import hash_file, read_json
+from nonlinear_lowrank.hub.storage import hash_file
 
 from .recipe import Recipe
 from .result import TrainResult

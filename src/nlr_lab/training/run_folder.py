@@ -5,20 +5,11 @@ from typing import Any
 
 from nlr_lab.runtime.environment import determinism, provenance, versions
 from nlr_lab.runtime.settings import flatten
+from nlr_lab.runtime.storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
 from nlr_lab.tasks.data_record import data_record
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import write_card
-from nonlinear_lowrank.hub.storage import (
-    FolderLock,
-    clear_folder,
-    describe_disk_error,
-    is_disk_error,
-    is_free,
-    read_json,
-    remove_temporaries,
-    staged_folder,
-    write_json,
-)
+from nonlinear_lowrank.hub.storage import describe_disk_error, is_disk_error, staged_folder
 
 from .checkpoints import CheckpointedTrainer, is_adapted
 from .recipe import Recipe

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from nlr_lab.runtime.processes import gather_objects, on_first_process
+from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import MANIFEST, describe_file, read_manifest
+from nonlinear_lowrank.hub.storage import MANIFEST, describe_file
 from nonlinear_lowrank.validation import one_line
 
 from .state_files import read_plain

@@ -18,6 +18,7 @@ import finetune_helpers as kit
 from model_helpers import parameters
 from nlr_lab.cli import main as cli
 from nlr_lab.compare import compare
+from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.images import augmentation as image_augmentation
 from nlr_lab.tasks.images.augmentation import Augmentation, mix_pairs
 from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
@@ -28,7 +29,6 @@ from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nlr_lab.training.result import TrainResult
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.storage import step_folders
 from seeds import rng
 
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from model_helpers import parameters
 from nlr_lab.cli import main as cli
+from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
 from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedBlocks, MaskedLanguageModelTask, Masking
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.storage import step_folders
 from seeds import rng
 from training_helpers import SEEN
 

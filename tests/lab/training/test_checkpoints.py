@@ -15,18 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders, write_json
 from nlr_lab.training import DivergedError, checkpoints, run_training
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import (
-    MANIFEST,
-    FolderLock,
-    newest_valid,
-    prune,
-    read_manifest,
-    staged_folder,
-    step_folders,
-    write_json,
-)
+from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from training_helpers import FakeText, TrainingServer, make_recipe
 
 TEXT = FakeText()
@@ -414,7 +406,7 @@ def test_write_json_replaces_at_once(tmp_path, monkeypatch):
 
 
 def test_one_process_at_a_time(tmp_path):
-    hold = "import sys; from nonlinear_lowrank.hub.storage import FolderLock; from pathlib import Path\n"
+    hold = "import sys; from nlr_lab.runtime.storage import FolderLock; from pathlib import Path\n"
     hold += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -10,19 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nlr_lab.cli import main as cli
+from nlr_lab.runtime.storage import newest_valid, prune, read_manifest, step_folders
 from nlr_lab.training import run_training
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.storage import (
-    CARD,
-    MANIFEST,
-    hash_file,
-    newest_valid,
-    prune,
-    read_manifest,
-    staged_folder,
-    step_folders,
-)
+from nonlinear_lowrank.hub.storage import CARD, MANIFEST, hash_file, staged_folder
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
 

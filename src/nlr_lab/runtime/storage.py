@@ -1,0 +1,180 @@
+"""Folders of runs: JSON files that are written at once, checkpoints `step-N`, and a lock on the whole."""
+
+import errno
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import MANIFEST, TEMPORARY, file_fault, remove, sync
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock, the rest works
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes a JSON file at once: readers see the old one or the new one."""
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
+    sync(path.parent)
+
+
+def read_json(path: Path, **kinds: type) -> dict[str, Any]:
+    """The object in a JSON file that this library wrote.
+
+    Args:
+        path: the file.
+        kinds: keys that it has, and the types of their values.
+
+    Raises:
+        UserError: it is damaged, or another file of that name.
+    """
+    mend = "use another folder, or --overwrite"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged, {' '.join(str(error).split())}; {mend}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object, as ours does; {mend}")
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise UserError(f"{path} has no {key!r}, as ours has; {mend}")
+    return found
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder whose files all match it.
+
+    Raises:
+        UserError: the manifest or a file is missing, cut short or changed; the message names it.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"].items()
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no {MANIFEST}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{folder / MANIFEST} cannot be read") from error
+    for name, entry in files:
+        if (fault := file_fault(folder, name, entry)) is not None:
+            raise UserError(fault)
+    return manifest
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Checkpoint folders `step-N` by N, ascending, whole or not."""
+    found = {}
+    for child in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"step-(\d+)", child.name)
+        if match and child.is_dir():
+            found[int(match[1])] = child
+    return dict(sorted(found.items()))
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose files match its manifest, and why newer ones were passed over."""
+    passed_over = []
+    for child in reversed(step_folders(folder).values()):
+        try:
+            read_manifest(child)
+        except UserError as error:
+            passed_over.append(str(error))
+        else:
+            return child, passed_over
+    return None, passed_over
+
+
+def prune(folder: Path, newest: int, keep: int) -> None:
+    """Keeps checkpoint `newest` and the `keep - 1` whole ones before it; the others go.
+
+    Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
+    others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
+    from before it.
+
+    Raises:
+        UserError: `newest` does not read back as it was written.
+    """
+    folders = step_folders(folder)
+    before = [child for step, child in folders.items() if step < newest]
+    if len(folders) == 1 + len(before) <= keep:
+        return
+    read_manifest(folders[newest])
+    whole = [child for child in before if _has_its_sizes(child)]
+    kept = [*whole[::-1][: keep - 1], folders[newest]]
+    for child in folders.values():
+        if child not in kept:
+            # Renamed first: a kill halfway through must not leave half a checkpoint under a good name.
+            doomed = child.with_name(f"{TEMPORARY}old-{child.name}")
+            remove(doomed)
+            child.rename(doomed)
+            remove(doomed)
+
+
+def _has_its_sizes(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all(file_fault(folder, name, entry, content=False) is None for name, entry in files)
+
+
+def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Whether a folder that is to be written to is new or empty.
+
+    What a process that was killed before its first file left does not count, nor does a lock.
+
+    Raises:
+        UserError: it is a file, or both ways to use a former folder are asked for.
+    """
+    if resume and overwrite:
+        raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder")
+    return not folder.exists() or all(
+        child.name == LOCK or child.name.startswith(TEMPORARY) for child in folder.iterdir()
+    )
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what killed processes left directly in a folder."""
+    for child in folder.iterdir() if folder.is_dir() else ():
+        if child.name.startswith(TEMPORARY):
+            remove(child)
+
+
+def clear_folder(folder: Path, *names: str) -> None:
+    """Removes files and folders of ours from a folder, and nothing else; by the last one it is known as ours."""
+    remove_temporaries(folder)
+    for name in names:
+        remove(folder / name)
+
+
+class FolderLock:
+    """Held by the process that writes to a folder; gone when the process is, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        # Not flock: data-loading workers, being forks, would go on holding it after a kill.
+        self._file = (folder / LOCK).open("w")
+        if fcntl is None:
+            return
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise UserError(f"another process is training in {folder}; wait for it, or stop it") from error
+            raise
+
+    def release(self) -> None:
+        """Lets others in."""
+        self._file.close()
