@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from .processes import world_size
+
 _NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice gives way, guests are in user
 _BLIP = 0.25  # of a core: less than that is no load
 _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run that goes on gives way
@@ -53,7 +55,7 @@ class FreeThreads:
     def __init__(self, wanted: int | None) -> None:
         import torch
 
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        several = world_size() > 1
         self._fixed = bool(wanted or os.environ.get("OMP_NUM_THREADS") or several or torch.accelerator.is_available())
         self.most = torch.get_num_threads()
         self.now = self.fewest = self.most

@@ -16,6 +16,8 @@ import torch
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.versions import versions
 
+from .processes import world_size
+
 _FORMS = 4096  # more compiled forms of one function than a process has time to make
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -36,7 +38,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "threads": threads or torch.get_num_threads(),
         "device": device,
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": world_size(),
     }
 
 
