@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import UserError
@@ -27,6 +28,12 @@ def check_share(name: str, value: Any, *, below: float = 1) -> None:
     """Raise UserError unless the value is at least 0 and below a bound."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < below:
         raise UserError(f"{name} must be at least 0 and below {below:g}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise UserError unless the value is one of the choices."""
+    if value not in (known := tuple(choices)):
+        raise UserError(f"unknown {name} {value!r}; choose one of {', '.join(known)}")
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
