@@ -12,7 +12,7 @@ QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 e
 
 from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -38,7 +38,7 @@ def glue_minilm() -> Recipe:
             glue=GlueData(task="auto", max_length=128),
             model=Pretrained(checkpoint="minilm", targets=("query", "value")),
         ),
-        arm=Arm.parse("sine-lora:r=4,omega=200,lr=1e-3"),
+        arm="sine-lora:r=4,omega=200,lr=1e-3",
         train=TrainConfig(
             epochs=3,
             batch_size=32,
@@ -173,7 +173,7 @@ def _deberta(task: str, *, lr: float, epochs: int) -> Recipe:
             glue=GlueData(task=task, max_length=256, held_out=0.0),
             model=Pretrained(checkpoint=_DEBERTA, targets=("query_proj", "value_proj")),
         ),
-        arm=Arm.parse("sine-lora:r=4,omega=200"),
+        arm="sine-lora:r=4,omega=200",
         train=TrainConfig(
             epochs=epochs,
             batch_size=32,

@@ -12,7 +12,7 @@ An independent audit found no gain over a linear query at a rate of its own: com
 
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -36,7 +36,7 @@ def gpt3_demo() -> Recipe:
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
             backbone=OptBackbone(layers=4, width=128, heads=4, hidden=512),
         ),
-        arm=Arm.parse("nonlinear-query"),
+        arm="nonlinear-query",
         train=TrainConfig(
             steps=300,
             batch_size=8,
@@ -112,7 +112,7 @@ def _small(name: str, *, weight_decay: float, lr: float, arms: tuple[str, ...], 
             ),
             backbone=OptBackbone(layers=12, width=768, heads=12, hidden=3072),
         ),
-        arm=Arm.parse("nonlinear-query"),
+        arm="nonlinear-query",
         train=TrainConfig(
             steps=60_000,
             batch_size=480,

@@ -9,7 +9,7 @@ standard deviation 1 and the first three arms are the baseline and its controls,
 from nlr_lab.tasks.images.token_data import ImageTokenData
 from nlr_lab.tasks.images.tokens import ImageTokenTask
 from nlr_lab.tasks.text.language_model import GlmBackbone
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -33,7 +33,7 @@ def image_tokens_demo() -> Recipe:
             tokens=ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=16"),
+        arm="noble:rank=16",
         train=_training(steps=300, batch_size=32, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
         arms=(*_BASELINES, "noble:rank=16"),
         seeds=3,
@@ -57,7 +57,7 @@ def image_tokens_cifar10() -> Recipe:
             tokens=ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512),
             backbone=GlmBackbone(layers=4, width=192, heads=6, hidden=512, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=24"),
+        arm="noble:rank=24",
         train=_training(steps=1200, batch_size=16, lr=1e-3, warmup_steps=100, eval_every=60, save_every=300),
         arms=(*_BASELINES, "noble:rank=12", "noble:rank=24", "noble:rank=48"),
         seeds=3,
@@ -90,7 +90,7 @@ def image_tokens_base() -> Recipe:
             ),
             backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=64"),
+        arm="noble:rank=64",
         train=_training(
             steps=250_000,
             batch_size=64,

@@ -7,7 +7,7 @@ from any trainer's defaults.
 
 from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -32,7 +32,7 @@ def instruct_small() -> Recipe:
             instructions=InstructionData(source="stdlib", rows=1500, max_length=128, eval_rows=64),
             model=Pretrained(checkpoint="runs/llm-demo", targets=("q_proj", "v_proj")),
         ),
-        arm=Arm.parse("sine-lora:r=4,omega=200,lr=3e-4"),
+        arm="sine-lora:r=4,omega=200,lr=3e-4",
         train=TrainConfig(
             epochs=2,
             batch_size=16,
@@ -70,7 +70,7 @@ def llama3_commonsense() -> Recipe:
             instructions=InstructionData(source="zwhe99/commonsense_170k", max_length=256, held_out=0.01),
             model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),
         ),
-        arm=Arm.parse("sine-lora:r=8,omega=600,lora_alpha=16"),
+        arm="sine-lora:r=8,omega=600,lora_alpha=16",
         # Batch, warm-up, alpha = 2 r and dropout are those of the DoRA code, which the paper says it follows.
         train=TrainConfig(
             epochs=3,
@@ -111,7 +111,7 @@ def llama3_alpaca() -> Recipe:
             instructions=InstructionData(source="tatsu-lab/alpaca", rows=1000, max_length=1024),
             model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),
         ),
-        arm=Arm.parse("nora++:r=2,groups=8,lora_r=8"),
+        arm="nora++:r=2,groups=8,lora_r=8",
         train=TrainConfig(
             epochs=3,
             batch_size=8,

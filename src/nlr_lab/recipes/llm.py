@@ -16,7 +16,7 @@ would be read as a gain of the branch.
 
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -41,7 +41,7 @@ def llm_demo() -> Recipe:
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=16"),
+        arm="noble:rank=16",
         train=TrainConfig(
             steps=300,
             batch_size=8,
@@ -80,7 +80,7 @@ def llm_small() -> Recipe:
             ),
             backbone=GlmBackbone(layers=6, width=512, heads=8, hidden=1376, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=32"),
+        arm="noble:rank=32",
         train=TrainConfig(
             steps=20_000,
             batch_size=64,
@@ -116,7 +116,7 @@ def llm_base() -> Recipe:
             text=_openwebtext(),
             backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=64"),
+        arm="noble:rank=64",
         train=_paper_training(steps=250_000, batch_size=64, lr=3e-4),
         arms=(*_BASELINES, *_PAPER_RANKS),
         seeds=1,
@@ -140,7 +140,7 @@ def llm_large() -> Recipe:
             text=_openwebtext(),
             backbone=GlmBackbone(layers=24, width=2048, heads=16, hidden=5504, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=64"),
+        arm="noble:rank=64",
         train=_paper_training(steps=200_000, batch_size=128, lr=2.5e-4),
         arms=(*_BASELINES, *_PAPER_RANKS),
         seeds=1,

@@ -8,7 +8,7 @@ width, a multiple of 64, as in section 4.1.1. Embeddings have standard deviation
 
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -33,7 +33,7 @@ def mlm_demo() -> Recipe:
             ),
             backbone=EncoderBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=16"),
+        arm="noble:rank=16",
         train=TrainConfig(
             steps=400,
             batch_size=8,
@@ -75,7 +75,7 @@ def mlm_base() -> Recipe:
             ),
             backbone=EncoderBackbone(layers=12, width=768, heads=12, hidden=2048, embedding_std=1.0),
         ),
-        arm=Arm.parse("noble:rank=64"),
+        arm="noble:rank=64",
         train=TrainConfig(
             steps=100_000,
             batch_size=64,

@@ -4,14 +4,14 @@ from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
 from nlr_lab.tasks.images.data import ImageSource
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
-from nlr_lab.training.recipe import Arm, TrainConfig
+from nlr_lab.training.recipe import TrainConfig
 
 
-def weight_arm(method: str, rank: int, where: str, *more: str) -> Arm:
+def weight_arm(method: str, rank: int, where: str, *more: str) -> str:
     """One arm on the linears that match `where`, named by its settings."""
     words = [each.partition("=")[2] for each in more]
     settings = ",".join((f"rank={rank}", *more, f"include={where}"))
-    return Arm.parse(f"{method}:{settings},name={'-'.join((method, f'r{rank}', *words))}")
+    return f"{method}:{settings},name={'-'.join((method, f'r{rank}', *words))}"
 
 
 def weight_arms(rank: int, omega: int, where: str) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def weight_arms(rank: int, omega: int, where: str) -> tuple[str, ...]:
         weight_arm("relu-low-rank", rank, where),
     ]
     sine = [weight_arm("sine-lowrank", rank, where, f"omega={omega}", *more) for more in ((), (other,))]
-    return ("baseline", *map(str, (*low, *controls, *sine)))
+    return ("baseline", *low, *controls, *sine)
 
 
 def digits_task(backbone: VitBackbone | ConvNextBackbone) -> ImagePretrainingTask:

@@ -4,7 +4,7 @@
 
 from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -27,7 +27,7 @@ def vit_digits() -> Recipe:
             images=ImageData(source="digits", classes=(5, 6, 7, 8, 9)),
             model=Pretrained(checkpoint="digits-vit", targets=("q_proj", "v_proj")),
         ),
-        arm=Arm.parse("nora:r=2,groups=8"),
+        arm="nora:r=2,groups=8",
         train=TrainConfig(
             epochs=10,
             batch_size=32,
@@ -80,7 +80,7 @@ def _cifar(name: str, source: str) -> Recipe:
             images=ImageData(source=source, held_out=0.0),
             model=Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=tuple(_LINEARS.split("/"))),
         ),
-        arm=Arm.parse("nora:r=2,groups=8"),
+        arm="nora:r=2,groups=8",
         train=TrainConfig(
             epochs=50,
             batch_size=256,

@@ -9,7 +9,7 @@ from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.backbones import VitBackbone
 from nlr_lab.tasks.images.data import ImageSource
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import RECIPES
 
@@ -35,7 +35,7 @@ def vit_demo() -> Recipe:
             augmentation=Augmentation(crop="shift"),
             plain_rows=400,
         ),
-        arm=Arm.parse("noble:rank=8"),
+        arm="noble:rank=8",
         train=TrainConfig(
             epochs=40,
             batch_size=64,
@@ -80,7 +80,7 @@ def vit_small() -> Recipe:
             plain_rows=10_000,
             meta_classes=1000,
         ),
-        arm=Arm.parse("noble:rank=64"),
+        arm="noble:rank=64",
         train=TrainConfig(
             epochs=90,
             batch_size=1024,

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
-import tyro
 from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
@@ -18,9 +17,7 @@ from nonlinear_lowrank.validation import check_number
 from .composition import Composed, split_parts
 from .context import ArmContext
 from .methods import ARM_METHODS, Function, find_method
-from .values import as_text, read_number, read_value
-
-Optimizer = Literal["adamw", "muon"]
+from .values import Optimizer, as_text, read_number, read_value
 
 _TEXTS = ("include", "exclude", "match")  # settings that are names, also where they look like a number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -227,16 +224,3 @@ def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any
         else:
             settings[key] = read_value(value)
     return method, settings, shared
-
-
-ArmOption = Annotated[
-    Arm,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="ARM",
-        instance_from_str=lambda args: Arm.parse(args[0]),
-        is_instance=lambda instance: isinstance(instance, Arm),
-        str_from_instance=lambda instance: [str(instance)],
-    ),
-]
-"""Read and shown on the command line as its short form."""

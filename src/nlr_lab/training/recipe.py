@@ -10,25 +10,16 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import tyro
-
-from nlr_lab.tasks.finetune.glue import GlueTask
-from nlr_lab.tasks.finetune.image_classification import ImageTask
-from nlr_lab.tasks.finetune.instructions import InstructionTask
-from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
-from nlr_lab.tasks.images.tokens import ImageTokenTask
-from nlr_lab.tasks.text.language_model import LanguageModelTask
-from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
-from nlr_lab.tasks.text.opt_language_model import OptLanguageModelTask
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
-from .arms import Arm, ArmOption, Optimizer
+from .values import Optimizer
 
-__all__ = ["Arm", "Recipe", "TrainConfig"]
+if TYPE_CHECKING:
+    from .arms import Arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +151,21 @@ class TrainConfig:
         return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
 
 
-if TYPE_CHECKING:
-    Task = Any  # each task is used through the functions of `tasks.task`, or by code that knows which it is
-else:
-    # Of a recipe's task the command line shows the fields; it offers no other task.
-    Task = tyro.conf.AvoidSubcommands[
-        OptLanguageModelTask
-        | LanguageModelTask
-        | GlueTask
-        | InstructionTask
-        | ImageTask
-        | MaskedLanguageModelTask
-        | ImagePretrainingTask
-        | ImageTokenTask
-    ]
+class _ArmField:
+    """A recipe's arm: an `Arm`, or its short form, which is read when it is asked for: methods import torch."""
+
+    def __get__(self, recipe: Any, owner: type) -> "Arm":
+        if recipe is None:
+            return "baseline"  # type: ignore[return-value]  # the default
+        if isinstance(recipe.__dict__["arm"], str):
+            from .arms import Arm
+
+            recipe.__dict__["arm"] = Arm.parse(recipe.__dict__["arm"])
+        found: Arm = recipe.__dict__["arm"]
+        return found
+
+    def __set__(self, recipe: Any, arm: "Arm | str") -> None:
+        recipe.__dict__["arm"] = arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +176,9 @@ class Recipe:
     """Of the recipe."""
     description: str = ""
     """One line."""
-    task: Task
-    """What is trained on what."""
-    arm: ArmOption = field(default_factory=Arm)
+    task: Any
+    """What is trained on what: see `tasks.task`."""
+    arm: _ArmField = _ArmField()
     """The change to the model, as in "noble:rank=64", "baseline:init=kaiming" or "module:function"."""
     train: TrainConfig
     """How it trains."""
@@ -224,7 +216,22 @@ class Recipe:
         Raises:
             UserError: a field is missing, unknown, or of the wrong kind.
         """
-        return _from_plain(cls, data, "recipe")
+        from nlr_lab.tasks.finetune.glue import GlueTask
+        from nlr_lab.tasks.finetune.image_classification import ImageTask
+        from nlr_lab.tasks.finetune.instructions import InstructionTask
+        from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+        from nlr_lab.tasks.images.tokens import ImageTokenTask
+        from nlr_lab.tasks.text.language_model import LanguageModelTask
+        from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
+        from nlr_lab.tasks.text.opt_language_model import OptLanguageModelTask
+
+        from .arms import Arm
+
+        tasks = (
+            *(OptLanguageModelTask, LanguageModelTask, GlueTask, InstructionTask),
+            *(ImageTask, MaskedLanguageModelTask, ImagePretrainingTask, ImageTokenTask),
+        )
+        return _from_plain(cls, data, "recipe", {"task": typing.Union[tasks], "arm": Arm})  # noqa: UP007
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
@@ -242,14 +249,14 @@ class Recipe:
         return cls.from_dict(data)
 
 
-def _from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Builds a value of the annotated kind from JSON's."""
+def _from_plain(kind: Any, value: Any, where: str, kinds: Mapping[str, Any] | None = None) -> Any:
+    """Builds a value of the annotated kind from JSON's; `kinds` has those of fields that no annotation tells."""
     if typing.get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} must be a JSON object, got {value!r}")
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = {**typing.get_type_hints(kind, include_extras=True), **(kinds or {})}
         for name in value:
             if name not in hints:
                 raise UserError(f"{where} has an unknown field {name!r}; it was written by another version")
@@ -274,3 +281,11 @@ def _choice(choices: list[Any], value: Any) -> Any:
     exact = [choice for choice in choices if fields[choice] == given]
     able = [choice for choice in choices if given and given <= fields[choice]]
     return [*exact, *able, choices[0]][0]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Arm":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .arms import Arm
+
+    return Arm

@@ -1,8 +1,10 @@
 """Checks of single settings, and settings as text: what arms, recipes and training settings share."""
 
-from typing import Any
+from typing import Any, Literal
 
 from nonlinear_lowrank.errors import UserError
+
+Optimizer = Literal["adamw", "muon"]
 
 
 def read_number(name: str, value: str, where: str) -> float:

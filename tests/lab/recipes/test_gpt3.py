@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import tyro
 
 from model_helpers import FAMILIES, batch
 from nlr_lab.recipes import RECIPES, get_recipe
@@ -68,7 +67,7 @@ def test_every_arm_builds_and_survives_json(name):
     arms = [Arm.parse(text) for text in recipe.arms]
     assert arms[0] == Arm()
     assert len({arm.name for arm in arms}) == len(arms)
-    assert str(recipe.arm) in recipe.arms
+    assert recipe.arm in map(Arm.parse, recipe.arms)
     for arm in arms:
         assert arm.control == (arm.method != "nonlinear-query")
         changed = arm.apply(recipe.task.build_on_meta())
@@ -76,9 +75,6 @@ def test_every_arm_builds_and_survives_json(name):
     train = recipe.train
     assert train.steps % train.eval_every == 0
     assert train.steps / train.eval_every >= 10
-    options = ["--task.backbone.width", "96", "--task.no-tie-embeddings"]
-    parsed = tyro.cli(Recipe, default=recipe, args=options)
-    assert (parsed.task.backbone.width, parsed.task.tie_embeddings) == (96, False)
 
 
 def test_the_model_is_gpt3s():

@@ -57,7 +57,7 @@ def test_every_arm_fits_the_model(name):
     arms = [Arm.parse(text) for text in recipe.arms]
     assert [str(arm) for arm in arms[:3]] == ["baseline", "baseline:init=noble", "baseline:init=kaiming"]
     assert len({arm.name for arm in arms}) == len(arms)
-    assert str(recipe.arm) in recipe.arms
+    assert recipe.arm in map(Arm.parse, recipe.arms)
     for arm in arms:
         plain = recipe.task.build_on_meta()
         before = parameters(plain)

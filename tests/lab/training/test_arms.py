@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import tyro
 from torch import nn
 
 from nlr_lab.training import Arm, Recipe, TrainConfig
@@ -167,22 +166,6 @@ def test_recipe_survives_json():
 def test_json_that_is_no_recipe(text, message):
     with pytest.raises(UserError, match=message):
         Recipe.from_json(text)
-
-
-def test_any_field_on_the_command_line():
-    recipe = make_recipe()
-    options = (
-        "--arm noble:rank=8,lr=1e-3 --train.lr 0.5 --train.betas 0.8 0.9 --train.threads 2 --train.schedule cosine"
-    )
-    options += " --task.text.sequence-length 8 --task.backbone.dense-init kaiming --arms baseline noble:rank=8"
-    options += " --tune-lr 1e-3 2e-3 --train.bf16"
-    parsed = tyro.cli(Recipe, default=recipe, args=options.split())
-    assert parsed.arm == Arm.parse("noble:rank=8,lr=1e-3")
-    assert (parsed.train.lr, parsed.train.betas, parsed.train.threads) == (0.5, (0.8, 0.9), 2)
-    assert (parsed.train.schedule, parsed.train.bf16, parsed.train.steps) == ("cosine", True, 12)
-    assert (parsed.task.text.sequence_length, parsed.task.backbone.dense_init) == (8, "kaiming")
-    assert (parsed.arms, parsed.tune_lr) == (("baseline", "noble:rank=8"), (1e-3, 2e-3))
-    assert tyro.cli(Recipe, default=recipe, args=[]) == recipe
 
 
 def test_function_arm_draws_from_the_seed():
