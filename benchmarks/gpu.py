@@ -11,9 +11,9 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
     step        the paper's base model: step time of NOBLE over the baseline at r = 64, 128, 256
     fused       the same with fuse_shared_inputs: query, key and value together
     memory      the same model: bytes kept for backward and peak of a step
-    forms       NOBLE's up projection accumulated into y or joined with the main product, at each shape of `FORMS`: what
-                `methods.noble.up_form.MEASURED` is filled from; its down projection a product of its own or in
-                the bottleneck's kernel: what `methods.noble.down_form.MEASURED` is filled from
+    forms       NOBLE over the plain linear at each shape of `SHAPES`, with its up projection accumulated into y or
+                joined with the main product, and its down projection a product of its own or in the bottleneck's
+                kernel: what `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op` are to be set by
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
     peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
     op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
@@ -38,15 +38,17 @@ from typing import Any
 import torch
 
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
-from nlr_lab.bench.memory import MemoryBenchConfig, bench_memory
+from nlr_lab.bench.memory import bench_memory
 from nlr_lab.bench.methods import bench_arms
 from nlr_lab.bench.op import OpBenchConfig, bench_op
-from nlr_lab.bench.step import StepBenchConfig, bench_step
+from nlr_lab.bench.step import bench_step
 from nlr_lab.bench.timing import Clock
-from nlr_lab.bench.training import make_stepper
+from nlr_lab.bench.training import TrainBenchConfig, make_stepper
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
-from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.noble import op as noble_op
+from nonlinear_lowrank.methods.noble.op import noble_linear
+from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 
 Sizes = dict[str, Any]
 
@@ -101,7 +103,7 @@ DECODE: Sizes = {
     "context": 512,
     "threads": None,
 }
-FORMS: dict[str, tuple[tuple[int, ...], ...]] = {
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "full": ((1024, 1024), (1024, 5504), (2752, 1024), (2048, 10_944), (4096, 28_672)),  # (d_in, d_out)
     "tiny": ((32, 96),),
 }
@@ -137,7 +139,7 @@ def main() -> int:
     timed = {"rounds": options.rounds, "warmup": 5 if cuda else 1, "clock": clock, "device": options.device}
     sizes = {name: each | timed for name, each in sizes.items()}
     try:
-        config = StepBenchConfig(**sizes["step"])
+        config = TrainBenchConfig(**sizes["step"])
     except UserError as error:
         parser.error(str(error))
     if config.threads is not None:
@@ -182,7 +184,7 @@ def _measure(measure: Callable[..., Any], config: Any) -> dict[str, Any]:
 
 def operator(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Errors relative to the largest entry, of the output and of every gradient."""
-    config = StepBenchConfig(**sizes["step"])
+    config = TrainBenchConfig(**sizes["step"])
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     errors: dict[str, Any] = {}
     for rank in config.ranks:
@@ -192,19 +194,15 @@ def operator(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, 
         dy = torch.randn(x.shape[0], 2 * config.hidden)
 
         def run(function: Callable[..., Any], dtype: torch.dtype, layer=layer, x=x, dy=dy) -> list[torch.Tensor]:
-            lists = [[layer.noble_mix1], [layer.noble_frequency1, layer.noble_frequency2]]
-            lists.append([layer.noble_phase1, layer.noble_phase2])
-
             def leaf(tensor: torch.Tensor) -> torch.Tensor:
                 # All start from the rounded numbers, so that only the arithmetic differs.
                 rounded = tensor.detach().to(config.device, torch.bfloat16 if config.bf16 else torch.float32)
                 return rounded.to(dtype).requires_grad_()
 
-            leaves = [leaf(tensor) for tensor in (x, layer.weight, layer.noble_down, layer.noble_up)]
-            branch = [[leaf(tensor) for tensor in tensors] for tensors in lists]
-            y = function(leaves[0], leaves[1], None, leaves[2], leaves[3], *branch, "cosine")
+            leaves = [leaf(tensor) for tensor in (x, layer.weight, *layer.branch().flat())]
+            y = function(leaves[0], leaves[1], None, Branch.of_flat(leaves[2:], "cosine"))
             y.backward(leaf(dy).detach())
-            return [y.detach(), *(tensor.grad for tensor in [*leaves, *branch[0], *branch[1], *branch[2]])]
+            return [y.detach(), *(tensor.grad for tensor in leaves)]
 
         exact = run(noble_linear_reference, torch.float64)
         names = ["y", "x", "weight", "down", "up", "mix", "frequency1", "frequency2", "phase1", "phase2"]
@@ -220,53 +218,51 @@ def operator(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, 
 
 def step(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """NOBLE on the base model."""
-    return _measure(bench_step, StepBenchConfig(**sizes["step"]))
+    return _measure(bench_step, TrainBenchConfig(**sizes["step"]))
 
 
 def fused(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """The same with layers of one input together, compiled alone."""
-    return _measure(bench_step, StepBenchConfig(**sizes["step"] | {"fuse_shared_inputs": True, "modes": _first(sizes)}))
-
-
-def _first(sizes: dict[str, Sizes]) -> tuple[str, ...]:
-    return sizes["step"]["modes"][:1]
+    one_mode = {"fuse_shared_inputs": True, "modes": sizes["step"]["modes"][:1]}
+    return _measure(bench_step, TrainBenchConfig(**sizes["step"] | one_mode))
 
 
 def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Of the same model."""
-    return _measure(bench_memory, MemoryBenchConfig(**sizes["step"]))
+    return _measure(bench_memory, TrainBenchConfig(**sizes["step"]))
 
 
 def adapters(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Step times over LoRA: as many blocks as let every arm be there at once."""
-    return _measure(bench_step, StepBenchConfig(**sizes["adapters"]))
+    return _measure(bench_step, TrainBenchConfig(**sizes["adapters"]))
 
 
 def peak(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """All 32 blocks, one arm at a time."""
     layers = sizes["adapters"]["layers"] if options.tiny else 32
-    return _measure(bench_memory, MemoryBenchConfig(**sizes["adapters"] | {"layers": layers}))
+    return _measure(bench_memory, TrainBenchConfig(**sizes["adapters"] | {"layers": layers}))
 
 
 def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """{"tokens d_in d_out": record}, at the batch of OP and a sixteenth of it."""
-    found = {}
-    for d_in, d_out in FORMS["tiny" if options.tiny else "full"]:
+    """{"tokens d_in d_out": {"constant=value": record}}, at the batch of OP and a sixteenth of it."""
+    found: dict[str, Any] = {}
+    for d_in, d_out in SHAPES["tiny" if options.tiny else "full"]:
         for tokens in (sizes["op"]["tokens"], sizes["op"]["tokens"] // 16):
-            one = {
-                "operators": ("forms", "down"),
-                "width": d_in,
-                "hidden": d_out,
-                "tokens": tokens,
-                "modes": ("eager",),
-            }
-            found[f"{tokens} {d_in} {d_out}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | one))
+            shape = {"operators": ("noble",), "width": d_in, "hidden": d_out, "tokens": tokens, "modes": ("eager",)}
+            records = found[f"{tokens} {d_in} {d_out}"] = {}
+            for constant in ("JOIN_UP", "FUSE_DOWN"):
+                for value in (False, True):
+                    setattr(noble_op, constant, value)
+                    try:
+                        records[f"{constant}={value}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | shape))
+                    finally:
+                        setattr(noble_op, constant, None)
     return found
 
 
 def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Single operators."""
-    operators = ("noble", "sine", "rational", "gated")  # "forms" and "down" are the part `forms`
+    operators = ("noble", "sine", "rational", "gated")
     return _measure(bench_op, OpBenchConfig(**sizes["op"] | {"operators": operators}))
 
 
@@ -277,7 +273,7 @@ def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, An
 
 def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, list[float]]:
     """arm -> losses of the first steps."""
-    config = StepBenchConfig(**sizes["step"])
+    config = TrainBenchConfig(**sizes["step"])
     text = _text(options.steps * config.batch_size * (config.sequence_length))
     batches = text.view(options.steps, config.batch_size, config.sequence_length).to(config.device)
     curves = {}

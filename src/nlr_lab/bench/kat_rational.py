@@ -7,8 +7,6 @@ group's gradients in memory by an atomic operation, so that sums of one run diff
 code's other way: all powers of x are stacked, in autograd's sight.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from nonlinear_lowrank.ops.kernels import kernels
 
 
 def kat_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """R(x).
+    """Return R(x).
 
     Args:
         x: (..., C).
@@ -39,7 +37,9 @@ def kat_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(x, numerator, denominator):
-        return importlib.import_module(".kat_kernel", __package__).forward(x, numerator, denominator)
+        from . import kat_kernel  # imports triton
+
+        return kat_kernel.forward(x, numerator, denominator)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -47,4 +47,6 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return importlib.import_module(".kat_kernel", __package__).backward(dy, *ctx.saved_tensors)
+        from . import kat_kernel
+
+        return kat_kernel.backward(dy, *ctx.saved_tensors)

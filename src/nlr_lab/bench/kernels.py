@@ -1,19 +1,25 @@
 """`nlr bench kernels`: what the compiler made of every Triton kernel, in every block shape that is launched; no GPU."""
 
-import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from nlr_lab.plan.inspect import render_table
+import torch
+
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import load
 
-from .kernel_report import KernelReport, check_triton, report
-from .model import table_with
+from .result import BenchResult, Row
 
-OPERATORS = ("cosnet", "rational", "sine")
+OPERATORS = {"cosnet": "noble", "rational": "rational", "sine": "sine"}
+"""The method whose folder has the kernels."""
+CAPABILITIES = (80, 86, 89, 90)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,87 +30,150 @@ class KernelBenchConfig:
         UserError: an unknown operator or architecture.
     """
 
-    operators: tuple[str, ...] = OPERATORS
+    operators: tuple[str, ...] = tuple(OPERATORS)
     """Of cosnet, rational and sine."""
     capability: int = 90
     """Compute capability times 10: 80 (A100), 86, 89 or 90 (H100, H200)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "operators", tuple(self.operators))
         for name in self.operators:
             if name not in OPERATORS:
                 raise UserError(f"unknown operator {name!r}; choose of {', '.join(OPERATORS)}")
         if not self.operators:
             raise UserError(f"name at least one operator of {', '.join(OPERATORS)}")
-        if self.capability not in (80, 86, 89, 90):
+        if self.capability not in CAPABILITIES:
             raise UserError(f"capability must be 80, 86, 89 or 90, got {self.capability!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelBench:
-    """Result of `bench_kernels`; `print(result)` gives the table."""
+class KernelReport(Row):
+    """One kernel in one block shape, as ptxas reports it."""
 
-    config: KernelBenchConfig
-    rows: list[KernelReport]
-    machine: dict[str, Any] = field(default_factory=dict)
-    """Versions: the code depends on the compiler and not on the machine."""
+    name: str
+    shape: dict[str, Any]
+    """Its compile-time arguments."""
+    warps: int
+    registers: int
+    """Of a thread; at most 255."""
+    stack: int
+    """Bytes of a thread's stack frame."""
+    spill_stores: int
+    """Bytes."""
+    spill_loads: int
+    """Bytes."""
+    shared: int
+    """Bytes of a block."""
+    matrix_instructions: dict[str, int]
+    """Instruction -> how often it stands in the code."""
+    products: int
+    """tl.dot calls in the source."""
+    problems: list[str] = field(default_factory=list, init=False)
+    """What must not be in a configuration that is launched."""
 
-    def __str__(self) -> str:
-        table = table_with(
-            "kernel in its shape", "warps", "registers", "spilled", "stack", "shared", "matrix instructions"
-        )
-        for row in self.rows:
-            table.add_row(
-                f"{row.name}: {_shape(row)}",
-                str(row.warps),
-                str(row.registers),
-                str(row.spill_stores + row.spill_loads),
-                str(row.stack),
-                f"{row.shared:,}",
-                " ".join(f"{count} {name}" for name, count in sorted(row.matrix_instructions.items())) or "none",
-            )
-        wrong = [f"{row.name} ({_shape(row)}): {problem}" for row in self.rows for problem in row.problems]
-        said = (
-            "\n".join(["must not be:", *wrong]) if wrong else "no spills, no stack; every product on the tensor cores"
-        )
-        compiler = f"sm_{self.config.capability}, triton {self.machine['triton']}, ptxas {self.machine['ptxas']}"
-        return f"{render_table(table, 160)}\nbytes; {compiler}\n{said}"
+    def __post_init__(self) -> None:
+        memory = {"spill stores": self.spill_stores, "spill loads": self.spill_loads, "stack": self.stack}
+        self.problems.extend(f"{value} bytes of {what}" for what, value in memory.items() if value)
+        if self.products and sum(self.matrix_instructions.values()) < self.products:
+            self.problems.append(f"{self.products} products without matrix instructions")
 
-    def to_json(self) -> str:
-        """Everything, as text."""
-        rows = [asdict(row) | {"problems": row.problems} for row in self.rows]
-        return json.dumps({"config": asdict(self.config), "rows": rows, "machine": self.machine}, indent=2)
+    @property
+    def title(self) -> str:
+        """Name, sizes, and the names of what is on."""
+        sizes = [f"{name}={value}" for name, value in self.shape.items() if type(value) is int]
+        on = [name.lower() for name, value in self.shape.items() if value is True]
+        kinds = dict.fromkeys(value for value in self.shape.values() if isinstance(value, str))
+        return f"{self.name}: {' '.join([*sizes, *on, *kinds])}"
+
+    def cells(self) -> dict[str, str]:
+        """Return the texts by column."""
+        instructions = " ".join(f"{count} {name}" for name, count in sorted(self.matrix_instructions.items()))
+        return {
+            "kernel in its shape": self.title,
+            "warps": str(self.warps),
+            "registers": str(self.registers),
+            "spilled": str(self.spill_stores + self.spill_loads),
+            "stack": str(self.stack),
+            "shared": f"{self.shared:,}",
+            "matrix instructions": instructions or "none",
+        }
 
 
-def bench_kernels(config: KernelBenchConfig, *, progress: Callable[[str], object] | None = None) -> KernelBench:
-    """Compiles and counts; some seconds a kernel, the second time none (triton keeps what it compiled).
-
-    Args:
-        config: see `KernelBenchConfig`.
-        progress: called with a line for each kernel, e.g. `print`.
+def bench_kernels(config: KernelBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
+    """Compile and count; some seconds a kernel, the second time none (triton keeps what it compiled).
 
     Raises:
         UserError: triton is not installed, or was told to interpret (TRITON_INTERPRET=1).
     """
-    check_triton()
-    import torch
-    import triton
-
+    try:
+        import triton
+    except ImportError as error:
+        raise UserError("triton is not installed; it comes with torch's CUDA builds, or: pip install triton") from error
     if triton.knobs.runtime.interpret:
         raise UserError("TRITON_INTERPRET=1 compiles nothing; unset it")
     rows = []
     for name in config.operators:
-        for variant in load(name).variants():
+        for variant in load(OPERATORS[name]).variants():
             rows.append(report(variant, config.capability))
-            if progress is not None:
-                progress(f"{rows[-1].name}: {_shape(rows[-1])}")
-    versions = {"triton": triton.__version__, "torch": torch.__version__, "package": version("nonlinear-lowrank")}
-    return KernelBench(config=config, rows=rows, machine=versions | {"ptxas": triton.knobs.nvidia.ptxas.version})
+            progress(rows[-1].title)
+    versions = {
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "package": version("nonlinear-lowrank"),
+        "ptxas": triton.knobs.nvidia.ptxas.version,
+    }
+    return summary(config, rows, versions)
 
 
-def _shape(row: KernelReport) -> str:
-    """Sizes by name, and the names of what is on."""
-    sizes = [f"{name}={value}" for name, value in row.shape.items() if type(value) is int]
-    on = [name.lower() for name, value in row.shape.items() if value is True]
-    kind = [value for value in row.shape.values() if isinstance(value, str)]
-    return " ".join([*sizes, *on, *dict.fromkeys(kind)])
+def summary(config: KernelBenchConfig, rows: list[KernelReport], versions: dict[str, Any]) -> BenchResult:
+    """Return the result; the code depends on these versions and not on the machine."""
+    wrong = [f"{row.title}: {problem}" for row in rows for problem in row.problems]
+    verdict = ["must not be:", *wrong] if wrong else ["no spills, no stack; every product on the tensor cores"]
+    compiler = f"bytes; sm_{config.capability}, triton {versions['triton']}, ptxas {versions['ptxas']}"
+    return BenchResult(config=config, rows=rows, about="\n".join([compiler, *verdict]), machine=versions)
+
+
+def report(variant: Any, capability: int = 90) -> KernelReport:
+    """Compile a variant (`ops.triton.Variant`) for a GPU of a compute capability times 10.
+
+    Pointers are taken to be aligned to 16 bytes, as torch's are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*"}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.options)
+    ptx = compiled.asm["ptx"]
+    return KernelReport(
+        name=variant.name,
+        shape=dict(variant.constants),
+        warps=variant.warps,
+        shared=compiled.metadata.shared,
+        matrix_instructions=dict(Counter(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\b", ptx))),
+        products=variant.products,
+        **_assemble(ptx, triton.knobs.nvidia.ptxas.path),
+    )
+
+
+def _assemble(ptx: str, assembler: str) -> dict[str, int]:
+    """Return the numbers of `ptxas -v`, which triton brings with it."""
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx, encoding="ascii")
+        command = [assembler, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+    }
+    found = {name: re.search(pattern, done.stderr + done.stdout) for name, pattern in patterns.items()}
+    if None in found.values():
+        raise RuntimeError(f"ptxas does not say all of {', '.join(patterns)}: {done.stderr}{done.stdout}")
+    return {name: int(match[1]) for name, match in found.items() if match is not None}

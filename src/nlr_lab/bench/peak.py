@@ -1,5 +1,6 @@
 """Peak memory of a call, on a CPU as on a GPU, without counting what was there before."""
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:
-    """The most bytes that `function()` held at any moment beyond those held when it began.
+    """Return the most bytes that `function()` holds at any moment beyond those held when it begins.
 
     On a GPU it is the caching allocator's own account. On a CPU it is added up from the allocations and frees that
     torch's profiler reports; memory that a library takes by itself is not among them (scratch of matrix products).
@@ -29,8 +30,5 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         function()
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(changes, initial=0))

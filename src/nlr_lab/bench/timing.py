@@ -1,7 +1,7 @@
 """Step times that can be compared: the arms take turns, and ratios are formed within a round.
 
-A machine's speed drifts (frequency, neighbours, caches), often by more than the difference that is to be
-measured. Arms that alternate step by step see the same drift, so the ratio within a round hardly does.
+A machine's speed drifts (frequency, neighbours, caches), often by more than the difference that is to be measured.
+Arms that alternate step by step see the same drift, so the ratio within a round hardly does.
 """
 
 import gc
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 Clock = Literal["process", "wall", "cuda"]
-"""process: CPU seconds of all threads of this process, blind to the machine's other work. wall: seconds
-passed. cuda: seconds between two events on the current CUDA stream."""
+"""process: CPU seconds of all threads of this process, blind to the machine's other work. wall: seconds passed.
+cuda: seconds between two events on the current CUDA stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,11 @@ class Ratio:
     """Upper end."""
     n: int
     """Rounds."""
+    log_standard_error: float | None = None
+    """Bootstrap error of the median's logarithm; None for one round."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers by field."""
+        """Return plain numbers by field."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -52,18 +55,17 @@ def interleaved_step_times(
     after_round: Callable[[int], object] | None = None,
     max_seconds: float | None = None,
 ) -> dict[str, list[float]]:
-    """Times single steps of several arms in turn.
+    """Time single steps of several arms in turn.
 
-    In every round each arm takes one step; the order is rotated by one place each round, so that no arm
-    always follows the same neighbour. Garbage is collected between rounds only.
+    In every round each arm takes one step; the order is rotated by one place each round, so that no arm always
+    follows the same neighbour. Garbage is collected between rounds only.
 
     Args:
         steppers: arm -> a function that takes one step (its return value is ignored).
         rounds: timed steps of each arm.
         warmup: untimed rounds before; compilation, caches and optimizer state belong there.
         clock: see `Clock`.
-        after_round: called untimed with the number of rounds done, e.g. to show progress or to stop by an
-            exception.
+        after_round: called untimed with the number of rounds done, e.g. to show progress or to stop by an exception.
         max_seconds: no further round is begun after so many, but for the first of the warm-up and the first timed.
 
     Returns:
@@ -74,8 +76,8 @@ def interleaved_step_times(
     """
     if not steppers:
         raise UserError("nothing to time; give at least one arm")
-    if rounds < 1 or warmup < 0:
-        raise UserError(f"rounds must be at least 1 and warmup at least 0, got {rounds!r} and {warmup!r}")
+    check_integer("rounds", rounds, minimum=1)
+    check_integer("warmup", warmup, minimum=0)
     if clock not in get_args(Clock):
         raise UserError(f"unknown clock {clock!r}; choose one of {', '.join(get_args(Clock))}")
     if clock == "cuda" and not torch.cuda.is_available():
@@ -91,20 +93,20 @@ def interleaved_step_times(
         gc.freeze()
     end = math.inf if max_seconds is None else time.monotonic() + max_seconds
     try:
-        for round_index in range(-warmup, rounds):
-            if time.monotonic() > end and round_index not in (-warmup, 0):
+        for index in range(-warmup, rounds):
+            if time.monotonic() > end and index not in (-warmup, 0):
                 continue
             gc.collect()
             gc.disable()
-            first = round_index % len(names)
+            first = index % len(names)
             for name in names[first:] + names[:first]:
                 seconds = measure(steppers[name])
-                if round_index >= 0:
+                if index >= 0:
                     times[name].append(seconds)
             if collecting:
                 gc.enable()
-            if after_round is not None and round_index >= 0:
-                after_round(round_index + 1)
+            if after_round is not None and index >= 0:
+                after_round(index + 1)
     finally:
         if freezing:
             gc.unfreeze()
@@ -114,9 +116,7 @@ def interleaved_step_times(
 
 
 def paired_ratio(times: Sequence[float], base: Sequence[float], *, resamples: int = 4000) -> Ratio:
-    """Median, quartiles and interval of times[k] / base[k].
-
-    The resampling draws from a fixed stream, so the same times always give the same interval.
+    """Return median, quartiles and interval of times[k] / base[k]; the same times always give the same interval.
 
     Args:
         times: seconds of one arm by round.
@@ -133,20 +133,22 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], *, resamples: in
         raise UserError("a step took no measurable time; use larger steps")
     ratios = above / below
     draws = np.random.default_rng(0).integers(0, len(ratios), (resamples, len(ratios)))
-    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
-    lower, median, upper = np.quantile(ratios, [0.25, 0.5, 0.75])
+    low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975]).tolist()
+    lower, median, upper = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    error = float(np.median(np.log(ratios)[draws], axis=1).std(ddof=1)) if len(ratios) > 1 else None
     return Ratio(
-        median=float(median),
-        lower_quartile=float(lower),
-        upper_quartile=float(upper),
-        low=float(low),
-        high=float(high),
+        median=median,
+        lower_quartile=lower,
+        upper_quartile=upper,
+        low=low,
+        high=high,
         n=len(ratios),
+        log_standard_error=error,
     )
 
 
 def paired_ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, Ratio]:
-    """`paired_ratio` of every arm over the arm `base`.
+    """Return `paired_ratio` of every arm over the arm `base`.
 
     Raises:
         UserError: there is no arm of that name, or see `paired_ratio`.

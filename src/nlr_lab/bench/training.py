@@ -1,25 +1,19 @@
-"""One training step of an arm, as `nlr bench step` and `nlr bench memory` measure it.
-
-A step is forward, loss, backward, AdamW and zero_grad, on one batch again and again.
-"""
+"""One training step of an arm: forward, loss, backward, AdamW and zero_grad, on one batch again and again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.optim import param_groups
-from nonlinear_lowrank.validation import check_integer
 
 from .methods import BenchArm
-from .model import Mode, ModelBenchConfig, in_mode, make_model
-
-FrozenDtype = Literal["float32", "bfloat16"]
+from .model import ModelBenchConfig, make_model
+from .settings import Mode, in_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +30,8 @@ class TrainBenchConfig(ModelBenchConfig):
     """Sequences of a step."""
     bf16: bool = False
     """Train under bfloat16 autocast."""
-    frozen_dtype: FrozenDtype = "float32"
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that an adapter leaves alone."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("sequence_length", "batch_size"):
-            check_integer(name, getattr(self, name), minimum=1)
-        if self.frozen_dtype not in get_args(FrozenDtype):
-            raise UserError(f"unknown frozen_dtype {self.frozen_dtype!r}; choose {' or '.join(get_args(FrozenDtype))}")
 
     @property
     def setting(self) -> str:
@@ -64,8 +51,14 @@ class Stepper:
     """The forward pass on one batch."""
     eager_loss: Callable[[], torch.Tensor]
     """The same without torch.compile."""
-    step: Callable[[], torch.Tensor]
-    """Trains on one batch and returns the loss (a tensor: reading it would wait for the device)."""
+
+    def step(self) -> torch.Tensor:
+        """Train on one batch and return the loss, a tensor: reading it would wait for the device."""
+        found = self.loss()
+        found.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found.detach()
 
     @property
     def trained(self) -> int:
@@ -73,15 +66,11 @@ class Stepper:
         return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
 
     def flops(self) -> int:
-        """Of the matrix products of one forward and backward pass, counted as they are called.
+        """Return the FLOPs of the matrix products of one forward and backward pass, counted as they are called.
 
-        A product that a method computes again for backward counts again. Takes the time of an eager pass; leaves no
-        gradients.
+        A product that a method computes again for backward counts again. Takes the time of an eager pass.
         """
-        with (
-            FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter,
-            use_kernels(False),
-        ):
+        with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter, use_kernels(False):
             self.eager_loss().backward()
         self.optimizer.zero_grad()
         return counter.get_total_flops()
@@ -105,21 +94,18 @@ def make_stepper(
     batch: Callable[[], torch.Tensor] | None = None,
     lr: float = 1e-6,
 ) -> Stepper:
-    """An arm's stepper, equal batches and equal seed in all arms.
+    """Return an arm's stepper; batches and seed are the same in all arms.
 
     Args:
         config: sizes, device and type.
         mode: as in the settings.
         arm: one of `bench_arms`.
         batch: gives the token ids (batch_size, sequence_length) of each step; None: the same random ids.
-        lr: of AdamW. On one batch again and again, a rate that trains would end in subnormal numbers, whose
+        lr: of AdamW. On one batch again and again, a learning rate that trains would end in subnormal numbers, whose
             arithmetic is slow.
     """
-    model = make_model(config, arm, config.sequence_length, frozen_dtype=getattr(torch, config.frozen_dtype))
-    model.train()
+    model = make_model(config, arm, config.sequence_length, frozen_dtype=getattr(torch, config.frozen_dtype)).train()
     groups = param_groups(model, lr, weight_decay=0.01, verbose=False)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-    forward = in_mode(model, mode)
     generator = torch.Generator().manual_seed(0)
     shape = (config.batch_size, config.sequence_length)
     ids = torch.randint(0, config.vocab_size, shape, generator=generator).to(config.device)
@@ -132,17 +118,10 @@ def make_stepper(
         with torch.autocast(kind, torch.bfloat16, enabled=config.bf16):
             return run(input_ids=tokens, labels=tokens).loss
 
-    def step() -> torch.Tensor:
-        found = loss(forward)
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return found.detach()
-
+    forward = in_mode(model, mode)
     return Stepper(
         model=model,
-        optimizer=optimizer,
+        optimizer=torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True),
         loss=lambda: loss(forward),
         eager_loss=lambda: loss(model),
-        step=step,
     )

@@ -1,7 +1,6 @@
-"""`nlr bench WHAT`: measures one thing on this machine."""
+"""`nlr bench WHAT`: measure one thing on this machine."""
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,16 @@ from .options import parse
 
 BENCHES = {
     "step": "Step time of a method over its baseline, interleaved, beside the ratio of FLOPs.",
-    "memory": "Bytes kept for backward and peak memory of a training step, beside the baseline's.",
+    "memory": "Bytes saved for backward and peak memory of a training step, beside the baseline's.",
     "op": "Time and memory of single operators against their plain formulas, LoRA, DoRA, PEANuT, GELU, SwiGLU and KAT.",
     "decode": "Time of generating one token with a method over the plain model, interleaved.",
     "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
 }
-
-
-PICTURED = ("step", "memory", "op", "decode")
-
-_CLASSES = {"step": "Step", "memory": "Memory", "op": "Op", "decode": "Decode", "kernels": "Kernel"}
+_SETTINGS = {"step": "Train", "memory": "Train", "op": "Op", "decode": "Decode", "kernels": "Kernel"}
 
 
 def run(arguments: list[str]) -> None:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     if not arguments or arguments[0] not in (*BENCHES, "-h", "--help"):
         said = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"
         raise UserError(f"{said}; there are {', '.join(BENCHES)}: nlr bench step")
@@ -34,7 +29,8 @@ def run(arguments: list[str]) -> None:
         print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))
         return
     what, *rest = arguments
-    config_class, measure = _bench(what)
+    module: Any = importlib.import_module(f"nlr_lab.bench.{what}")
+    config_class = getattr(module, f"{_SETTINGS[what]}BenchConfig")
 
     @dataclass(frozen=True, kw_only=True)
     class Options(config_class):  # type: ignore[misc, valid-type]
@@ -60,10 +56,10 @@ def run(arguments: list[str]) -> None:
             raise UserError(f"no such folder: {Path(path).parent} (--{name})")
         if path is not None and Path(path).is_dir():
             raise UserError(f"{path} is a folder; name a file (--{name})")
-    if options.picture is not None and what not in PICTURED:
-        raise UserError(f"nlr bench {what} draws no picture; leave --picture out")
+    if options.picture is not None and what == "kernels":
+        raise UserError("nlr bench kernels draws no picture; omit --picture")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
-    result = measure(config, progress=print)
+    result = getattr(module, f"bench_{what}")(config, progress=print)
     print(result)
     if options.output is not None:
         Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
@@ -71,9 +67,3 @@ def run(arguments: list[str]) -> None:
         from nlr_lab.bench.picture import draw
 
         draw(result, Path(options.picture))
-
-
-def _bench(what: str) -> tuple[type, Callable[..., Any]]:
-    """Settings and measurement of a benchmark; torch is imported here."""
-    module = importlib.import_module(f"nlr_lab.bench.{what}")
-    return getattr(module, f"{_CLASSES[what]}BenchConfig"), getattr(module, f"bench_{what}")

@@ -6,7 +6,6 @@ CPU tensors, unlike on meta ones, autocast casts and attention takes its fused k
 kept is what a GPU run in the same type keeps, apart from a few bytes of kernel state.
 """
 
-import io
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nlr_lab.runtime.tables import number_table, readable_bytes, render_table
 from nonlinear_lowrank.analysis.cost import LayerCost, ModelCost, model_cost
 from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
@@ -126,10 +124,7 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
     columns = ["parameters", "branch", "FLOPs/token", "branch"]
     if cost.kept_bytes is not None:
         columns.append("kept bytes")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("module", overflow="fold")
-    for column in ("n", *columns):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = number_table("module", "n", *columns)
 
     def add(name: str, count: str, row: LayerCost | ModelCost, **style: Any) -> None:
         cells = [row.parameters, row.branch_parameters, row.flops, row.branch_flops, row.kept_bytes]
@@ -276,21 +271,3 @@ def _sum(name: str, rows: list[LayerCost]) -> LayerCost:
         branch_flops=sum(row.branch_flops for row in rows),
         kept_bytes=sum(row.kept_bytes or 0 for row in rows),
     )
-
-
-def render_table(table: Table, width: int) -> str:
-    """A rich table as plain text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def readable_bytes(nbytes: int) -> str:
-    """Bytes in the unit that leaves 1 to 3 digits before the point."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"

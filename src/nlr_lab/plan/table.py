@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
+from nlr_lab.runtime.tables import render_table
+
 from .estimate import ASSUMPTIONS, GIB, ArmPlan, PlanConfig
-from .inspect import render_table
 
 
 def format_plan(title: str, plans: Sequence[ArmPlan], config: PlanConfig, width: int = 120) -> str:

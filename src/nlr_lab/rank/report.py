@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from nlr_lab.plan.inspect import render_table
+from nlr_lab.runtime.tables import render_table
 from nonlinear_lowrank.errors import UserError
 
 from .measures import EXACT, Spectrum, check_tolerance, curve_places

@@ -466,7 +466,7 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert_refused(capsys, ["bench", "op", "--operators", "noble", "noble"], "operators must be different")
     assert_refused(capsys, ["bench", "decode", "--output", str(tmp_path)], "is a folder; name a file (--output)")
     several = ["bench", "decode", "--methods", "nonlinear-query", "--fuse-shared-inputs"]
-    assert_refused(capsys, several, "fuse_shared_inputs is NOBLE's; leave it out, or add noble to the methods")
+    assert_refused(capsys, several, "fuse_shared_inputs is NOBLE's; omit it, or add noble to the methods")
     assert_refused(
         capsys, ["convert", "in", "out", "--rank", "12", "--rank-ratio", "0.25"], "takes the place of --rank"
     )

@@ -254,7 +254,7 @@ def test_rank_with_a_number_still_adds_branches(tmp_path, capsys, monkeypatch):
     assert json.loads(run(capsys, "inspect", "8", "--rank", "4", "--json")[1])["branch_parameters"] > 0
     assert json.loads(run(capsys, "inspect", "8", "--rank=4", "--json")[1])["branch_parameters"] > 0
     assert "stable rank" in run(capsys, "inspect", "--rank", "8")[1]
-    assert "model" in run(capsys, "inspect", "--rank", "64")[2]
+    assert "MODEL" in run(capsys, "inspect", "--rank", "64")[2]
 
 
 def test_rank_figures_are_a_function_of_their_seeds(tmp_path, capsys):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nlr_lab.bench.methods import METHODS, BenchArm
+from nlr_lab.bench.methods import METHODS, bench_arms
 from nlr_lab.bench.model import ModelBenchConfig, make_model
 
 SMALL = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), family="llama")
@@ -17,7 +17,7 @@ IDS = [*OURS, "noble, shared down"]
 
 def made(name, settings):
     """A model whose adapters, if it has some, change the outputs."""
-    arm = BenchArm(method=METHODS[name], rank=4)
+    arm = bench_arms((name,), (4,))[-1]
     model = make_model(settings, arm, 64)
     with torch.no_grad():
         for each in model.parameters():

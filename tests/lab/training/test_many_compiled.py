@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 
 import finetune_helpers
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
-from nlr_lab.bench.step import StepBenchConfig, bench_step
+from nlr_lab.bench.step import bench_step
+from nlr_lab.bench.training import TrainBenchConfig
 from nlr_lab.compare import compare
 from nlr_lab.compare.fields import compare_fields
 from nlr_lab.fields.image import ImageSettings
@@ -64,7 +65,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_of_every_arm(compiled):
-    bench_step(StepBenchConfig(sequence_length=8, batch_size=2, **MODEL))
+    bench_step(TrainBenchConfig(sequence_length=8, batch_size=2, **MODEL))
     met, ok = compiled()
     assert met == ok >= len(RANKS) + 1  # and the baseline
 

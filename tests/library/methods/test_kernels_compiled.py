@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nlr_lab.bench.kernel_report import report
+from nlr_lab.bench.kernels import OPERATORS, report
 from nonlinear_lowrank.ops.kernels import load
 
 triton = pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def key(name, variant):
 def cases():
     for name, quick in QUICK.items():
         left = set(quick)
-        for variant in load(name).variants():
+        for variant in load(OPERATORS[name]).variants():
             chosen = key(name, variant) in left and "fp32" not in str(variant.signature.get("h"))
             left -= {key(name, variant)} if chosen else set()
             shape = "-".join(str(value) for value in variant.constants.values())

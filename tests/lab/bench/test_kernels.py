@@ -1,11 +1,11 @@
 """`nlr bench kernels`: what it says, and what it refuses."""
 
 import json
+import sys
 
 import pytest
 
-from nlr_lab.bench.kernel_report import KernelReport
-from nlr_lab.bench.kernels import KernelBench, KernelBenchConfig
+from nlr_lab.bench.kernels import KernelBenchConfig, KernelReport, summary
 from nlr_lab.cli.main import main
 
 
@@ -25,7 +25,7 @@ def row(**changed):
     return KernelReport(**(plain | changed))
 
 
-def test_what_must_not_be_is_named():
+def test_problems_are_named():
     assert row().problems == []
     assert row(spill_loads=8).problems == ["8 bytes of spill loads"]
     assert row(stack=16).problems == ["16 bytes of stack"]
@@ -33,13 +33,13 @@ def test_what_must_not_be_is_named():
     assert row(matrix_instructions={}, products=0).problems == []
 
 
-def test_table_and_json():
+def test_table_and_json_hold_the_verdict():
     versions = {"triton": "3.7.1", "ptxas": "12.9"}
-    good = KernelBench(config=KernelBenchConfig(), rows=[row()], machine=versions)
+    good = summary(KernelBenchConfig(), [row()], versions)
     assert "R=64 fast ieee" in str(good)
     assert "no spills, no stack" in str(good)
-    bad = KernelBench(config=KernelBenchConfig(), rows=[row(), row(spill_stores=12)], machine=versions)
-    assert "cosnet forward (R=64 fast ieee): 12 bytes of spill stores" in str(bad)
+    bad = summary(KernelBenchConfig(), [row(), row(spill_stores=12)], versions)
+    assert "cosnet forward: R=64 fast ieee: 12 bytes of spill stores" in str(bad)
     assert [each["problems"] for each in json.loads(bad.to_json())["rows"]] == [[], ["12 bytes of spill stores"]]
 
 
@@ -51,14 +51,12 @@ def test_table_and_json():
         (["--output", "no/such/folder/x.json"], "no such folder"),
     ],
 )
-def test_wrong_inputs_are_one_clear_line(arguments, message, capsys):
+def test_wrong_inputs_give_one_line(arguments, message, capsys):
     assert main(["bench", "kernels", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_without_triton_the_mend_is_named(monkeypatch, capsys):
-    import sys
-
+def test_missing_triton_is_named_with_the_fix(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert main(["bench", "kernels"]) == 2
     assert "pip install triton" in capsys.readouterr().err

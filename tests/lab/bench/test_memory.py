@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nlr_lab.bench.memory import MemoryBenchConfig, bench_memory
+from nlr_lab.bench.memory import bench_memory
 from nlr_lab.bench.peak import peak_bytes
 from nlr_lab.bench.picture import draw
+from nlr_lab.bench.training import TrainBenchConfig
 
-TINY = MemoryBenchConfig(
+TINY = TrainBenchConfig(
     width=64,
     layers=2,
     heads=2,
@@ -24,7 +25,7 @@ TINY = MemoryBenchConfig(
 )
 
 
-def test_peak_of_what_can_be_counted():
+def test_peak_agrees_with_counts_by_hand():
     x = torch.randn(1 << 16, requires_grad=True)
     assert x.nbytes <= peak_bytes(lambda: x.detach() + 1, "cpu") <= x.nbytes + 1024
     # sin(x) and cos(x) are kept, their product is the third; of the backward pass one at a time on top
@@ -35,7 +36,7 @@ def test_peak_of_what_can_be_counted():
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_report(mode, tmp_path):
+def test_report_agrees_with_counts_by_hand(mode, tmp_path):
     lines = []
     result = bench_memory(replace(TINY, modes=(mode,)), progress=lines.append)
     rows = {row.arm: row for row in result.rows}
@@ -65,8 +66,8 @@ def test_report(mode, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_branches_of_a_base_model_keep_three_percent_more():
+def test_branches_of_a_base_model_save_three_percent_more():
     base = {"width": 1024, "layers": 12, "heads": 16, "hidden": 2752, "ranks": (64,), "bf16": True}
-    config = MemoryBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
+    config = TrainBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
     baseline, noble = bench_memory(config, progress=lambda line: None).rows
     assert 1 < noble.kept / baseline.kept <= 1.03

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode, make_decoder
-from nlr_lab.bench.methods import METHODS, BenchArm
+from nlr_lab.bench.methods import BenchArm
 from nlr_lab.bench.model import make_model
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.cli.main import main
-from nonlinear_lowrank.errors import UserError
 
 TINY = DecodeBenchConfig(
     width=32,
@@ -28,7 +27,7 @@ TINY = DecodeBenchConfig(
 )
 
 
-def test_report():
+def test_report_holds_what_was_timed():
     result = bench_decode(TINY)
     arms = ("noble r=4", "noble r=4, optimized")
     assert [(row.mode, row.batch_size, row.arm) for row in result.rows] == [
@@ -43,17 +42,16 @@ def test_report():
     assert "one token after 9" in str(result)
 
 
-def test_what_cannot_be_made_faster_has_no_optimized_arm():
+def test_optimized_arms_are_those_that_get_faster():
     result = bench_decode(dataclasses.replace(TINY, methods=("nonlinear-query", "noble"), batch_sizes=(1,)))
     assert [row.arm for row in result.rows] == ["nonlinear-query", "noble r=4", "noble r=4, optimized"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rank", [4])
-def test_a_step_is_the_next_token_and_leaves_the_cache_as_it_was(mode, rank):
+def test_step_is_the_next_token_and_leaves_the_cache(mode):
     torch._dynamo.reset()
-    model = make_model(TINY, BenchArm(method=METHODS["noble"], rank=rank), 16, cache=True).eval()
+    model = make_model(TINY, BenchArm(method="noble", rank=4), 16, cache=True).eval()
     step = make_decoder(TINY, mode, model, 3)
     inner = step.__wrapped__
     cells = dict(zip(inner.__code__.co_freevars, [cell.cell_contents for cell in inner.__closure__], strict=True))
@@ -77,19 +75,14 @@ def test_a_step_is_the_next_token_and_leaves_the_cache_as_it_was(mode, rank):
         (["--rounds", "0"], "rounds"),
     ],
 )
-def test_bad_settings_are_one_clear_line(capsys, options, word):
+def test_bad_settings_give_one_line(capsys, options, word):
     assert main(["bench", "decode", *options]) == 2
     err = capsys.readouterr().err
     assert word in err
     assert err.count("\n") == 1
 
 
-def test_settings_are_checked_in_python_too():
-    with pytest.raises(UserError, match="dtype"):
-        DecodeBenchConfig(dtype="float8")
-
-
-def test_the_command_lists_what_can_be_measured(capsys):
+def test_help_lists_what_can_be_measured(capsys):
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert "nlr bench step" in out
