@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import LearningRateWarning, UserError
-from .hub import registration
+from .hub import registration as _registration  # noqa: F401 - tells transformers and peft of our types
 
 if TYPE_CHECKING:
     from nonlinear_lowrank.integrations.trainer import LearningRateCallback, TrainerMixin
@@ -74,7 +74,9 @@ _FILES = {
     **dict.fromkeys(("MuonAdamW", "param_groups"), "optim"),
     **dict.fromkeys(("LearningRateCallback", "TrainerMixin"), "integrations.trainer"),
     "optimize_for_inference": "inference",
-    **{name: entry.file.removeprefix(f"{__name__}.") for name, entry in registration.CONFIG_CLASSES.items()},
+    "NobleAdapterConfig": "methods.noble.adapter",
+    "NoraConfig": "methods.rational.adapter",
+    "SineLoraConfig": "methods.sine.adapter",
 }
 """Where a name of `__all__` is; the others are here, or are files themselves."""
 

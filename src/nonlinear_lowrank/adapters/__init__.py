@@ -3,8 +3,9 @@
     import nonlinear_lowrank as nlr
     model = peft.get_peft_model(base, nlr.NobleAdapterConfig(r=16, target_modules="all-linear"))
 
-`import nonlinear_lowrank` does not import this folder: peft takes seconds. See `registration`.
+`import nonlinear_lowrank` does not import this folder: peft takes seconds. See `hub.registration`.
 """
 
-# Before any file of this folder: with peft come all methods (`registration`), each needing the others' whole files.
-import peft as _peft  # noqa: F401
+from nonlinear_lowrank.validation import require
+
+require("peft", "peft")  # before any file of this folder: with peft come all methods' adapters

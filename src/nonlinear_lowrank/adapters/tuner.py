@@ -1,13 +1,13 @@
 """The tuner base: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, PeftType, register_peft_method
 from peft.utils.constants import DUMMY_TARGET_MODULES, INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.error import NoMatchingPeftModuleError
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
@@ -23,9 +23,28 @@ from .base import BASE_ROWS, AdapterLayer, check_adapter_name
 from .config import AdapterConfig
 from .weights import WeightLayer
 
+Tuner = TypeVar("Tuner", bound="type[AdapterModel]")
+
 
 class NoTargetError(UserError, NoMatchingPeftModuleError):
     """No module is there to adapt; also peft's own class for it."""
+
+
+def register_adapter(config_class: type[AdapterConfig]) -> Callable[[Tuner], Tuner]:
+    """Add a method to peft; a decorator of its tuner."""
+
+    def register(tuner: Tuner) -> Tuner:
+        # `PeftType` is a closed enum that peft asks for the name: a member, as `enum` itself would make it.
+        name = config_class.type_name
+        member = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        PeftType._member_names_.append(name)
+        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+        type.__setattr__(PeftType, name, member)
+        register_peft_method(name=name.lower(), config_cls=config_class, model_cls=tuner, prefix=tuner.prefix)
+        return tuner
+
+    return register
 
 
 class AdapterModel(BaseTuner):

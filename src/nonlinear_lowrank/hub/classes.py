@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import conversion_mapping
 from transformers.models.auto import configuration_auto
+from transformers.models.auto.configuration_auto import AutoConfig
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_layer
@@ -216,7 +218,7 @@ def plain_class(name: str) -> Any:
 
     found = getattr(transformers, name, None)
     if found is None:
-        registered = [value for mapping in _model_mappings() for value in mapping._extra_content.values()]
+        registered = [value for mapping in model_mappings().values() for value in mapping._extra_content.values()]
         flat = [each for value in registered for each in (value if isinstance(value, list | tuple) else [value])]
         found = next((each for each in flat if getattr(each, "__name__", "") == name), None)
     return found if _is_model_class(found) else None
@@ -228,13 +230,10 @@ def _is_model_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, PreTrainedModel)
 
 
-def config_class_of(base: Any) -> Any:
-    """The augmented twin of a plain config class."""
-    return _config_class_of(base)
-
-
 @cache
-def _config_class_of(base: Any) -> Any:
+def config_class_of(base: Any) -> Any:
+    """Return the augmented twin of a plain config class."""
+
     def __init__(self: Any, *args: Any, nonlinear_lowrank: list[dict[str, Any]] | None = None, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         self.nonlinear_lowrank = nonlinear_lowrank
@@ -295,62 +294,58 @@ def __getattr__(name: str) -> Any:
 
 
 def register(base_config_class: Any) -> Any:
-    """Makes the augmented twins of a backbone known to transformers' Auto classes.
+    """Register the augmented twins of a backbone with transformers' Auto classes, and return the twin config class.
 
-    Nobody needs to call it: it is called when a model is augmented, and when an Auto class meets a
-    model_type "nonlinear_lowrank_<base>" whose base it knows (its own, or added by `AutoConfig.register`).
-
-    Args:
-        base_config_class: the plain config class, e.g. `LlamaConfig`.
-
-    Returns:
-        The augmented config class.
+    Nobody needs to call it: it is called when a model is augmented, and when an Auto class meets a model_type
+    "nonlinear_lowrank_<base>" whose base it knows (its own, or added by `AutoConfig.register`).
 
     Raises:
         UserError: the class has no model_type.
     """
     if not getattr(base_config_class, "model_type", ""):
         raise UserError(f"{base_config_class.__name__} has no model_type, so that Auto classes cannot find it")
-    config_class = config_class_of(base_config_class)
-    model_type: str = config_class.model_type
-    configs = configuration_auto.CONFIG_MAPPING._extra_content
-    if dict.get(configs, model_type) is config_class:
-        return config_class
-    configs[model_type] = config_class
-    for mapping in _model_mappings():
-        if base_config_class not in mapping:
+    return _register(base_config_class)
+
+
+@cache
+def _register(base: Any) -> Any:
+    from transformers.models.auto import modeling_auto
+
+    twin = config_class_of(base)
+    AutoConfig.register(twin.model_type, twin, exist_ok=True)
+    for name, mapping in model_mappings().items():
+        if base not in mapping:
             continue
-        plain = mapping[base_config_class]
+        plain = mapping[base]
         many = isinstance(plain, list | tuple)
         # Where a dependency of the backbone is absent, transformers has a stand-in instead of the model.
-        twins = [twin_of(each, base_config_class) for each in (plain if many else [plain]) if _is_model_class(each)]
+        twins = tuple(twin_of(each, base) for each in (plain if many else [plain]) if _is_model_class(each))
         if twins:
-            mapping.register(config_class, tuple(twins) if many else twins[0], exist_ok=True)
+            mapping.register(twin, twins if many else twins[0], exist_ok=True)
             # Trainer (label smoothing) looks for a model's class name in this table.
-            names = tuple(twin.__name__ for twin in twins)
-            mapping._model_mapping[model_type] = names if many else names[0]
-    _share_processors(base_config_class, config_class)
-    return config_class
+            names = tuple(each.__name__ for each in twins)
+            getattr(modeling_auto, f"{name}_NAMES")[twin.model_type] = names if many else names[0]
+    _share_processors(base, twin)
+    return twin
 
 
-def _model_mappings() -> list[Any]:
+def model_mappings() -> dict[str, Any]:
+    """Return transformers' tables of model classes, each by its name in `modeling_auto`."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _LazyAutoMapping
 
-    return [each for each in vars(modeling_auto).values() if isinstance(each, _LazyAutoMapping)]
+    return {name: each for name, each in vars(modeling_auto).items() if isinstance(each, _LazyAutoMapping)}
 
 
 def _share_weight_conversions(base: str, twin: str) -> None:
-    """Gives a twin its base's renamings between disk and memory (ViT has such), kept by class and by type."""
-    from transformers import conversion_mapping
-
+    """Give a twin its base's renamings between disk and memory (ViT has such), kept by class and by type."""
     conversions = conversion_mapping.get_checkpoint_conversion_mapping(base)
     if conversions is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(twin, conversions, overwrite=True)
 
 
 def _share_processors(base: Any, twin: Any) -> None:
-    """Tokenizers and processors of an augmented model are those of its base."""
+    """Give a twin its base's tokenizers and processors."""
     from transformers.models.auto import tokenization_auto as tokenizers
 
     special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
@@ -366,7 +361,5 @@ def _share_processors(base: Any, twin: Any) -> None:
 
         mappings += [image_processing_auto.IMAGE_PROCESSOR_MAPPING, processing_auto.PROCESSOR_MAPPING]
     for mapping in mappings:
-        if base in mapping._extra_content:
-            mapping._extra_content[twin] = mapping._extra_content[base]
-        elif base.__name__ in mapping._reverse_config_mapping:
-            mapping._reverse_config_mapping[twin.__name__] = mapping._reverse_config_mapping[base.__name__]
+        if base in mapping:
+            mapping.register(twin, mapping[base], exist_ok=True)

@@ -22,14 +22,36 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 
 from nonlinear_lowrank.errors import UserError
 
-from .pooled_config import MeanPooledConfig
+
+class MeanPooledConfig(PreTrainedConfig):
+    """The encoder's config and where its weights are.
+
+    Args:
+        encoder: the encoder's config, as its `to_dict` gives it.
+        encoder_checkpoint: name or folder of the encoder, for a folder without weights.
+        **kwargs: PreTrainedConfig's (num_labels, ...).
+    """
+
+    model_type = "nlr_mean_pooled"
+
+    def __init__(self, encoder: dict[str, Any] | None = None, encoder_checkpoint: str = "", **kwargs: Any) -> None:
+        self.encoder = encoder or {}
+        self.encoder_checkpoint = encoder_checkpoint
+        self.hidden_size = self.encoder.get("hidden_size", 0)
+        self.vocab_size = self.encoder.get("vocab_size", 0)
+        super().__init__(**kwargs)
+
+    def encoder_config(self) -> PreTrainedConfig:
+        """The encoder's config as an object."""
+        values = dict(self.encoder)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 class MeanPooledForSequenceClassification(PreTrainedModel):
@@ -174,4 +196,5 @@ def _build(config: PreTrainedConfig) -> Any:
         return AutoModel.from_config(config)
 
 
+AutoConfig.register(MeanPooledConfig.model_type, MeanPooledConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(MeanPooledConfig, MeanPooledForSequenceClassification, exist_ok=True)

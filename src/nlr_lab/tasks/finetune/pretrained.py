@@ -23,8 +23,12 @@ from torch import nn
 from nlr_lab.tasks.images import digits_vit
 from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification, find_encoder, quiet_loading
-from nonlinear_lowrank.hub.pooled_config import MeanPooledConfig
+from nonlinear_lowrank.hub.pooled import (
+    MeanPooledConfig,
+    MeanPooledForSequenceClassification,
+    find_encoder,
+    quiet_loading,
+)
 from nonlinear_lowrank.validation import one_line
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks

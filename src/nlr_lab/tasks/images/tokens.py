@@ -11,8 +11,7 @@ import torch
 
 from nlr_lab.tasks.text.language_model import DenseInit, GlmBackbone, draw_init
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.image_tokens import ImageTokensForCausalLM
-from nonlinear_lowrank.hub.image_tokens_config import ImageTokensConfig
+from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 from nonlinear_lowrank.hub.rotary import check_head_dim
 
 from .token_data import ImageTokenData, prepare_images

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
-from nonlinear_lowrank.adapters.tuner import AdapterModel
+from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
@@ -206,6 +206,7 @@ class NobleAdapterConv2d(NobleAdapterLinear):
         return y
 
 
+@register_adapter(NobleAdapterConfig)
 class NobleAdapterModel(AdapterModel):
     """peft's tuner for NOBLE adapters."""
 

@@ -21,7 +21,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from nonlinear_lowrank.adapters.base import AdapterLayer
-from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError
+from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import config_to_dict
@@ -39,6 +39,7 @@ from .sites import Survey, survey
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
 
 
+@register_adapter(NoraConfig)
 class NoraModel(AdapterModel):
     """peft's tuner for NoRA and NoRA++."""
 

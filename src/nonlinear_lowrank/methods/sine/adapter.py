@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.quantized import backend_of, unpack
-from nonlinear_lowrank.adapters.tuner import AdapterModel
+from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
@@ -274,6 +274,7 @@ class SineEmbedding(_SineLayer):
         return embedding_delta(self._original(), self._factors(name))
 
 
+@register_adapter(SineLoraConfig)
 class SineLoraModel(AdapterModel):
     """peft's tuner for sine-LoRA and sine-DoRA."""
 
