@@ -4,8 +4,8 @@ import importlib
 
 import torch
 
-from nonlinear_lowrank.methods.rational.gated import rational_gated, rational_gated_reference
-from nonlinear_lowrank.methods.rational.op import rational, rational_reference
+from nonlinear_lowrank.methods.rational.op import rational, rational_gated
+from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
 from nonlinear_lowrank.ops.kernels import load
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 

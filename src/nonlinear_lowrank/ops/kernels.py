@@ -1,20 +1,21 @@
-"""Which tensors are computed by the Triton kernels, a method's `kernel.py`, and which by PyTorch.
+"""How an operator runs: by a method's Triton kernels or by PyTorch, as one op or as many.
 
-Kernels run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported (torch's CUDA builds bring
-it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice is made inside the
-operators' bodies, so that what torch.compile traces on a machine without a GPU is the same.
+Kernels, a method's `kernel.py`, run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported
+(torch's CUDA builds bring it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice
+is made inside the operators' bodies, so that what torch.compile traces on a machine without a GPU is the same.
 """
 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _ENABLED = ContextVar("nonlinear_lowrank_kernels", default=True)
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,7 +23,7 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def use_kernels(enabled: bool) -> Iterator[None]:
-    """Inside it the kernels are used or not; they are by default. Backward runs by the setting of its own moment."""
+    """Use the kernels in the block, or do not; backward runs by the setting of its own moment."""
     token = _ENABLED.set(enabled)
     try:
         yield
@@ -31,7 +32,7 @@ def use_kernels(enabled: bool) -> Iterator[None]:
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
-    """The module `methods.<name>.kernel`, or None where these tensors are PyTorch's.
+    """Return the module `methods.<name>.kernel`, or None where these tensors are PyTorch's.
 
     Args:
         name: "noble", "rational" or "sine".
@@ -44,7 +45,7 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
 
 
 def load(name: str) -> ModuleType:
-    """The module `methods.<name>.kernel`; imports triton."""
+    """Return the module `methods.<name>.kernel`; imports triton."""
     return importlib.import_module(f"nonlinear_lowrank.methods.{name}.kernel")
 
 
@@ -55,9 +56,8 @@ def processors(device: torch.device) -> int:
 
 
 def _fits(tensor: Tensor) -> bool:
-    return (
-        tensor.is_cuda and tensor.dtype in _KERNEL_TYPES and type(tensor) in (Tensor, torch.nn.Parameter)
-    )  # subclasses have their own idea of what an op does
+    # Subclasses have their own idea of what an op does.
+    return tensor.is_cuda and tensor.dtype in _KERNEL_TYPES and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 @functools.cache
@@ -67,3 +67,27 @@ def _usable(device: torch.device) -> bool:
         and importlib.util.find_spec("triton") is not None
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def as_one_op() -> bool:
+    """Return whether torch.compile or selective activation checkpointing is watching.
+
+    The compiler would undo what is kept for backward. Selective checkpointing keeps the outputs of products, and
+    refuses those that were changed in place afterwards, as a lean forward does.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
+
+
+def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a new tensor in another shape, without a copy, that is no view to autograd.
+
+    A view that leaves an `autograd.Function` refuses every in-place operation. `F.linear` with a bias returns one for
+    an input of more than two dimensions, so its results pass through here too.
+
+    Args:
+        result: made by the caller, who keeps no other reference to it.
+        shape: of as many numbers.
+    """
+    return torch.ops.aten._unsafe_view.default(result, shape)

@@ -367,7 +367,7 @@ def test_the_report_tells_layers_apart(capsys):
     said = capsys.readouterr().out
     assert "rational   model.layers.0,2,4.mlp.act_fn x 3: silu as" in said
     assert "rational   model.layers.1.mlp.act_fn: silu as" in said
-    assert "left       model.layers.3,5.mlp.act_fn x 2: not asked for" in said
+    assert "skipped    model.layers.3,5.mlp.act_fn x 2: not asked for" in said
     capsys.readouterr()
     get_peft_model(model_helpers.vit(), NoraConfig(groups=4))
     assert "rational   vit.layers.0-1.mlp.activation_fn x 2: gelu" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_poolers_heads_and_functions_are_left_alone_and_named(name, capsys):
     report = model.base_model.report()
     assert str(report) in said
     assert len(report.activations) == 2
-    assert dict(report.left) == left
+    assert dict(report.skipped) == left
     assert dict(report.functional) == functional
     for where, why in left.items():
         assert f"left       {where}: {why}" in said
@@ -92,7 +92,7 @@ def test_a_pooler_is_taken_when_it_is_asked_for():
     report = model.base_model.report()
     assert list(report.activations) == ["bert.pooler.activation"]
     assert "tanh as degree 5/4" in report.activations["bert.pooler.activation"]
-    assert set(report.left) == two(BERT_MLP)
+    assert set(report.skipped) == two(BERT_MLP)
 
 
 def test_targets_by_name_layer_and_exclusion():

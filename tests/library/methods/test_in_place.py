@@ -13,8 +13,7 @@ from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.methods.noble import NobleConv1D, NobleLinear
 from nonlinear_lowrank.methods.noble.op import noble_branch
 from nonlinear_lowrank.methods.rational import RationalActivation
-from nonlinear_lowrank.methods.rational.gated import rational_gated
-from nonlinear_lowrank.methods.rational.op import rational
+from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from nonlinear_lowrank.methods.sine.delta import SineFactors
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_linear

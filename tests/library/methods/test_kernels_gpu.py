@@ -6,8 +6,7 @@ import torch
 from kernel_helpers import compare, rational_pair, with_gradients
 from nonlinear_lowrank.methods.noble.down_form import use_down_form
 from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
-from nonlinear_lowrank.methods.rational.gated import rational_gated
-from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size
+from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational_gated
 from nonlinear_lowrank.methods.sine.delta import SineFactors
 from nonlinear_lowrank.methods.sine.op import sine_layer, sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels, use_kernels

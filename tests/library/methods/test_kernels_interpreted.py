@@ -10,7 +10,8 @@ from kernel_helpers import compare, rational_pair, route
 from nonlinear_lowrank.methods.noble.down_form import use_down_form
 from nonlinear_lowrank.methods.noble.group_op import noble_group, noble_group_reference
 from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
-from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational, rational_reference
+from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational
+from nonlinear_lowrank.methods.rational.reference import rational_reference
 from nonlinear_lowrank.methods.sine.delta import SineFactors
 from nonlinear_lowrank.methods.sine.op import effective_weight, sine_layer, sine_layer_reference
 from nonlinear_lowrank.ops.kernels import load

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from nonlinear_lowrank.methods.noble.op import ACTIVATIONS
+from nonlinear_lowrank.methods.noble.reference import ACTIVATIONS
 from nonlinear_lowrank.methods.rational.op import FORMS, denominator_size
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -65,69 +65,68 @@ class Draw:
 
 
 def bottleneck(draw, rank, activation, depth, dtype):
-    """mixes, frequencies and phases, and how wide u is: the last step may have some of the rows alone."""
-    wide = draw.any(dtype, torch.float32, torch.float64)
+    """Return the tensors of a bottleneck, and how wide u is: the last step may have some of the rows alone."""
+    cosine_dtype = draw.any(dtype, torch.float32, torch.float64)
     last = draw.any(rank, draw.size(rank)) if depth > 1 else rank
     widths = [*[rank] * (depth - 1), last]
     mixes = [draw.tensor(width, rank, dtype=dtype) for width in widths[1:]]
-    cosines = [[draw.tensor(width, dtype=wide) for width in widths if activation == "cosine"] for _ in range(2)]
-    return [mixes, *cosines], last
+    cosines = [draw.tensor(width, dtype=cosine_dtype) for width in widths * 2] if activation == "cosine" else []
+    return [*mixes, *cosines], last
 
 
 def noble(draw):
-    """x, weight, bias, the branch's arguments and h."""
+    """Return x, weight, bias, h, the branch's tensors and its activation."""
     batch, d_in, d_out, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.size(), draw.any(*FLOATS)
     activation = draw.any("cosine", "cosine", *ACTIVATIONS)
     depth = draw.any(1, 2, 3) if activation == "cosine" else draw.any(1, 2)
-    lists, width = bottleneck(draw, rank, activation, depth, dtype)
+    inner, width = bottleneck(draw, rank, activation, depth, dtype)
     weight = draw.maybe(draw.tensor(d_out, d_in, dtype=dtype))
     bias = None if weight is None else draw.maybe(draw.tensor(d_out, dtype=dtype))
     down = draw.maybe(draw.tensor(rank, d_in, dtype=dtype))
-    given = None if down is not None else draw.tensor(*batch, rank, dtype=dtype)
-    branch = (down, draw.tensor(d_out, width, dtype=dtype), *lists, activation)
-    return draw.tensor(*batch, d_in, dtype=dtype), weight, bias, branch, given
+    h = None if down is not None else draw.tensor(*batch, rank, dtype=dtype)
+    tensors = [down, draw.tensor(d_out, width, dtype=dtype), *inner]
+    return draw.tensor(*batch, d_in, dtype=dtype), weight, bias, h, tensors, activation
 
 
 def noble_forward(draw):
-    x, weight, bias, branch, given = noble(draw)
-    return x, weight, bias, *branch, given, draw.any(True, False)
+    return *noble(draw), draw.any(True, False)
 
 
 def noble_backward(draw):
-    x, weight, _, branch, given = noble(draw)
-    down, up = branch[:2]
-    h = draw.tensor(x.shape[:-1].numel(), down.shape[0], dtype=x.dtype) if given is None else given
+    x, weight, _, h, (down, up, *inner), activation = noble(draw)
+    if h is None:
+        h = draw.tensor(x.shape[:-1].numel(), down.shape[0], dtype=x.dtype)
     wanted = draw.wanted(weight is not None or down is not None, weight is not None, weight is not None)
-    return draw.tensor(*x.shape[:-1], up.shape[0], dtype=x.dtype), x, h, weight, *branch, wanted
+    dy = draw.tensor(*x.shape[:-1], up.shape[0], dtype=x.dtype)
+    return dy, x, h, weight, [down, up, *inner], activation, wanted
 
 
 def noble_group(draw):
-    """x, weights, biases, and the branches' arguments."""
+    """Return x, weights, biases, the branches' tensors and their activation."""
     batch, d_in, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.any(*FLOATS)
     n, activation = draw.any(2, 3), draw.any("cosine", "cosine", *ACTIVATIONS)
-    m, depth, wide = draw.any(n, 1), draw.any(1, 2), draw.any(dtype, torch.float32)
-    d_outs = [draw.size() for _ in range(n)]
-    cosines = 2 * n * depth if activation == "cosine" else 0
-    flat = [draw.tensor(rank, rank, dtype=dtype) for _ in range(n * (depth - 1))]
-    flat += [draw.tensor(rank, dtype=wide) for _ in range(cosines)]
-    downs = [draw.tensor(rank, d_in, dtype=dtype) for _ in range(m)]
-    ups = [draw.tensor(d_out, rank, dtype=dtype) for d_out in d_outs]
-    weights = [draw.tensor(d_out, d_in, dtype=dtype) for d_out in d_outs]
-    biases = [draw.maybe(draw.tensor(d_out, dtype=dtype)) for d_out in d_outs]
-    branches = (downs, ups, flat, [n, m, depth - 1, cosines // (2 * n)], activation)
-    return draw.tensor(*batch, d_in, dtype=dtype), weights, biases, branches
+    shared, depth, wide = draw.any(True, False), draw.any(1, 2), draw.any(dtype, torch.float32)
+    weights = [draw.tensor(draw.size(), d_in, dtype=dtype) for _ in range(n)]
+    biases = [draw.maybe(draw.tensor(weight.shape[0], dtype=dtype)) for weight in weights]
+    tensors = []
+    for place, weight in enumerate(weights):
+        tensors += [None if shared and place else draw.tensor(rank, d_in, dtype=dtype)]
+        tensors += [draw.tensor(weight.shape[0], rank, dtype=dtype)]
+        tensors += [draw.tensor(rank, rank, dtype=dtype) for _ in range(depth - 1)]
+        tensors += [draw.tensor(rank, dtype=wide) for _ in range(2 * depth) if activation == "cosine"]
+    return draw.tensor(*batch, d_in, dtype=dtype), weights, biases, tensors, activation
 
 
 def noble_group_forward(draw):
-    x, weights, biases, branches = noble_group(draw)
-    return x, weights, biases, *branches, draw.any(True, False)
+    return *noble_group(draw), draw.any(True, False)
 
 
 def noble_group_backward(draw):
-    x, weights, _, branches = noble_group(draw)
-    h = draw.tensor(x.shape[:-1].numel(), sum(down.shape[0] for down in branches[0]), dtype=x.dtype)
+    x, weights, _, tensors, activation = noble_group(draw)
+    size = len(tensors) // len(weights)
+    h = draw.tensor(x.shape[:-1].numel(), sum(len(down) for down in tensors[::size] if down is not None), dtype=x.dtype)
     dys = [draw.tensor(*x.shape[:-1], weight.shape[0], dtype=x.dtype) for weight in weights]
-    return dys, x, h, weights, *branches, draw.wanted(*[True] * (1 + 2 * len(weights)))
+    return dys, x, h, weights, tensors, activation, draw.wanted(*[True] * (1 + 2 * len(weights)))
 
 
 def factors(draw, d_out, d_in):
@@ -210,23 +209,14 @@ def rational(draw, inputs):
 
 
 def rational_forward(draw):
-    (x,), settings = rational(draw, 1)
-    return x, *settings
+    (x, up), settings = rational(draw, 2)
+    return x, draw.maybe(up), *settings
 
 
 def rational_backward(draw):
-    (dy, x), settings = rational(draw, 2)
-    return dy, x, *settings, draw.wanted(*[True] * 3)
-
-
-def rational_gated_forward(draw):
-    (gate, up), settings = rational(draw, 2)
-    return gate, up, *settings
-
-
-def rational_gated_backward(draw):
-    (dy, gate, up), settings = rational(draw, 3)
-    return dy, gate, up, *settings, draw.wanted(*[True] * 4)
+    (dy, x, up), settings = rational(draw, 3)
+    up = draw.maybe(up)
+    return dy, x, up, *settings, draw.wanted(True, up is not None, True, True)
 
 
 def lowrank_forward(draw):
@@ -253,8 +243,6 @@ GENERATORS = {
         noble_group_forward,
         rational_backward,
         rational_forward,
-        rational_gated_backward,
-        rational_gated_forward,
         sine_backward,
         sine_forward,
         sine_rows_backward,

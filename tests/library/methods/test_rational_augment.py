@@ -361,7 +361,9 @@ def test_refusals_change_nothing(make, options, word):
 def test_choices_of_linears_and_a_second_time_are_refused():
     model = model_helpers.glm()
     for option in ({"select": ["model.layers.0.mlp.down_proj"]}, {"budget": "5%"}):
-        with pytest.raises(UserError, match=rf"rational replaces activations, and {next(iter(option))}= is for linears"):
+        with pytest.raises(
+            UserError, match=rf"rational replaces activations, and {next(iter(option))}= is for linears"
+        ):
             nlr.augment(model, RationalConfig(groups=4), **option)
     assert not rational(model)
     augment(model, include=r".*layers\.0\..*")

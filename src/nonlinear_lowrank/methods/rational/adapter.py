@@ -72,9 +72,9 @@ class NoraModel(AdapterModel):
             adapter=adapter_name,
             activations=functions,
             linears=[name for name in mine if name not in activations],
-            left={
+            skipped={
                 name: why
-                for name, why in (dict.fromkeys(seen.sites, "not asked for") | seen.left).items()
+                for name, why in (dict.fromkeys(seen.sites, "not asked for") | seen.skipped()).items()
                 if name not in activations
             },
             functional=seen.functional,
@@ -111,7 +111,8 @@ class NoraModel(AdapterModel):
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         proxy = _activation_proxy(peft_config, key)
-        if key in self._survey.sites or (key in self._survey.aside and peft_config.target_modules != ALL_ACTIVATIONS):
+        site = self._survey.sites.get(key)
+        if site and not (site.skipped and peft_config.target_modules == ALL_ACTIVATIONS):
             return check_target_module_exists(proxy, key)
         if self._linears is not None:
             return check_target_module_exists(self._linears, key)
@@ -130,7 +131,7 @@ class NoraModel(AdapterModel):
             if name and not isinstance(result := self._check_target_module_exists(config, name), _ExcludedModule)
             if result
         }
-        activations = [name for name in found if name in seen.sites or name in seen.aside]
+        activations = [name for name in found if name in seen.sites]
         if not activations:
             raise NoTargetError(_nothing_found(config, model, seen))
         if config.lora_r and len(found) == len(activations):
@@ -139,7 +140,7 @@ class NoraModel(AdapterModel):
             matching = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
             if not matching:
                 raise NoTargetError(f"target_modules has {wanted!r}, which matches no module; {_names(seen)}")
-            other = next((name for name in matching if name not in seen.sites and name not in seen.aside), None)
+            other = next((name for name in matching if name not in seen.sites), None)
             if other is not None:
                 why = seen.unfit.get(other) or f"is a {type(model.get_submodule(other)).__name__}, no activation"
                 raise UserError(f"{other}: {why}; {_names(seen)}")
@@ -147,7 +148,7 @@ class NoraModel(AdapterModel):
 
     def check_target(self, name: str, base: nn.Module, config: NoraConfig) -> None:
         """Also that an activation is used, and that the groups divide its width."""
-        site = self._survey.sites.get(name) or self._survey.aside.get(name)
+        site = self._survey.sites.get(name)
         wrapped = self.model.get_submodule(name)
         if site is None:
             super().check_target(name, base, config)
@@ -170,8 +171,7 @@ class NoraModel(AdapterModel):
 
     def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
         """As in `AdapterModel`."""
-        sites = (*self._survey.sites.values(), *self._survey.aside.values())
-        site = next((site for site in sites if site.module is base), None)
+        site = next((site for site in self._survey.sites.values() if site.module is base), None)
         if site is not None:
             return NoraActivation(base, site)
         self.layer_classes = dict.fromkeys(  # type: ignore[misc]
@@ -234,7 +234,7 @@ def _is_excluded(proxy: Any, key: str) -> bool:
 
 
 def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
-    if config.target_modules == DUMMY_TARGET_MODULES or seen.sites or seen.aside:
+    if config.target_modules == DUMMY_TARGET_MODULES or seen.sites:
         asked = f"target_modules={_listed(config.target_modules)}"
         limits = "".join(
             f", {limit}={getattr(config, limit)!r}"
@@ -249,14 +249,14 @@ def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
         return f"{asked}{limits} match no activation of {type(model).__name__}; {_names(seen)}" + (
             hint if asks_for_linears else ""
         )
-    reasons = [f"{name} ({why})" for name, why in seen.left.items()]
+    reasons = [f"{name} ({why})" for name, why in seen.unfit.items()]
     reasons += [f"{name or 'the model'} ({why})" for name, why in seen.functional.items()]
     found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
     return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
 
 
 def _names(seen: Survey) -> str:
-    names = {name.rpartition(".")[2] for name in (*seen.sites, *seen.aside)}
+    names = {name.rpartition(".")[2] for name in seen.sites}
     return f"the model's activations are called {', '.join(sorted(names))}" if names else "the model has no activations"
 
 

@@ -14,7 +14,7 @@ class NoraReport:
     """Modules that became rational functions, and which; the error of the fit is in it."""
     linears: Sequence[str]
     """Modules with LoRA."""
-    left: Mapping[str, str]
+    skipped: Mapping[str, str]
     """Activations that stay as they are, and why."""
     functional: Mapping[str, str]
     """Modules that call an activation as a function, where nothing can be swapped; "" is the model itself."""
@@ -30,7 +30,7 @@ class NoraReport:
         ]
         lines += [f"  rational   {row}" for row in _folded(self.activations)]
         lines += [f"  LoRA       {row}" for row in _folded(dict.fromkeys(self.linears, ""))]
-        lines += [f"  left       {row}" for row in _folded(self.left)]
+        lines += [f"  skipped    {row}" for row in _folded(self.skipped)]
         named = {name or "the model": f"{why}; it cannot be swapped" for name, why in self.functional.items()}
         lines += [f"  functional {row}" for row in _folded(named)]
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Rational activations: an activation function with trainable coefficients, by groups of channels.
 
 Init and learning-rate table. G groups, degrees (m, n); n' is n + 1 in the form "abs_of_sum" and n in "sum_of_abs"
-(see `ops.rational`). The fit is that of `rational_fit.fit_rational`.
+(see `op`). The fit is that of `fit.fit_rational`.
 
 | tensor                    | shape      | init               | lr x | decay |
 |---------------------------|------------|--------------------|------|-------|
@@ -18,7 +18,7 @@ Source: nora.txt, section 3, equations (6)-(8); anchor and tails are ours.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.activations import FORMULAS
+from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
 from .op import FORMS, LinearTails, denominator_size, rational, rational_anchored
@@ -72,33 +73,25 @@ class RationalConfig:
         low, high = check_range(self.fit_range)
         object.__setattr__(self, "fit_range", (low, high))
         object.__setattr__(self, "degrees", check_degrees(self.degrees))
-        for name, known in (
-            ("activation", (*FORMULAS, None)),
-            ("form", FORMS),
-            ("tails", ("linear", "rational")),
-            ("anchor", ("none", "exact")),
-            ("channel_dim", (-1, 1, None)),
-        ):
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
-        for name in ("groups", "width"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and (name == "groups" or value is not None):
-                raise UserError(f"{name} must be a positive integer, got {value!r}")
+        if self.activation is not None:
+            check_choice("activation", self.activation, FORMULAS)
+        check_choice("form", self.form, FORMS)
+        check_choice("tails", self.tails, get_args(Tails))
+        check_choice("anchor", self.anchor, get_args(Anchor))
+        if self.channel_dim not in (-1, 1, None):
+            raise UserError(f"channel_dim must be -1 or 1, got {self.channel_dim!r}")
+        check_integer("groups", self.groups, minimum=1)
+        if self.width is not None:
+            check_integer("width", self.width, minimum=1)
 
     def fit(self) -> RationalFit:
-        """The fit that the coefficients start from.
-
-        Raises:
-            UserError: it is not said what to fit.
-        """
+        """Return the fit that the coefficients start from; raise UserError where it is not said what to fit."""
         return fit_rational(self._formula(), form=self.form, degrees=self.degrees, fit_range=self.fit_range)
 
     # Settings never change, and torch.compile(dynamic=True) would make symbols of their floats.
     @torch.compiler.assume_constant_result
     def straight_tails(self) -> LinearTails | None:
-        """The operator's `tails`."""
+        """Return the operator's `tails`."""
         low, high = self.fit_range  # type: ignore[misc]
         return straight_tails(self._formula(), (low, high)) if self.tails == "linear" else None
 
@@ -116,16 +109,13 @@ class RationalConfig:
         return self.activation
 
     def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor, base: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The activation with given coefficients.
+        """Evaluate the activation with given coefficients.
 
         Args:
-            x: any shape, with a multiple of G channels at channel_dim.
+            x: any shape, with a multiple of G channels at channel_dim; the result is of its shape and type.
             numerator: (G, m + 1).
             denominator: (G, n').
             base: coefficients of the fit, (G or 1, .), with anchor="exact".
-
-        Returns:
-            Of the shape and type of x.
 
         Raises:
             UserError: the groups do not divide the channels, or these are not where they should be.
@@ -179,7 +169,7 @@ class RationalActivation(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets every coefficient to the fit's; on the meta device nothing."""
+        """Set every coefficient to the fit's; on the meta device nothing."""
         if self.rational_numerator.is_meta:
             return
         fit = self.rational_config.fit()
@@ -191,13 +181,13 @@ class RationalActivation(nn.Module):
                     init.copy_(tensor, row.expand_as(tensor))
 
     def base_coefficients(self) -> tuple[Tensor, Tensor] | None:
-        """Of the fit, (1, .) each, with anchor="exact"."""
+        """Return the fit's coefficients, (1, .) each, with anchor="exact"."""
         if self.rational_base_numerator is None or self.rational_base_denominator is None:
             return None
         return self.rational_base_numerator, self.rational_base_denominator
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `RationalConfig.evaluate`."""
+        """See `RationalConfig.evaluate`."""
         coefficients = self.rational_numerator, self.rational_denominator
         return self.rational_config.evaluate(x, *coefficients, self.base_coefficients())
 

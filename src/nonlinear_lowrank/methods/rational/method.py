@@ -54,8 +54,6 @@ class RationalMethod(Method):
                 "activations as an adapter too (nlr.NoraConfig)"
             )
         targets = {name: _target(name, site, config) for name, site in seen.sites.items()}
-        for name, site in seen.aside.items():
-            targets[name] = replace(_target(name, site, config), skipped=seen.left[name])
         functions = {name: f"{what}; a function cannot be swapped" for name, what in seen.functional.items()}
         return Findings(targets=targets, skipped=seen.unfit | functions)
 
@@ -79,7 +77,7 @@ class RationalMethod(Method):
 
 
 def _target(name: str, site: Site, config: RationalConfig) -> Target:
-    settled = replace(
+    config = replace(
         config,
         activation=config.activation or site.formula,
         channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
@@ -88,11 +86,12 @@ def _target(name: str, site: Site, config: RationalConfig) -> Target:
     refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
     if isinstance(site.module, RationalActivation):
         refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
-    of = "" if settled.activation == site.formula else f" in place of {site.formula}"
+    of = "" if config.activation == site.formula else f" in place of {site.formula}"
     return Target(
-        config=settled,
-        details=f"{settled.fit()}{of}, {settled.groups} groups of {settled.width or '?'} channels",
+        config=config,
+        details=f"{config.fit()}{of}, {config.groups} groups of {config.width or '?'} channels",
         device=_device(site),
+        skipped=site.skipped,
         refused=refused,
     )
 

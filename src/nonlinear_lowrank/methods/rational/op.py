@@ -10,28 +10,31 @@ Shapes, here and below: x (..., C), channels last; numerator (G, m + 1); denomin
 "abs_of_sum" (b0 first), (G, n) for "sum_of_abs" (b1 first). The C channels are G contiguous groups of
 C / G, and every channel of group g uses row g of the coefficients.
 
-`rational_reference` is the plain formula. `rational` gives the same numbers and keeps x alone for backward.
-`rational_anchored` is f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients
-twice it is f to the bit. Polynomials are evaluated in float32 or wider and rounded once to the type of x.
+`rational` is R(x), `rational_gated` R(gate) * up, the gated half of a SwiGLU or GeGLU, and `rational_anchored`
+f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients twice it is f to the bit. All keep
+their inputs alone for backward. Polynomials are evaluated in float32 or wider and rounded once to the type of x. At
+b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move otherwise. The plain
+formulas are in `reference`; second derivatives are refused with a RuntimeError.
 
-Under torch.compile both are plain tensor code with a hand-written backward, which Inductor fuses into one
+Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one
 pass forward and one pass backward. Rows of x are laid out as (tokens * G, C / G) there: with one loop nest for
 dx and for the coefficients' sums, nothing of x's size is written but dx (measured: half the time of sums
 over a (tokens, G, C / G) view, and independent of G). In eager mode the same code runs over pieces that
-stay in cache. On NVIDIA GPUs `rational` is the kernels of `triton/rational.py`, under torch.compile as opaque ops.
+stay in cache. On NVIDIA GPUs R(x) and R(gate) * up are the kernels of `kernel`, under torch.compile as opaque ops.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.activations import FORMULAS, activation, activation_slope
-from nonlinear_lowrank.ops.reshaped import reshaped
+from nonlinear_lowrank.ops.kernels import reshaped
+from nonlinear_lowrank.validation import check_choice
 
-from .gpu import gradients_on_gpu, kernel, on_gpu, op_gradients, opaque
+from .gpu import gradients_on_gpu, kernel, on_gpu, opaque
 
 FORMS = ("abs_of_sum", "sum_of_abs")
 
@@ -48,104 +51,57 @@ class LinearTails(NamedTuple):
     high_slope: float
 
 
+class Ratio(NamedTuple):
+    """A rational function, and with the last three what it is anchored to."""
+
+    numerator: Tensor
+    denominator: Tensor
+    form: str
+    limits: Sequence[float] | None
+    """`LinearTails`."""
+    base_numerator: Tensor | None = None
+    base_denominator: Tensor | None = None
+    formula: str | None = None
+    """f."""
+
+
 def denominator_size(degree: int, form: str) -> int:
-    """Number of stored coefficients of a denominator of this degree."""
+    """Return the number of stored coefficients of a denominator of this degree."""
     return degree + 1 if form == "abs_of_sum" else degree
 
 
-def rational_reference(
-    x: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str = "abs_of_sum",
-    tails: LinearTails | None = None,
+def rational(
+    x: Tensor, numerator: Tensor, denominator: Tensor, form: str = "abs_of_sum", tails: LinearTails | None = None
 ) -> Tensor:
-    """R(x), term by term, differentiable as often as asked; shapes in this file's docstring.
-
-    Returns:
-        (..., C) in the type of x.
+    """R(x): (..., C) in the type of x.
 
     Raises:
         UserError: unknown form, C not divisible by G, or coefficients of the wrong shape.
     """
     check(x, numerator, denominator, form)
-    wide = _compute_type(x)
-    groups = numerator.shape[0]
-    z = x.to(wide).unflatten(-1, (groups, -1))
-    inside = z if tails is None else z.clamp(tails.low, tails.high)
-    a, b = numerator.to(wide)[:, :, None], denominator.to(wide)[:, :, None]
-    p = sum(a[:, i] * inside**i for i in range(a.shape[1]))
-    if form == "abs_of_sum":
-        q = 1 + sum(b[:, j] * inside**j for j in range(b.shape[1])).abs()
-    else:
-        q = 1 + sum(b[:, j].abs() * inside.abs() ** (j + 1) for j in range(b.shape[1]))
-    y = p / q
-    if tails is not None:
-        # At a limit itself, which 16-bit inputs hit, the slope is R's alone: clamp() would add the line's to it.
-        y = y + tails.low_slope * torch.where(z < tails.low, z - tails.low, 0)
-        y = y + tails.high_slope * torch.where(z > tails.high, z - tails.high, 0)
-    return y.flatten(-2).to(x.dtype)
+    return _evaluate(x, None, Ratio(numerator, denominator, form, _limits(tails)))
 
 
-def rational(
-    x: Tensor,
+def rational_gated(
+    gate: Tensor,
+    up: Tensor,
     numerator: Tensor,
     denominator: Tensor,
     form: str = "abs_of_sum",
     tails: LinearTails | None = None,
 ) -> Tensor:
-    """`rational_reference` that keeps only x (in its own type) and the coefficients for backward.
-
-    At b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move
-    otherwise. Second derivatives are refused with a RuntimeError (use the reference).
-
-    Returns:
-        (..., C) in the type of x.
+    """R(gate) * up, of one shape and type (..., C); both may be halves of one tensor.
 
     Raises:
-        UserError: as `rational_reference`.
+        UserError: as `rational`, or gate and up differ in shape or type.
     """
-    check(x, numerator, denominator, form)
-    limits = None if tails is None else tuple(tails)
-    if not needs_gradient(x, numerator, denominator):
-        return value(x, numerator, denominator, form, limits)
-    return _Rational.apply(x, numerator, denominator, form, limits)
-
-
-def rational_anchored_reference(
-    x: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    base_numerator: Tensor,
-    base_denominator: Tensor,
-    formula: str,
-    form: str = "abs_of_sum",
-    tails: LinearTails | None = None,
-) -> Tensor:
-    """f(x) + (R(x; numerator, denominator) - R(x; base)), differentiable as often as asked.
-
-    Args:
-        x: (..., C).
-        numerator: (G, m + 1).
-        denominator: as the form wants it.
-        base_numerator: (G or 1, m + 1), the fit of f; no gradient.
-        base_denominator: likewise.
-        formula: f, one of `nonlinear_lowrank.ops.activations.FORMULAS`.
-        form: of both denominators.
-        tails: limits; outside them the difference stays what it is at the limit.
-
-    Returns:
-        (..., C) in the type of x.
-
-    Raises:
-        UserError: as `rational_reference`, or an unknown formula.
-    """
-    _check_anchor(x, base_numerator, base_denominator, numerator, denominator, formula)
-    z = x.to(_compute_type(x))
-    flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
-    base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
-    shift = rational_reference(z, numerator, denominator, form, flat) - rational_reference(z, *base, form, flat)
-    return (activation(x, formula).to(z.dtype) + shift).to(x.dtype)
+    check(gate, numerator, denominator, form)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise UserError(
+            f"gate and up must have one shape and type, not {tuple(gate.shape)} {gate.dtype} "
+            f"and {tuple(up.shape)} {up.dtype}"
+        )
+    return _evaluate(gate, up, Ratio(numerator, denominator, form, _limits(tails)))
 
 
 def rational_anchored(
@@ -158,54 +114,138 @@ def rational_anchored(
     form: str = "abs_of_sum",
     tails: LinearTails | None = None,
 ) -> Tensor:
-    """`rational_anchored_reference` that keeps only x and the coefficients for backward.
+    """f(x) + (R(x; numerator, denominator) - R(x; base)): (..., C) in the type of x.
 
     Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations,
     and the difference is taken before f is added.
 
-    Returns:
-        (..., C) in the type of x.
+    Args:
+        x: (..., C).
+        numerator: (G, m + 1).
+        denominator: as the form wants it.
+        base_numerator: (G or 1, m + 1), the fit of f; no gradient.
+        base_denominator: likewise.
+        formula: f, one of `nonlinear_lowrank.ops.activations.FORMULAS`.
+        form: of both denominators.
+        tails: limits; outside them the difference stays what it is at the limit.
 
     Raises:
-        UserError: as `rational_anchored_reference`.
+        UserError: as `rational`, or an unknown formula.
     """
     check(x, numerator, denominator, form)
-    _check_anchor(x, base_numerator, base_denominator, numerator, denominator, formula)
+    check_anchor(base_numerator, base_denominator, numerator, denominator, formula)
     limits = None if tails is None else (tails.low, tails.high, 0.0, 0.0)
     # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
-    if not needs_gradient(x, numerator, denominator):
-        return value(x, numerator, denominator, form, limits, *base, formula)
-    return _Rational.apply(x, numerator, denominator, form, limits, *base, formula)
+    return _evaluate(x, None, Ratio(numerator, denominator, form, limits, *base, formula))
+
+
+def _limits(tails: LinearTails | None) -> tuple[float, ...] | None:
+    return None if tails is None else tuple(tails)
+
+
+def compute_type(x: Tensor) -> torch.dtype:
+    """Return the type that polynomials of x are evaluated in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
+    """Raise UserError; see `rational`."""
+    check_choice("denominator form", form, FORMS)
+    if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
+        raise UserError(
+            "coefficients must be (groups, terms) with as many groups above as below, got "
+            f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
+        )
+    if x.shape[-1] % numerator.shape[0]:
+        raise UserError(
+            f"{x.shape[-1]} channels do not divide into {numerator.shape[0]} groups; "
+            "choose groups that divide the width"
+        )
+
+
+def check_anchor(
+    base_numerator: Tensor, base_denominator: Tensor, numerator: Tensor, denominator: Tensor, formula: str
+) -> None:
+    """Raise UserError; see `rational_anchored`."""
+    check_choice("activation", formula, FORMULAS)
+    for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
+        if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
+            raise UserError(
+                f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
+            )
+
+
+# Autograd.
+
+
+def _evaluate(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
+    tensors = [each for each in (x, up, ratio.numerator, ratio.denominator) if each is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Rational.apply(x, up, *ratio)
+    return _value(x, up, ratio)
 
 
 class _Rational(torch.autograd.Function):
-    """Saves x and the coefficients. Inputs: x, numerator, denominator, form, limits [, base..., formula]."""
+    """Saves x, up and the coefficients."""
 
     @staticmethod
-    def forward(x, numerator, denominator, form, limits, *anchor):
-        return value(x, numerator, denominator, form, limits, *anchor)
+    def forward(x, up, *ratio):
+        return _value(x, up, Ratio(*ratio))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, numerator, denominator, ctx.form, ctx.limits, *anchor = inputs
-        ctx.formula = anchor[2] if anchor else None
-        ctx.save_for_backward(x, numerator, denominator, *anchor[:2])
+        x, up, numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula = inputs
+        ctx.save_for_backward(x, up, numerator, denominator, *base)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("second derivatives through rational are not defined; use rational_reference for them")
-        x, numerator, denominator, *base = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        anchor = (*base, ctx.formula) if base else ()
-        nothing = [None] * (2 + len(anchor))
-        return *gradients(dy, x, numerator, denominator, ctx.form, ctx.limits, *anchor, wanted=wanted), *nothing
+            raise RuntimeError(
+                "second derivatives through rational functions are not defined; use the formulas of rational.reference"
+            )
+        x, up, numerator, denominator, *base = ctx.saved_tensors
+        ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula)
+        return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 5
 
 
-# One piece of x as both passes see it: rows of C / G channels, and every coefficient as something that
-# broadcasts against them.
+def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
+    """The function, times up where given."""
+    if ratio.formula is None:
+        if opaque(x):
+            return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
+        if (fast := kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
+            return on_gpu(fast, x, up, *ratio[:4])
+    y = _in_pieces(_forward, x, ratio)[0]
+    assert y is not None
+    return y if up is None else y * up
+
+
+def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of x, up, numerator and denominator; None where not wanted."""
+    if ratio.formula is None:
+        if opaque(x):
+            found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
+            return [each if want else None for each, want in zip(found, wanted, strict=True)]
+        if (fast := kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
+            found = gradients_on_gpu(fast, dy, x, up, *ratio[:4], wanted[2] or wanted[3])
+            return [each if want else None for each, want in zip(found, wanted, strict=True)]
+    dup = dy * _value(x, None, ratio) if wanted[1] else None
+    mine = [wanted[0], *wanted[2:]]
+    if not any(mine):
+        return [None, dup, None, None]
+    dx, *others = _in_pieces(_backward, x, ratio, dy if up is None else dy * up, mine)
+    return [dx, dup, *others]
+
+
+# The formulas.
+
+
 class _Rows(NamedTuple):
+    """One piece of x as rows of C / G channels, and every coefficient as something that broadcasts against them."""
+
+    own: Tensor
+    """x in its own type."""
     x: Tensor
     numerator: list[Tensor]
     denominator: list[Tensor]
@@ -215,15 +255,16 @@ class _Rows(NamedTuple):
     """Rows -> (G)."""
 
 
-def _forward(rows: _Rows, form: str, limits: tuple | None, formula: str | None, x: Tensor) -> list[Tensor | None]:
-    """[y] of one piece, in rows; x is the piece in its own type and shape of rows."""
+def _forward(rows: _Rows, ratio: Ratio) -> list[Tensor | None]:
+    """[y] of one piece, in rows."""
+    limits = ratio.limits
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
-    p, _, q = _polynomials(inside, rows.numerator, rows.denominator, form)
+    p, _, q = _polynomials(inside, rows.numerator, rows.denominator, ratio.form)
     y = p / q
-    if formula is not None:
-        p, _, q = _polynomials(inside, rows.base_numerator, rows.base_denominator, form)
+    if ratio.formula is not None:
+        p, _, q = _polynomials(inside, rows.base_numerator, rows.base_denominator, ratio.form)
         # Parenthesised so: the difference is exactly 0 where the coefficients agree.
-        y = activation(x, formula).to(y.dtype) + (y - p / q)
+        y = activation(rows.own, ratio.formula).to(y.dtype) + (y - p / q)
     elif limits is not None:
         low, high, low_slope, high_slope = limits
         if low_slope:
@@ -233,46 +274,26 @@ def _forward(rows: _Rows, form: str, limits: tuple | None, formula: str | None, 
     return [y]
 
 
-def _backward(
-    rows: _Rows,
-    form: str,
-    limits: tuple | None,
-    formula: str | None,
-    dy: Tensor,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
+def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     """[dx in rows, dnumerator (G, m + 1), ddenominator] of one piece; None where not wanted."""
+    limits, form = ratio.limits, ratio.form
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
-    p, s, q = _polynomials(inside, rows.numerator, rows.denominator, form)
-    inverse = 1 / q
-    dp = dy * inverse  # dL/dP
-    dq = -dp * p * inverse  # dL/dQ, then times the slope of the absolute value
-    variable, weight = inside, dq
-    if form == "abs_of_sum":
-        weight = dq * torch.sign(s)
-    else:
-        variable = inside.abs()
-
+    variable = inside if form == "abs_of_sum" else inside.abs()
+    dp, weight = _slopes(dy, inside, rows.numerator, rows.denominator, form)
     dx: Tensor | None = None
     if wanted[0]:
         dx = dp * _slope(rows.numerator, inside)
         dx = dx + _denominator_term(weight, rows.denominator, variable, inside, form)
-        if formula is not None:
-            p, s, q = _polynomials(inside, rows.base_numerator, rows.base_denominator, form)
-            inverse = 1 / q
-            dp_base = dy * inverse
-            dq_base = -dp_base * p * inverse
-            if form == "abs_of_sum":
-                dq_base = dq_base * torch.sign(s)
+        if ratio.formula is not None:
+            dp_base, weight_base = _slopes(dy, inside, rows.base_numerator, rows.base_denominator, form)
             base = dp_base * _slope(rows.base_numerator, inside)
-            base = base + _denominator_term(dq_base, rows.base_denominator, variable, inside, form)
+            base = base + _denominator_term(weight_base, rows.base_denominator, variable, inside, form)
             dx = dx - base
         if limits is not None:
             low, high, low_slope, high_slope = limits
             dx = torch.where(rows.x < low, dy * low_slope, torch.where(rows.x > high, dy * high_slope, dx))
-        if formula is not None:
-            dx = dx + dy * activation_slope(rows.x, formula)
-
+        if ratio.formula is not None:
+            dx = dx + dy * activation_slope(rows.x, ratio.formula)
     dnumerator = _moments(dp, inside, len(rows.numerator), rows.sum) if wanted[1] else None
     ddenominator: Tensor | None = None
     if wanted[2]:
@@ -290,6 +311,15 @@ def _polynomials(x: Tensor, a: list[Tensor], b: list[Tensor], form: str) -> tupl
     size = x.abs()
     s = _horner(b, size) * size
     return p, s, 1 + s
+
+
+def _slopes(dy: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
+    """dL/dP, and dL/d(the polynomial inside Q's absolute value)."""
+    p, s, q = _polynomials(x, a, b, form)
+    inverse = 1 / q
+    dp = dy * inverse
+    dq = -dp * p * inverse
+    return dp, dq * torch.sign(s) if form == "abs_of_sum" else dq
 
 
 def _horner(coefficients: list[Tensor], x: Tensor) -> Tensor:
@@ -323,79 +353,39 @@ def _moments(weight: Tensor, x: Tensor, count: int, total: Callable[[Tensor], Te
     return torch.stack(sums, 1)
 
 
-def value(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: tuple | None, *anchor: Any) -> Tensor:
-    """R(x), or the anchored sum (base coefficients and formula in `anchor`)."""
-    if not anchor and opaque(x):
-        return torch.ops.nonlinear_lowrank.rational_forward(x, numerator, denominator, form, limits)
-    if not anchor and (fast := kernel(x, numerator, denominator)) is not None:
-        return on_gpu(fast, x, None, numerator, denominator, form, limits)
-    y = _in_pieces(_forward, x, numerator, denominator, form, limits, *anchor)[0]
-    assert y is not None
-    return y
-
-
-def gradients(
-    dy: Tensor,
-    x: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: tuple | None,
-    *anchor: Any,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """Of x, numerator and denominator; None where not wanted."""
-    if not anchor and opaque(x):
-        found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, numerator, denominator, form, limits, list(wanted))
-        return [each if want else None for each, want in zip(found, wanted, strict=True)]
-    if not anchor and (fast := kernel(x, dy, numerator, denominator)) is not None:
-        sums = wanted[1] or wanted[2]
-        dx, _, *others = gradients_on_gpu(fast, dy, x, None, numerator, denominator, form, limits, sums)
-        return [dx, *others]
-    return _in_pieces(_backward, x, numerator, denominator, form, limits, *anchor, dy=dy, wanted=wanted)
+# All of x, from its pieces.
 
 
 def _in_pieces(
     function: Callable[..., list[Tensor | None]],
     x: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: tuple | None,
-    base_numerator: Tensor | None = None,
-    base_denominator: Tensor | None = None,
-    formula: str | None = None,
-    *,
+    ratio: Ratio,
     dy: Tensor | None = None,
     wanted: Sequence[bool] = (),
 ) -> list[Tensor | None]:
-    """Runs `_forward` or `_backward` over all of x, whole when compiling, piece by piece in eager mode."""
-    wide = _compute_type(x)
-    groups, channels = numerator.shape[0], x.shape[-1]
+    """Run `_forward` or `_backward` over all of x, whole when compiling, piece by piece in eager mode."""
+    wide, channels = compute_type(x), x.shape[-1]
     x_TC = x.reshape(-1, channels)
     dy_TC = None if dy is None else dy.reshape(-1, channels)
-    a, b = numerator.to(wide), denominator.to(wide)
-    if form == "sum_of_abs":
-        b = b.abs()
-    base_a = None if base_numerator is None else base_numerator.to(wide)
-    base_b = None if base_denominator is None else base_denominator.to(wide)
-    if base_b is not None and form == "sum_of_abs":
-        base_b = base_b.abs()
+    given = ratio.numerator, ratio.denominator, ratio.base_numerator, ratio.base_denominator
+    coefficients = [None if each is None else each.to(wide) for each in given]
+    if ratio.form == "sum_of_abs":
+        coefficients[1::2] = [None if each is None else each.abs() for each in coefficients[1::2]]
 
     def run(x_TC: Tensor, dy_TC: Tensor | None) -> list[Tensor | None]:
-        own, rows = _rows(x_TC, (a, b, base_a, base_b), groups, wide)
+        rows = _rows(x_TC, coefficients, ratio.numerator.shape[0], wide)
         if dy_TC is None:
-            return function(rows, form, limits, formula, own)
-        return function(rows, form, limits, formula, dy_TC.reshape(own.shape).to(wide), wanted)
+            return function(rows, ratio)
+        return function(rows, ratio, dy_TC.reshape(rows.x.shape).to(wide), wanted)
 
     if torch.compiler.is_compiling() or x.is_meta:
         first, *sums = run(x_TC, dy_TC)
         shaped = None if first is None else reshaped(first.reshape(x.shape).to(x.dtype), x.shape)
     else:
         shaped, sums = _eager(run, x, x_TC, dy_TC, skip=bool(wanted) and not wanted[0])
-    if len(sums) == 2 and sums[1] is not None and form == "sum_of_abs":
-        sums[1] = torch.where(denominator < 0, -sums[1], sums[1])
-    own = zip(sums, (numerator, denominator), strict=False)  # forward has no sums
+    if len(sums) == 2 and sums[1] is not None and ratio.form == "sum_of_abs":
+        sums[1] = torch.where(ratio.denominator < 0, -sums[1], sums[1])
+    own = zip(sums, given[:2], strict=False)  # forward has no sums
     return [shaped, *(None if each is None else each.to(like.dtype) for each, like in own)]
 
 
@@ -418,8 +408,7 @@ def _eager(
     return None if out is None else reshaped(out, x.shape), totals
 
 
-def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide: torch.dtype) -> tuple[Tensor, _Rows]:
-    """The piece in its own type as rows of C / G channels, and the `_Rows` over it."""
+def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide: torch.dtype) -> _Rows:
     tokens, channels = x_TC.shape
     width = channels // groups
     if torch.compiler.is_compiling():
@@ -439,90 +428,48 @@ def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide
         def total(t: Tensor) -> Tensor:
             return t.sum((0, 2))
 
-    a, b, base_a, base_b = (
-        [] if each is None else [spread(column) for column in each.unbind(1)] for each in coefficients
-    )
-    return x, _Rows(x.to(wide), a, b, base_a, base_b, total)
+    spreads = [[] if each is None else [spread(column) for column in each.unbind(1)] for each in coefficients]
+    return _Rows(x, x.to(wide), *spreads, total)
 
 
-def _compute_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+# The opaque ops under torch.compile on NVIDIA; plain registrations, since `custom_op` checks every call.
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd shall see this call."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
-    """Raises UserError; see `rational_reference`."""
-    if form not in FORMS:
-        raise UserError(f"unknown denominator form {form!r}; choose one of {', '.join(FORMS)}")
-    if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
-        raise UserError(
-            "coefficients must be (groups, terms) with as many groups above as below, got "
-            f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
-        )
-    if x.shape[-1] % numerator.shape[0]:
-        raise UserError(
-            f"{x.shape[-1]} channels do not divide into {numerator.shape[0]} groups; "
-            "choose groups that divide the width"
-        )
-
-
-def _check_anchor(
-    x: Tensor,
-    base_numerator: Tensor,
-    base_denominator: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    formula: str,
-) -> None:
-    if formula not in FORMULAS:
-        raise UserError(f"unknown activation {formula!r}; choose one of {', '.join(FORMULAS)}")
-    for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
-        if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
-            raise UserError(
-                f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
-            )
-
-
-# The opaque ops under torch.compile on NVIDIA; plain registrations, as in cosnet.py.
-
-
-def _forward_body(x: Tensor, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None) -> Tensor:
-    return value(x, numerator, denominator, form, None if limits is None else tuple(limits)).contiguous()
+def _forward_body(
+    x: Tensor, up: Tensor | None, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None
+) -> Tensor:
+    return _value(x, up, Ratio(numerator, denominator, form, limits)).contiguous()
 
 
 def _backward_body(
     dy: Tensor,
     x: Tensor,
+    up: Tensor | None,
     numerator: Tensor,
     denominator: Tensor,
     form: str,
     limits: list[float] | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """`gradients` as an op returns them."""
-    tails = None if limits is None else tuple(limits)
-    found = gradients(dy, x, numerator, denominator, form, tails, wanted=wanted)
-    return op_gradients(found, (x, numerator, denominator), wanted)
+    """Gradients as the fake promises them: contiguous, as the kernels' are; new empty tensors where not wanted."""
+    found = _gradients(dy, x, up, Ratio(numerator, denominator, form, limits), wanted)
+    return [x.new_empty(0) if each is None else each.contiguous() for each in found]
 
 
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_SETTINGS = "Tensor numerator, Tensor denominator, str form, float[]? limits"
-_LIBRARY.define(f"rational_forward(Tensor x, {_SETTINGS}) -> Tensor")
-_LIBRARY.define(f"rational_backward(Tensor dy, Tensor x, {_SETTINGS}, bool[] wanted) -> Tensor[]")
+_INPUTS = "Tensor x, Tensor? up, Tensor numerator, Tensor denominator, str form, float[]? limits"
+_LIBRARY.define(f"rational_forward({_INPUTS}) -> Tensor")
+_LIBRARY.define(f"rational_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]")
 _LIBRARY.impl("rational_forward", _forward_body, "CompositeExplicitAutograd")
 _LIBRARY.impl("rational_backward", _backward_body, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("nonlinear_lowrank::rational_forward")
-def _(x, numerator, denominator, form, limits):
+def _(x, up, numerator, denominator, form, limits):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("nonlinear_lowrank::rational_backward")
-def _(dy, x, numerator, denominator, form, limits, wanted):
-    made = zip((x, numerator, denominator), wanted, strict=True)
-    return [each.new_empty(each.shape if want else 0) for each, want in made]
+def _(dy, x, up, numerator, denominator, form, limits, wanted):
+    made = zip((x, up, numerator, denominator), wanted, strict=True)
+    return [each.new_empty(each.shape) if want else x.new_empty(0) for each, want in made]

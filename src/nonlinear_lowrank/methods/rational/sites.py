@@ -1,25 +1,22 @@
-"""Finds a model's activation modules: which can become rational functions, and which stay and why.
+"""Finds a model's activation modules: which can become rational functions, and which are skipped and why.
 
-Found by type: transformers' ACT2FN classes and torch.nn's. A found one is a `Site`, with the width of what it is
-given where the neighbouring matrices or the config tell. One module that several places hold is a site in each of
-them, since they need not stay alike. Left and named:
+Found by type: transformers' ACT2FN classes and torch.nn's. A found one is a `Site`, with the width of its input where
+the neighbouring matrices or the config tell. A module that several places hold is a site in each of them, since they
+need not stay alike. Skipped:
 
-- activations of poolers and heads (outside the backbone, or named so): the methods adapt the network's body;
-- activations that we have no fit for;
-- functional ones, `torch.tanh(x)` or `ACT2FN[name](x)` in somebody's forward: no module is there to swap. They are
-  found in the compiled code of the forwards, by the names it uses.
-
-A module that is found but that its parent's forward does not read is bypassed (a fused MLP): swapping it would do
-nothing, so the site says so.
+- activations of poolers and heads (outside the backbone, or named so), unless they are asked for by name: the methods
+  adapt the network's body;
+- activations without a fit;
+- functions, `torch.tanh(x)` or `ACT2FN[name](x)` in a forward: no module is there to swap (see `forward_code`).
 
 Adapters of peft's protocol are looked through where they tell what they were put around (`original()`, ours), and
 hide what is in them where they do not. peft itself is not imported.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,17 +33,6 @@ _CONVOLUTIONS = (
 )
 _NORMS_BEHIND_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm2d)
 
-# Activations by type that are not in ACT2FN; softmax and its like are none.
-_OTHER_ACTIVATIONS = (
-    *(nn.ELU, nn.CELU, nn.SELU, nn.GLU, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.RReLU, nn.Softplus),
-    *(nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.Hardshrink, nn.Threshold, nn.PReLU, nn.GELU),
-)
-_KNOWN_ACTIVATIONS: Any = (
-    *(each[0] if isinstance(each, tuple) else each for each in hf.ACT2CLS.values()),
-    *_OTHER_ACTIVATIONS,
-)
-# Leaves of models' own classes that are activations by name (BloomGelu).
-_NAMED_LIKE = re.compile(r"gelu|relu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE)
 _FORMULAS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -58,6 +44,14 @@ _FORMULAS: dict[type[nn.Module], str] = {
     hf.QuickGELUActivation: "quick_gelu",
     hf.SiLUActivation: "silu",
 }
+_WITHOUT_FIT: Any = (
+    *(each[0] if isinstance(each, tuple) else each for each in hf.ACT2CLS.values()),
+    *(nn.ELU, nn.CELU, nn.SELU, nn.GLU, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.RReLU, nn.Softplus),
+    *(nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.Hardshrink, nn.Threshold, nn.PReLU, nn.GELU),
+)
+"""Activations, but for subclasses of those above; softmax and its like are none."""
+# Leaves of models' own classes that are activations by name (BloomGelu).
+_NAMED_LIKE = re.compile(r"gelu|relu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE)
 # Fields of configs that hold the width of an MLP.
 _SIZE_FIELDS = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "mlp_dim")
 
@@ -77,7 +71,9 @@ class Site:
     neighbour: nn.Module | None
     """A module with a weight, whose device is the activation's."""
     bypassed: str = ""
-    """Why swapping would do nothing, and the mend; empty: it is used."""
+    """Why swapping would do nothing, with the fix; empty: it is used."""
+    skipped: str = ""
+    """Why it is skipped unless it is asked for by name: "pooler" or "head"."""
 
 
 @dataclass
@@ -85,20 +81,20 @@ class Survey:
     """All activations of a model, by dotted name."""
 
     sites: dict[str, Site] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    """Modules that stay as they are, and why."""
     unfit: dict[str, str] = field(default_factory=dict)
-    """Those of them that cannot be taken even when asked for."""
+    """Modules that cannot be replaced even on request, and why."""
     functional: dict[str, str] = field(default_factory=dict)
     """Modules whose forward calls an activation as a function, and which; "" is the model itself."""
-    aside: dict[str, Site] = field(default_factory=dict)
-    """Sites of poolers and heads: taken when they are asked for by name."""
     adapters: list[str] = field(default_factory=list)
     """Layers of peft's adapters that the model has."""
 
+    def skipped(self) -> dict[str, str]:
+        """Return the modules that are not replaced by default, and why."""
+        return {name: site.skipped for name, site in self.sites.items() if site.skipped} | self.unfit
+
 
 def formula_of(module: nn.Module) -> str | None:
-    """The formula of `ops.activations` that a module computes; None if it is not an activation we have a fit for."""
+    """Return the formula of `ops.activations` that a module computes; None if it is no activation with a fit."""
     kind = type(module)
     if kind is hf.GELUActivation:
         return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"
@@ -109,13 +105,8 @@ def formula_of(module: nn.Module) -> str | None:
     return _FORMULAS.get(kind)
 
 
-def is_rational(module: nn.Module) -> bool:
-    """Whether it is a `rational.RationalActivation`, which is above this file."""
-    return hasattr(module, "rational_config")
-
-
 def survey(model: nn.Module) -> Survey:
-    """Looks through a model; changes nothing."""
+    """Find the activations of a model; change nothing."""
     found = Survey()
     places = list(_places("", model, set()))
     parents = {
@@ -124,38 +115,31 @@ def survey(model: nn.Module) -> Survey:
         if not _is_adapter(module)
         for child in module._modules
     }
-    backbone = getattr(model, "base_model", None)
-    whole = not isinstance(backbone, nn.Module) or backbone is model
-    inside = None if whole else {id(module) for module in backbone.modules()}  # type: ignore[union-attr]
+    body = getattr(model, "base_model", model)
+    inside = {id(module) for module in body.modules()} if isinstance(body, nn.Module) and body is not model else None
     for name, module in places:
-        plain = module
         if _is_adapter(module):
             found.adapters.append(name)
-            if not callable(getattr(module, "original", None)):
-                continue
-            plain = module.original()  # type: ignore[operator]
-        formula = plain.rational_config.activation if is_rational(plain) else formula_of(plain)  # type: ignore[union-attr]
-        if formula is None:
-            if name and _is_another_activation(plain):
-                found.unfit[name] = found.left[name] = f"no rational fit for {type(plain).__name__}"
-            elif called := functions_called(plain):
-                found.functional[name] = f"{type(plain).__name__} {called}"
+        plain = _plain(module)
+        if plain is None:
             continue
-        if not name:
+        rational = getattr(plain, "rational_config", None)  # of a `layer.RationalActivation`
+        formula = formula_of(plain) if rational is None else rational.activation
+        if formula and name:
+            skipped = _why_skipped(name, outside=inside is not None and id(module) not in inside)
+            found.sites[name] = _site(model, name, plain, formula, parents, skipped)
+        elif formula:
             continue  # the model is itself an activation
-        site = _site(model, name, plain, formula, parents)  # type: ignore[arg-type]
-        why = _why_left(name, outside=inside is not None and id(module) not in inside)
-        if why:
-            found.left[name] = why
-            found.aside[name] = site
-        else:
-            found.sites[name] = site
-    _set_aliases_aside(found)
+        elif name and _is_activation_without_fit(plain):
+            found.unfit[name] = f"no rational fit for {type(plain).__name__}"
+        elif called := functions_called(plain):
+            found.functional[name] = f"{type(plain).__name__} {called}"
+    _drop_aliases(found)
     return found
 
 
 def _places(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every place that holds a module, in the model's order; what is in a module counts once, as in `named_modules`."""
+    """Yield every place that holds a module; what is in a module counts once, as in `named_modules`."""
     if module._modules:
         if id(module) in seen:
             return
@@ -171,158 +155,136 @@ def _is_adapter(module: nn.Module) -> bool:
     return hasattr(type(module), "adapter_layer_names")
 
 
-def _set_aliases_aside(found: Survey) -> None:
-    """Of two names that one parent has for one module, the one that is not called needs no swap."""
-    for sites in (found.sites, found.aside):
-        for name, site in list(sites.items()):
-            own = name.rpartition(".")[0]
-            called = (
-                other
-                for other, each in sites.items()
-                if each.module is site.module and not each.bypassed and other.rpartition(".")[0] == own
-            )
-            if site.bypassed and (other := next(called, None)) is not None:
-                del sites[name]
-                found.unfit[name] = found.left[name] = f"another name of {other}, by which it is not called"
+def _plain(module: Any) -> Any:
+    """Return what an adapter was put around, None where it does not tell; a module itself where it is no adapter."""
+    if not _is_adapter(module):
+        return module
+    return module.original() if callable(getattr(module, "original", None)) else None
 
 
-def _is_another_activation(module: nn.Module) -> bool:
+def _drop_aliases(found: Survey) -> None:
+    """Of two names that one parent has for one module, make the one that is not called unfit."""
+    for name, site in list(found.sites.items()):
+        own = name.rpartition(".")[0]
+        called = (
+            other
+            for other, each in found.sites.items()
+            if (each.module is site.module and other.rpartition(".")[0] == own and not each.bypassed)
+            and bool(each.skipped) == bool(site.skipped)
+        )
+        if site.bypassed and (other := next(called, None)) is not None:
+            del found.sites[name]
+            found.unfit[name] = f"another name of {other}, by which it is not called"
+
+
+def _is_activation_without_fit(module: nn.Module) -> bool:
     leaf = not module._modules and not module._parameters
-    return isinstance(module, _KNOWN_ACTIVATIONS) or (leaf and bool(_NAMED_LIKE.search(type(module).__name__)))
+    return isinstance(module, _WITHOUT_FIT) or (leaf and bool(_NAMED_LIKE.search(type(module).__name__)))
 
 
-def _why_left(name: str, *, outside: bool) -> str:
+def _why_skipped(name: str, *, outside: bool) -> str:
     segments = name.split(".")
     if any(_POOLERS.fullmatch(segment) for segment in segments):
         return "pooler"
-    if outside or any(_HEADS.fullmatch(segment) for segment in segments):
-        return "head"
-    return ""
+    return "head" if outside or any(_HEADS.fullmatch(segment) for segment in segments) else ""
 
 
 # Widths.
 
 
-@dataclass(frozen=True)
-class _Shape:
-    index: int
-    """Place among the parent's children."""
+class _Shape(NamedTuple):
+    """A module that multiplies by a matrix."""
+
+    module: nn.Module
     d_in: int
     d_out: int
     convolution: bool
-    module: nn.Module
+
+    def feeds(self, other: "_Shape") -> bool:
+        """Return whether another may follow; a gated MLP's first may give gate and value, twice the width."""
+        return self.d_out in (other.d_in, 2 * other.d_in)
 
 
-def _shape(index: int, module: nn.Module) -> _Shape | None:
-    plain: Any = module.original() if _is_adapter(module) and hasattr(module, "original") else module  # type: ignore[operator]
+def _shape(module: nn.Module | None) -> _Shape | None:
+    plain = None if module is None else _plain(module) or module
     if isinstance(plain, _CONVOLUTIONS):
-        return _Shape(index, plain.in_channels, plain.out_channels, True, plain)
-    matrix = matrix_of(plain)
+        return _Shape(plain, plain.in_channels, plain.out_channels, True)
+    matrix = "" if plain is None else matrix_of(plain)
     if isinstance(matrix, str) or matrix.kind == "embedding":
         return None
-    return _Shape(index, matrix.d_in, matrix.d_out, False, plain)
+    return _Shape(plain, matrix.d_in, matrix.d_out, False)
 
 
-def _shapes(parent: nn.Module) -> list[_Shape]:
-    children = enumerate(parent._modules.values())
-    return [shape for index, child in children if child is not None and (shape := _shape(index, child))]
+def _shapes(modules: Iterable[nn.Module | None]) -> list[_Shape]:
+    return [shape for module in modules if (shape := _shape(module))]
 
 
-def _site(model: nn.Module, name: str, plain: nn.Module, formula: str, parents: dict[str, nn.Module]) -> Site:
-    parent_name, _, attribute = name.rpartition(".")
-    parent = parents[name]
-    children = list(parent._modules.values())
-    place = list(parent._modules).index(attribute)
-    shapes = _shapes(parent)
-    before = [shape for shape in shapes if shape.index < place]
-    after = [shape for shape in shapes if shape.index > place]
-    grandparent = parents.get(parent_name)
-    norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
-    near = before[-1] if before else shapes[0] if shapes else None
-    if near is None and norm is None:  # a residual block: what it ends with is in the children of its children
-        near = _last_shape(children[:place])
-        width = near.d_out if near else _only_size(model)
-    elif near is None:
-        width = getattr(norm, "num_features", None) or getattr(norm, "num_channels", None)
-    else:
-        width = _width(model, parent, before, after, shapes, grandparent)
-    behind_batch = near.convolution if near else norm is not None
-    neighbour = near.module if near else norm or _anything_with_a_weight(parent, model)
-    bypassed = why_bypassed(name, attribute, parent, grandparent)
-    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed)
-
-
-def _last_shape(modules: Sequence[nn.Module | None]) -> _Shape | None:
-    found = None
+def _descendants(modules: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
     for module in modules:
-        for each in module.modules() if module is not None else ():
-            found = _shape(0, each) or found
-    return found
+        yield from module.modules() if module is not None else ()
+
+
+def _site(
+    model: nn.Module, name: str, plain: nn.Module, formula: str, parents: dict[str, nn.Module], skipped: str
+) -> Site:
+    parent_name, _, attribute = name.rpartition(".")
+    parent, grandparent = parents[name], parents.get(parent_name)
+    place, children = list(parent._modules).index(attribute), list(parent._modules.values())
+    before, after = _shapes(children[:place]), _shapes(children[place + 1 :])
+    norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
+    near = (before[-1:] or after[:1] or [None])[0]
+    if near is not None:
+        width = _width(model, parent, before, after, grandparent)
+    elif norm is not None:
+        width = getattr(norm, "num_features", None) or getattr(norm, "num_channels", None)
+    else:  # a residual block: what it ends with is in the children of its children
+        near = (_shapes(_descendants(children[:place]))[-1:] or [None])[0]
+        sizes = _sizes(model)
+        width = near.d_out if near else sizes[0] if len(sizes) == 1 else None
+    behind_batch = near.convolution if near else norm is not None
+    neighbour = near.module if near else norm or _with_weight(parent, model)
+    bypassed = why_bypassed(name, attribute, parent, grandparent)
+    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped)
 
 
 def _width(
-    model: nn.Module,
-    parent: nn.Module,
-    before: Sequence[_Shape],
-    after: Sequence[_Shape],
-    shapes: Sequence[_Shape],
-    grandparent: nn.Module | None,
+    model: nn.Module, parent: nn.Module, before: list[_Shape], after: list[_Shape], grandparent: nn.Module | None
 ) -> int | None:
-    """Channels of an activation's input, from the matrices around it.
-
-    A gated MLP may have one matrix for gate and value, twice as wide as what the activation sees.
-    """
-    if before and after and _feeds(before[-1], after[0]):
+    """Return the channels of an activation's input, by the matrices around it."""
+    if before and after and before[-1].feeds(after[0]):
         return after[0].d_in
-    if before and isinstance(parent, nn.Sequential):  # the children's order is that of the calls; else it need not be
+    in_order = isinstance(parent, nn.Sequential)  # the children's order is that of the calls; else it need not be
+    if before and in_order:
         return before[-1].d_out
-    pairs = {late.d_in for place, early in enumerate(shapes) for late in shapes[place + 1 :] if _feeds(early, late)}
-    if len(pairs) == 1:
-        return pairs.pop()
+    shapes = before + after
+    pairs = {late.d_in for place, early in enumerate(shapes) for late in shapes[place + 1 :] if early.feeds(late)}
+    if len(pairs) > 1:
+        pairs &= set(_sizes(model))
+        return pairs.pop() if len(pairs) == 1 else None
     if pairs:
-        said = [size for size in _sizes(model) if size in pairs]
-        return said[0] if len(said) == 1 else None
+        return pairs.pop()
     if not before:  # made before what it follows, or really the first
         first = after[0].d_in
-        return first if isinstance(parent, nn.Sequential) or first == shapes[-1].d_out else None
-    last, following = before[-1], _next_matrix(parent, grandparent)
-    return following.d_in if following and _feeds(last, following) else last.d_out
+        return first if in_order or first == after[-1].d_out else None
+    following = _following(parent, grandparent)
+    return following.d_in if following and before[-1].feeds(following) else before[-1].d_out
 
 
-def _feeds(early: _Shape, late: _Shape) -> bool:
-    return early.d_out in (late.d_in, 2 * late.d_in)
+def _following(parent: nn.Module, grandparent: nn.Module | None) -> _Shape | None:
+    """Return the first matrix behind the parent, in its siblings."""
+    siblings = [] if grandparent is None else list(grandparent.children())
+    place = next((index for index, child in enumerate(siblings) if child is parent), len(siblings))
+    return next((shape for module in _descendants(siblings[place + 1 :]) if (shape := _shape(module))), None)
 
 
 def _sizes(model: nn.Module) -> list[int]:
-    """Widths of MLPs that the config names, each once."""
+    """Return the widths of MLPs that the config names, each once."""
     config: Any = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    sizes = {getattr(config, name, None) for name in _SIZE_FIELDS}
-    return sorted(size for size in sizes if isinstance(size, int))
+    return sorted({size for name in _SIZE_FIELDS if isinstance(size := getattr(config, name, None), int)})
 
 
-def _only_size(model: nn.Module) -> int | None:
-    sizes = _sizes(model)
-    return sizes[0] if len(sizes) == 1 else None
-
-
-def _next_matrix(parent: nn.Module, grandparent: nn.Module | None) -> _Shape | None:
-    """The first matrix behind the parent, in its siblings."""
-    if grandparent is None:
-        return None
-    siblings = list(grandparent.children())
-    place = next((index for index, child in enumerate(siblings) if child is parent), len(siblings))
-    for sibling in siblings[place + 1 :]:
-        for module in sibling.modules():
-            if shape := _shape(0, module):
-                return shape
-    return None
-
-
-def _anything_with_a_weight(*places: nn.Module) -> nn.Module | None:
-    for place in places:
-        for module in place.modules():
-            if isinstance(getattr(module, "weight", None), torch.Tensor):
-                return module
-    return None
+def _with_weight(*places: nn.Module) -> nn.Module | None:
+    modules = _descendants(places)
+    return next((each for each in modules if isinstance(getattr(each, "weight", None), torch.Tensor)), None)
