@@ -17,7 +17,7 @@ over groups of GPUs that hold copies of each other.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from nonlinear_lowrank.analysis.cost import LayerCost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.optim import param_groups
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_integer, check_number
 
 from .hardware import Hardware
 from .inspect import inspect_model
@@ -73,8 +73,8 @@ class PlanConfig:
             check_integer(name, getattr(self, name), minimum=1)
         if not 0 < self.utilization <= 1:
             raise UserError(f"utilization must be above 0 and at most 1, got {self.utilization!r}")
-        if self.memory is not None and not 0 < self.memory < math.inf:
-            raise UserError(f"memory must be a finite number of GiB above 0, got {self.memory!r}")
+        if self.memory is not None:
+            check_number("memory", self.memory, above=0)
         if self.batch_size % self.gpus:
             raise UserError(
                 f"a batch of {self.batch_size:,} sequences does not split over {self.gpus:,} GPUs; give --batch-size a "
@@ -101,7 +101,7 @@ class Activations:
     """Bytes of what a block is given, for each sequence."""
 
     def kept(self, sequences: int, *, recompute: bool = False) -> float:
-        """Bytes of so many sequences; recomputed: of every block its input, and one block whole."""
+        """Return the bytes of so many sequences; recomputed: of every block its input, and one block whole."""
         sizes = [fixed + each * sequences for fixed, each in self.blocks]
         outside = self.outside[0] + self.outside[1] * sequences
         if not recompute or not sizes:
@@ -180,7 +180,7 @@ class ArmPlan:
     layout: Layout
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         costs = {name: value for name, value in asdict(self.cost).items() if name != "activations"}
         layout = {**asdict(self.layout), "total": self.layout.total, "step_seconds": self.layout.step_seconds}
         kept = self.cost.activations.kept(self.layout.micro_batch, recompute=self.layout.recompute)
@@ -188,7 +188,7 @@ class ArmPlan:
 
 
 def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = True, muon: bool = False) -> ArmCost:
-    """Counts a model; see this file's table.
+    """Count what a model costs; see this file's table.
 
     Args:
         model: on any device, meta too; neither run nor changed.
@@ -204,42 +204,38 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
     if one.kept_bytes is None or two.kept_bytes is None:
         raise UserError(f"{name} cannot be planned: {'; '.join(one.notes)}")
     groups = param_groups(model, 1.0, 0.0, muon=muon, verbose=False)
-    trained = {id(each) for group in groups for _, each in group["params"]}
-    parameters = [(path, each) for path, each in model.named_parameters() if each is not None]
+    trained = {id(each): each for group in groups for _, each in group["params"]}
+    parameters = [(path, each) for path, each in model.named_parameters()]
     blocks: dict[str, int] = {}
     for path, each in parameters:
         blocks[_block(path)] = blocks.get(_block(path), 0) + each.numel()
     outside = blocks.pop("", 0)
-    element = next(iter(model.parameters())).element_size()
-    linears = [
-        each.weight for each in model.modules() if isinstance(each, nn.Linear) and each.weight.element_size() > 2
-    ]
+    wide = [each.weight for each in model.modules() if isinstance(each, nn.Linear) and each.weight.element_size() > 2]
+    state = 0
+    for group in groups:
+        with_muon = group.get("optimizer") == "muon"
+        state += sum(each.nbytes * (1 if with_muon else 2) + (0 if with_muon else 4) for _, each in group["params"])
     return ArmCost(
         name=name,
         parameters=one.parameters,
         branch_parameters=one.branch_parameters,
-        trainable=sum(each.numel() for _, each in parameters if id(each) in trained),
+        trainable=sum(each.numel() for each in trained.values()),
         tokens=one.sequence_length,
         forward_flops=one.flops,
         training_flops=sum(_training_flops(model, row, trained) for row in one.rows),
-        parameter_bytes=sum(each.numel() * each.element_size() for _, each in parameters),
-        gradient_bytes=sum(each.numel() * each.element_size() for _, each in parameters if id(each) in trained),
-        optimizer_bytes=sum(
-            each.numel() * each.element_size() * (1 if group.get("optimizer") == "muon" else 2)
-            + (0 if group.get("optimizer") == "muon" else 4)
-            for group in groups
-            for _, each in group["params"]
-        ),
-        copy_bytes=2 * sum(weight.numel() for weight in linears) if bf16 else 0,
+        parameter_bytes=sum(each.nbytes for _, each in parameters),
+        gradient_bytes=sum(each.nbytes for each in trained.values()),
+        optimizer_bytes=state,
+        copy_bytes=2 * sum(weight.numel() for weight in wide) if bf16 else 0,
         block_parameters=max(blocks.values(), default=0),
         outside_parameters=outside,
-        activations=_activations(model, one.rows, two.rows, one.sequence_length * element),
+        activations=_activations(model, one.rows, two.rows, one.sequence_length),
         notes=tuple(one.notes),
     )
 
 
 def plan_arm(cost: ArmCost, config: PlanConfig) -> ArmPlan:
-    """The layout with the least sharding that fits, with as many sequences at once as fit in it.
+    """Return the layout with the least sharding that fits, with as many sequences at once as fit in it.
 
     Recomputing activations costs a third more time, sharding hardly any: it is tried where no sharding helps.
     """
@@ -253,25 +249,21 @@ def plan_arm(cost: ArmCost, config: PlanConfig) -> ArmPlan:
 
 
 def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: int, recompute: bool) -> Layout:
-    """Memory, traffic and time of one layout.
-
-    Args:
-        cost: of the arm.
-        config: the GPUs and the training.
-        sharding: GPUs that share one copy; divides their number.
-        micro_batch: sequences at once; divides a GPU's share of the batch.
-        recompute: activation checkpointing.
-    """
+    """Return memory, traffic and time of one layout; sharding and micro-batch divide the GPUs and their batch."""
     own = config.batch_size // config.gpus
     accumulation = own // micro_batch
     width = 2 if config.bf16 else cost.parameter_bytes / max(1, cost.parameters)
     loss = cost.activations.loss
+    if sharding > 1:  # two gathered blocks, and one's gradients
+        buffers = width * (cost.outside_parameters + 3 * cost.block_parameters)
+    else:
+        buffers = cost.copy_bytes + (cost.gradient_bytes if config.gpus > 1 else 0)
     memory = {
         "parameters": cost.parameter_bytes / sharding,
         "gradients": cost.gradient_bytes / sharding,
         "optimizer": cost.optimizer_bytes / sharding,
         "activations": cost.activations.kept(micro_batch, recompute=recompute),
-        "copies and buffers": _buffers(cost, config.gpus, sharding, width),
+        "copies and buffers": buffers,
         "runtime and loss": _RUNTIME + loss[0] + loss[1] * micro_batch,
     }
     moved, communication = _traffic(cost, config, sharding, accumulation, width)
@@ -294,14 +286,8 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
     )
 
 
-def _buffers(cost: ArmCost, gpus: int, sharding: int, width: float) -> float:
-    if sharding > 1:
-        return width * (cost.outside_parameters + 3 * cost.block_parameters)  # two gathered, one's gradients
-    return cost.copy_bytes + (cost.gradient_bytes if gpus > 1 else 0)
-
-
 def _traffic(cost: ArmCost, config: PlanConfig, sharding: int, accumulation: int, width: float) -> tuple[float, float]:
-    """Bytes that a GPU sends in a step, and the seconds that takes."""
+    """Return the bytes that a GPU sends in a step, and the seconds that takes."""
     hardware, copies = config.hardware, config.gpus // sharding
     moved = seconds = 0.0
     if sharding > 1:  # gather forward and backward, scatter the gradients' sums: in every micro-batch
@@ -319,8 +305,8 @@ def _traffic(cost: ArmCost, config: PlanConfig, sharding: int, accumulation: int
     return moved, seconds
 
 
-def _training_flops(model: nn.Module, row: LayerCost, trained: set[int]) -> int:
-    """Forward and backward FLOPs per token of a module: what is frozen needs no gradient of its weight."""
+def _training_flops(model: nn.Module, row: LayerCost, trained: Collection[int]) -> int:
+    """Return the training FLOPs per token of a module: what is frozen needs no gradient of its weight."""
     own = list(model.get_submodule(row.name).parameters(recurse=False)) if row.name else []
     if not own or all(id(each) in trained for each in own if each.ndim >= 2):
         return 3 * row.flops
@@ -329,10 +315,8 @@ def _training_flops(model: nn.Module, row: LayerCost, trained: set[int]) -> int:
     return 2 * row.flops + branch
 
 
-def _activations(
-    model: nn.Module, one: Sequence[LayerCost], two: Sequence[LayerCost], stream_of_width_1: int
-) -> Activations:
-    """Lines through the bytes of one and of two sequences."""
+def _activations(model: nn.Module, one: Sequence[LayerCost], two: Sequence[LayerCost], tokens: int) -> Activations:
+    """Return the lines through the bytes of one and of two sequences."""
     sums: dict[str, list[float]] = {}
     for place, rows in enumerate((one, two)):
         for row in rows:
@@ -340,24 +324,17 @@ def _activations(
                 sums.setdefault(key, [0.0, 0.0])[place] += row.kept_bytes or 0
     lines = {key: (2 * first - second, second - first) for key, (first, second) in sums.items()}
     loss, outside = lines.pop("loss", (0.0, 0.0)), lines.pop("", (0.0, 0.0))
-    config = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", None) or max((each.shape[-1] for each in model.parameters()), default=0)
-    return Activations(
-        blocks=tuple(lines.values()), outside=outside, loss=loss, stream=float(stream_of_width_1 * width)
-    )
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    width = width or max((each.shape[-1] for each in model.parameters()), default=0)
+    stream = float(tokens * next(iter(model.parameters())).element_size() * width)
+    return Activations(blocks=tuple(lines.values()), outside=outside, loss=loss, stream=stream)
 
 
 def _block(name: str) -> str:
-    """The block of a stack that a module or parameter is in, by its name up to its first number; "": in none."""
+    """Return the block of a stack that a module or parameter is in, by its name up to its first number; "": in none."""
     match = re.match(r"((?:[^.]+\.)*?\d+)(\.|$)", name)
     return match[1] if match else ""
 
 
 def _divisors(number: int) -> list[int]:
-    return list(_ascending(number))
-
-
-def _ascending(number: int) -> Iterator[int]:
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    yield from small
-    yield from (number // each for each in reversed(small) if each * each != number)
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -26,11 +26,11 @@ class Hardware:
     """GPUs of a node."""
 
     def rate(self, bf16: bool) -> float:
-        """FLOP/s of matrix products."""
+        """Return the FLOP/s of matrix products."""
         return self.bf16 if bf16 else self.float32
 
 
-HARDWARE: dict[str, Hardware] = {
+HARDWARE = {
     each.name: each
     for each in (
         Hardware(name="a100", memory=80, bf16=312e12, float32=19.5e12, bandwidth=2.04e12, link=300e9, network=25e9),
@@ -43,7 +43,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """A GPU of the table by its name, however it is written.
+    """Return a GPU of the table by its name, however it is written.
 
     Raises:
         UserError: it is not in the table.

@@ -4,29 +4,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
-from nlr_lab.runtime.tables import render_table
+from nlr_lab.runtime.tables import number_table, render_table
 
 from .estimate import ASSUMPTIONS, GIB, ArmPlan, PlanConfig
 
 
 def format_plan(title: str, plans: Sequence[ArmPlan], config: PlanConfig, width: int = 120) -> str:
-    """A column for each arm, a verdict for each, and the assumptions.
-
-    Args:
-        title: what is planned.
-        plans: of the arms; the first is what the others are held against.
-        config: they were made for.
-        width: columns of the terminal.
-    """
+    """Return a column for each arm (the first is what others are compared with), verdicts and assumptions as text."""
     hardware = config.hardware
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
-    for plan in plans:
-        table.add_column(plan.cost.name, justify="right", overflow="fold")
-    for name, cells in _rows(plans):
-        table.add_row(name, *cells)
+    table = number_table("", *(plan.cost.name for plan in plans))
+    rows = [_cells(plan, plans[0]) for plan in plans]
+    for name in rows[0]:
+        table.add_row(name, *(cells[name] for cells in rows))
     steps = f"{config.batch_size:,} sequences x {plans[0].cost.tokens:,} tokens a step, {config.steps:,} steps"
     room = f"{config.room / GIB:,.0f} GiB each"
     lines = [
@@ -42,39 +31,31 @@ def format_plan(title: str, plans: Sequence[ArmPlan], config: PlanConfig, width:
 
 
 def plan_to_json(title: str, plans: Sequence[ArmPlan], config: PlanConfig) -> str:
-    """Everything, as JSON: bytes, FLOPs and seconds as numbers."""
+    """Return everything as JSON: bytes, FLOPs and seconds as numbers."""
     about: dict[str, Any] = {name: getattr(config, name) for name in ("gpus", "utilization", "batch_size", "steps")}
     about |= {"hardware": vars(config.hardware), "memory_bytes": config.room, "bf16": config.bf16}
     content = {"plan": title, **about, "arms": [plan.to_dict() for plan in plans], "assumptions": ASSUMPTIONS}
     return json.dumps(content, indent=2)
 
 
-def _rows(plans: Sequence[ArmPlan]) -> list[tuple[str, list[str]]]:
-    base = plans[0].layout.step_seconds
-    rows: list[tuple[str, list[str]]] = [
-        ("parameters", [f"{plan.cost.parameters:,}" for plan in plans]),
-        ("of them trained", [f"{plan.cost.trainable:,}" for plan in plans]),
-        ("FLOPs a token, training", [f"{plan.cost.training_flops:,}" for plan in plans]),
-        *(
-            (f"{part}, GiB a GPU", [_gib(plan.layout.memory[part]) for plan in plans])
-            for part in plans[0].layout.memory
-        ),
-        ("in all, GiB a GPU", [_gib(plan.layout.total) for plan in plans]),
-        ("copies of the weights", [_copies(plan) for plan in plans]),
-        ("sequences at once", [f"{plan.layout.micro_batch} x {plan.layout.accumulation}" for plan in plans]),
-        ("activations", ["recomputed" if plan.layout.recompute else "kept" for plan in plans]),
-        ("sent, GB a GPU and step", [f"{plan.layout.moved / 1e9:,.3g}" for plan in plans]),
-        ("computing, s a step", [f"{plan.layout.compute_seconds:,.4g}" for plan in plans]),
-        ("communicating, s a step", [f"{plan.layout.communication_seconds:,.4g}" for plan in plans]),
-        ("step, s", [f"{plan.layout.step_seconds:,.4g}" for plan in plans]),
-        ("step, over the first", [f"{plan.layout.step_seconds / base:.3f}" for plan in plans]),
-        ("hours", [f"{plan.layout.hours:,.4g}" for plan in plans]),
-    ]
-    return rows
-
-
-def _copies(plan: ArmPlan) -> str:
-    return "one a GPU" if plan.layout.sharding == 1 else f"one in {plan.layout.sharding:,} GPUs"
+def _cells(plan: ArmPlan, first: ArmPlan) -> dict[str, str]:
+    cost, layout = plan.cost, plan.layout
+    return {
+        "parameters": f"{cost.parameters:,}",
+        "of them trained": f"{cost.trainable:,}",
+        "FLOPs a token, training": f"{cost.training_flops:,}",
+        **{f"{part}, GiB a GPU": _gib(nbytes) for part, nbytes in layout.memory.items()},
+        "in all, GiB a GPU": _gib(layout.total),
+        "copies of the weights": "one a GPU" if layout.sharding == 1 else f"one in {layout.sharding:,} GPUs",
+        "sequences at once": f"{layout.micro_batch} x {layout.accumulation}",
+        "activations": "recomputed" if layout.recompute else "kept",
+        "sent, GB a GPU and step": f"{layout.moved / 1e9:,.3g}",
+        "computing, s a step": f"{layout.compute_seconds:,.4g}",
+        "communicating, s a step": f"{layout.communication_seconds:,.4g}",
+        "step, s": f"{layout.step_seconds:,.4g}",
+        "step, over the first": f"{layout.step_seconds / first.layout.step_seconds:.3f}",
+        "hours": f"{layout.hours:,.4g}",
+    }
 
 
 def _verdict(plan: ArmPlan, config: PlanConfig) -> str:

@@ -1,6 +1,7 @@
 """Tables as plain text."""
 
 import io
+import re
 
 from rich.console import Console
 from rich.table import Table
@@ -29,3 +30,8 @@ def readable_bytes(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} GiB"
+
+
+def fold_numbers(name: str) -> str:
+    """Return a module's name with * for layer numbers."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

@@ -28,10 +28,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.experts import expert_flops, expert_tensors
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
+from nonlinear_lowrank.validation import check_integer
+
+NUMBERS = ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
+"""What a cost counts, of each module and in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class LayerCost:
     """Forward, per token."""
     branch_flops: int = 0
     kept_bytes: int | None = None
-    """Kept for backward over the whole batch; None where no forward pass was traced."""
+    """Saved for backward over the whole batch; None where no forward pass was traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,32 +68,33 @@ class ModelCost:
     notes: list[str] = field(default_factory=list)
     """What could not be counted."""
 
+    def _total(self, name: str) -> int:
+        return sum(getattr(row, name) or 0 for row in self.rows)
+
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        return sum(row.parameters for row in self.rows)
+        return self._total("parameters")
 
     @property
     def branch_parameters(self) -> int:
         """Those that methods added."""
-        return sum(row.branch_parameters for row in self.rows)
+        return self._total("branch_parameters")
 
     @property
     def flops(self) -> int:
         """Forward FLOPs per token."""
-        return sum(row.flops for row in self.rows)
+        return self._total("flops")
 
     @property
     def branch_flops(self) -> int:
         """Those that methods added."""
-        return sum(row.branch_flops for row in self.rows)
+        return self._total("branch_flops")
 
     @property
     def kept_bytes(self) -> int | None:
-        """Bytes kept for backward over the whole batch."""
-        if self.batch_size is None:
-            return None
-        return sum(row.kept_bytes or 0 for row in self.rows)
+        """Bytes saved for backward over the whole batch."""
+        return None if self.batch_size is None else self._total("kept_bytes")
 
     @property
     def parameter_ratio(self) -> float:
@@ -103,32 +107,23 @@ class ModelCost:
         return self.flops / (self.flops - self.branch_flops)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: every row, and the totals."""
-        totals = {
-            name: getattr(self, name)
-            for name in ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
-        }
-        return {
-            "sequence_length": self.sequence_length,
-            "batch_size": self.batch_size,
-            "kept_dtype": self.kept_dtype,
-            **totals,
-            "notes": self.notes,
-            "layers": [asdict(row) for row in self.rows],
-        }
+        """Return plain JSON values: every row, and the totals."""
+        values = asdict(self)
+        layers = values.pop("rows")
+        return {**values, **{name: getattr(self, name) for name in NUMBERS}, "layers": layers}
 
     def to_json(self) -> str:
-        """`to_dict` as text."""
+        """Return `to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
+    """Return the number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
-    """Parameters and forward FLOPs per token of every module; see this file's docstring.
+    """Return parameters and forward FLOPs per token of every module; see this file's docstring.
 
     Args:
         model: augmented or plain, on any device (meta too); not run.
@@ -140,8 +135,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
     Raises:
         UserError: the sequence length is below 1.
     """
-    if sequence_length < 1:
-        raise UserError(f"sequence_length must be at least 1, got {sequence_length!r}")
+    check_integer("sequence_length", sequence_length, minimum=1)
     heads = output_head_names(model)
     attention = {id(module) for module in _innermost_attention(model)}
     counted: set[int] = set()
@@ -189,7 +183,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
 
 
 def _dense_flops(module: nn.Module) -> int:
-    """Of the module's own plain product."""
+    """Return those of the module's own plain product."""
     if isinstance(module, nn.Linear | Conv1D):
         return 2 * module.weight.numel()
     if isinstance(module, nn.MultiheadAttention):
@@ -202,7 +196,7 @@ def _dense_flops(module: nn.Module) -> int:
 
 
 def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
-    """Convolutions, experts and the like: parameters that surely take part in products.
+    """Return whether a module, such as a convolution, has parameters that surely take part in products.
 
     Methods know the FLOPs of theirs. A leading 1 marks a token, a position table or the like, which is added.
     """
@@ -214,7 +208,7 @@ def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
 
 
 def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
-    """Modules called ...Attention that hold no other such module: where the scores are computed."""
+    """Give the modules called ...Attention that hold no other such module: where the scores are computed."""
     for module in model.modules():
         if "Attention" in type(module).__name__ and any(True for _ in module.parameters()):
             inner = (type(each).__name__ for each in module.modules() if each is not module)
@@ -223,7 +217,7 @@ def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
-    """Heads x head width; None if neither the module nor a config says."""
+    """Return heads x head width; None if neither the module nor a config says."""
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
     config = getattr(module, "config", None) or getattr(model, "config", None)

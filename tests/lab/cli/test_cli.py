@@ -409,7 +409,7 @@ def test_inspect_counts_recipes_folders_and_configs_alike(trained, capsys):
     code, out, err = run(capsys, "inspect", folder / "run")
     assert code == 0, err
     assert f"{counts[0]:,}" in out
-    assert "kept bytes" in out
+    assert "saved bytes" in out
 
     plain = json.loads(run(capsys, "inspect", "llm-demo", "--arm", "baseline", "--json")[1])
     noble = json.loads(run(capsys, "inspect", "llm-demo", "--rank", "8", "--json")[1])

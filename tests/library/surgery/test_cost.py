@@ -190,7 +190,7 @@ def test_a_pass_that_needs_contents_is_noted():
 
     cost = inspect_model(Peeking(4, 4), 5, inputs={"x": torch.randn(2, 4)})
     assert cost.kept_bytes is None
-    assert any("kept bytes unknown" in note for note in cost.notes)
+    assert any("saved bytes unknown" in note for note in cost.notes)
     assert cost.parameters == 20
 
 
@@ -210,7 +210,7 @@ def test_table_and_json():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(UserError, match="sequence_length must be at least 1"):
+    with pytest.raises(UserError, match="sequence_length must be a positive integer"):
         model_cost(nn.Linear(2, 2), 0)
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="batch_size must be"):
         inspect_model(AlbertConfig(), 5, 0)
