@@ -1,6 +1,6 @@
-"""Scores of classifications and regressions, by name, on logits and labels; higher is better in all of them.
+"""Scores of classifications and regressions, by name, on logits (N, C) and labels (N,); higher is better in all.
 
-| name     | from               | of                                           |
+| name     | from               | on                                           |
 |----------|--------------------|----------------------------------------------|
 | accuracy | scikit-learn       | the largest logit                            |
 | f1       | scikit-learn       | the largest logit, class 1 against the rest  |
@@ -12,7 +12,8 @@ Where a number is not defined, because every prediction is the same, it is 0, as
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +25,38 @@ from .task import Score
 
 
 def scores(names: Sequence[str]) -> Score:
-    """A function (logits (N, C), labels (N,)) -> {name: score}, with the named scores of this file's table."""
+    """Return a function (logits, labels) -> {name: score}, with the named scores of this file's table."""
 
     def score(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return {name: _METRICS[name](logits, labels) for name in names}
+        return {name: _score(name, logits, labels) for name in names}
 
     return score
 
 
+def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
+    from scipy import stats
+    from sklearn import metrics
+
+    if name in ("pearson", "spearman"):
+        predicted = logits[:, 0].astype(np.float64)
+        if len(predicted) < 2 or np.ptp(predicted) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        correlation: Any = stats.pearsonr if name == "pearson" else stats.spearmanr
+        value = float(correlation(predicted, labels.astype(np.float64)).statistic)
+        return value if math.isfinite(value) else 0.0
+    guesses = logits.argmax(-1)
+    if name == "f1":
+        return float(metrics.f1_score(labels, guesses, zero_division=0.0))
+    kinds: dict[str, Any] = {"accuracy": metrics.accuracy_score, "matthews": metrics.matthews_corrcoef}
+    return float(kinds[name](labels, guesses))
+
+
 def scores_of_examples(logits: torch.Tensor, labels: torch.Tensor, score: Score) -> dict[str, float]:
-    """The mean loss, in float64, and the scores.
+    """Return the mean loss, in float64, and the scores.
 
     Args:
         logits: (N, C).
-        labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is left out.
+        labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is skipped.
         score: of `scores`.
 
     Returns:
@@ -59,44 +78,3 @@ def scores_of_examples(logits: torch.Tensor, labels: torch.Tensor, score: Score)
     else:
         loss = F.cross_entropy(predicted, labels)
     return {"loss": float(loss), **score(predicted.numpy().astype(np.float32), labels.numpy())}
-
-
-def _accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(labels, logits.argmax(-1)))
-
-
-def _f1(logits: np.ndarray, labels: np.ndarray) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, logits.argmax(-1), zero_division=0.0))
-
-
-def _matthews(logits: np.ndarray, labels: np.ndarray) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels, logits.argmax(-1)))
-
-
-def _pearson(logits: np.ndarray, labels: np.ndarray) -> float:
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, logits, labels)
-
-
-def _spearman(logits: np.ndarray, labels: np.ndarray) -> float:
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, logits, labels)
-
-
-def _correlation(kind: Callable, logits: np.ndarray, labels: np.ndarray) -> float:
-    predicted = logits[:, 0].astype(np.float64)
-    if len(predicted) < 2 or np.ptp(predicted) == 0 or np.ptp(labels) == 0:
-        return 0.0
-    value = float(kind(predicted, labels.astype(np.float64)).statistic)
-    return value if math.isfinite(value) else 0.0
-
-
-_METRICS = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews, "pearson": _pearson, "spearman": _spearman}

@@ -1,29 +1,26 @@
-"""What training and comparing need to know of a task and of its prepared data.
+"""What training and comparing know of a task and of its data.
 
-A task is a frozen dataclass with
-
-    prepare(progress) -> prepared          data that are ready for training
-    build_model(prepared, dense_init, seed=0) -> nn.Module      float32 or as its checkpoint says, on the CPU
-    build_on_meta() -> nn.Module           shapes and counts, no memory
-
-and prepared data have `train` and `valid` (indexable, items are dicts of tensors), `fingerprint`,
-`describe()` and `tokenizer` (anything with `save_pretrained`, or None). Whatever else they may have is read
-through the functions of this file, whose defaults are those of a language model on packed text.
+A task is a frozen dataclass of settings that derives from `Task`. Importing it needs no torch: what it prepares and
+builds is imported when it is asked for.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
-import torch
 
 from nonlinear_lowrank.errors import UserError
 
-Batch = dict[str, torch.Tensor]
-Collate = Callable[[Sequence[Mapping[str, torch.Tensor]]], Batch]
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, "torch.Tensor"]
+Items = Sequence[Mapping[str, "torch.Tensor"]]
+Collate = Callable[[Items], Batch]
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
+"""(logits (N, C), labels (N,)) -> scores by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class Measure:
     """What the runs of a task are judged by."""
 
     name: str = "loss"
-    """Of the number, as its scores have it."""
+    """The name that the number has among the scores."""
     higher_is_better: bool = False
     unit: str = "nats per token"
     """Printed behind the number; empty for shares and correlations."""
@@ -46,16 +43,17 @@ class Measure:
         return left > right if self.higher_is_better else left < right
 
     def best(self, values: Sequence[float]) -> float:
-        """The best of several."""
+        """Return the best of several."""
         return max(values) if self.higher_is_better else min(values)
 
 
 LOSS = Measure()
+ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSetup:
-    """What a task knows of its pretrained model that a way of tuning it needs."""
+    """What a way of tuning needs to know of the task's pretrained model."""
 
     head: tuple[str, ...] = ()
     """Modules that the checkpoint does not have: drawn anew, trained in every arm, saved with the adapter."""
@@ -66,105 +64,150 @@ class AdapterSetup:
     """peft's: "SEQ_CLS", "CAUSAL_LM", or None."""
 
 
-def adapter_setup(task: Any, model: Any) -> AdapterSetup | None:
-    """What adapters need to know; None for a model that is trained from scratch."""
-    known = getattr(task, "adapter_setup", None)
-    return None if known is None else known(model)
+class Examples:
+    """Examples by index, each a dict of tensors; the defaults are those of examples of one shape that draw nothing."""
+
+    counts_passes: bool = False
+    """Whether an index also tells the pass over the data: i + N * pass."""
+    lengths: Sequence[int] | None = None
+    """Tokens of each example, where they differ."""
+    unreadable: int = 0
+    """Examples that could not be read so far."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Batch:
+        raise NotImplementedError
+
+    def seeded(self, seed: int) -> Self:
+        """Return the same examples with the draws (masks, augmentation) of a run's seed."""
+        return self
 
 
-def measure_of(task: Any) -> Measure:
-    """What the task's runs are judged by; the loss where it says nothing."""
-    return getattr(task, "measure", LOSS)
+def stack(items: Items) -> Batch:
+    """Stack items of equal shapes: (B, ...) each."""
+    import torch
 
-
-def score_of(prepared: Any) -> Score | None:
-    """(logits (N, C), labels (N,)) -> scores by name; None where the evaluation is a mean over tokens."""
-    return getattr(prepared, "score", None)
-
-
-def scored_split(prepared: Any) -> Any:
-    """The examples of the final score, apart from those that choices are made on; None where they are the same."""
-    return getattr(prepared, "test", None)
-
-
-def on_split(task: Any, name: str) -> Any:
-    """The task, to be scored on another of its labelled splits.
-
-    Raises:
-        UserError: it has one alone, or none of that name.
-    """
-    other = getattr(task, "on_split", None)
-    if other is None:
-        raise UserError("only a task of GLUE has more than one labelled split; leave --split away")
-    return other(name)
-
-
-def with_data_known(task: Any) -> Any:
-    """Return the task with the settings written out that it reads off its data, as records have them.
-
-    Raises:
-        UserError: the data do not tell.
-    """
-    known = getattr(task, "with_data_known", None)
-    return task if known is None else known()
-
-
-def training_split(prepared: Any, seed: int) -> Any:
-    """The training examples; where they draw (masks, augmentation), with the draws of a run's seed."""
-    seeded = getattr(prepared.train, "seeded", None)
-    return prepared.train if seeded is None else seeded(seed)
-
-
-def predicts_next(prepared: Any) -> bool:
-    """Whether a token's label is the token after it, so that a sequence's first one is not predicted."""
-    return getattr(prepared, "predicts_next", True)
-
-
-def lengths_vary(prepared: Any) -> bool:
-    """Whether training meets batches of different lengths: examples that are not cut or padded to one."""
-    return hasattr(prepared.train, "lengths") and getattr(training_collate_of(prepared), "length", None) is None
-
-
-def collate_of(prepared: Any) -> Collate:
-    """Items -> a batch; items of one shape are stacked."""
-    return getattr(prepared, "collate", None) or stack
-
-
-def training_collate_of(prepared: Any) -> Collate:
-    """The same for training, which may vary a batch where evaluation does not."""
-    return getattr(prepared, "collate_training", None) or collate_of(prepared)
-
-
-def check_batch(prepared: Any, size: int) -> None:
-    """Raises UserError where a process cannot train on so many examples at once."""
-    check = getattr(prepared, "check_batch", None)
-    if check is not None:
-        check(size)
-
-
-def plain_split(prepared: Any) -> Any:
-    """Training examples without their augmentation, whose loss is reported too; None where there are none."""
-    return getattr(prepared, "plain", None)
-
-
-def stack(items: Sequence[Mapping[str, torch.Tensor]]) -> Batch:
-    """Items of equal shapes -> (B, ...) each."""
     return {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
 
 
-def tokens_per_example(task: Any) -> int:
-    """Tokens (or patches) of an example, at most; the length of packed text."""
-    own = getattr(task, "sequence_length", None)
-    return task.text.sequence_length if own is None else own
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Data that are ready for training; the defaults are those of a language model on packed text."""
+
+    train: Examples
+    valid: Examples
+    """Held-out examples; choices are made on them."""
+    test: Examples | None = None
+    """Examples of the final score; None: `valid`."""
+    plain: Examples | None = None
+    """Training examples without augmentation, whose loss is reported too."""
+    tokenizer: Any = None
+    """What is saved beside the model: anything with `save_pretrained`, or None."""
+    fingerprint: str
+    """Hash of what training sees."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For the record."""
+    vocab_size: int = 0
+    """Rows of the embedding."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, by number."""
+    valid_bytes_per_token: float | None = None
+    """UTF-8 bytes of held-out text per predicted token; None: the data are no text."""
+    predicts_next: bool = True
+    """Whether a token's label is the token after it, so that a sequence's first one is not predicted."""
+    lengths_vary: bool = False
+    """Whether training meets batches of different lengths."""
+    score: Score | None = None
+    """None: the evaluation is a mean over tokens."""
+    collate: Collate = stack
+    """Items -> a batch for evaluation."""
+    collate_training: Collate = None  # type: ignore[assignment]
+    """Items -> a batch for training; None: as for evaluation."""
+    check_batch: Callable[[int], None] = lambda size: None
+    """Raises UserError where a process cannot train on so many examples at once."""
+
+    def __post_init__(self) -> None:
+        if self.collate_training is None:
+            object.__setattr__(self, "collate_training", self.collate)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the data are, for the record; images that could not be read so far are counted."""
+        splits = (self.train, self.valid, self.test)  # the plain ones count among those of training
+        lost = sum(each.unreadable for each in dict.fromkeys(splits) if each is not None)
+        return {**self.facts, "fingerprint": self.fingerprint, **({"unreadable_images": lost} if lost else {})}
+
+
+class Task(Protocol):
+    """What is trained on what."""
+
+    pretrained: ClassVar[bool] = False
+    """Whether a checkpoint is tuned, and not a model trained from scratch."""
+
+    @property
+    def measure(self) -> Measure:
+        """What runs are judged by."""
+        return LOSS
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens (or patches) of an example, at most."""
+        raise NotImplementedError
+
+    def prepare(self, progress: bool = True) -> Prepared:
+        """Return data that are ready for training.
+
+        Raises:
+            UserError: the data cannot be used; the message says why and what to change.
+        """
+        raise NotImplementedError
+
+    def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
+        """Return the model without the arm's change, on the CPU: float32, or as its checkpoint says.
+
+        Args:
+            prepared: gives vocabulary, special tokens and classes.
+            dense_init: overrides the backbone's; for models that are trained from scratch.
+            seed: of every draw. What is no dense linear is the same for every dense_init.
+        """
+        raise NotImplementedError
+
+    def build_on_meta(self) -> Any:
+        """Return the same on the meta device: shapes and counts, no memory."""
+        raise NotImplementedError
+
+    def adapter_setup(self, model: Any) -> AdapterSetup | None:
+        """Return what adapters need to know; None for a model that is trained from scratch."""
+        return None
+
+    def on_split(self, name: str) -> Self:
+        """Return the task with its final score on another labelled split.
+
+        Raises:
+            UserError: it has one alone.
+        """
+        raise UserError("only a task of GLUE has more than one labelled split; omit --split")
+
+    def with_data_known(self) -> Self:
+        """Return the task with the settings written out that it reads off its data, as records have them.
+
+        Raises:
+            UserError: the data do not tell.
+        """
+        return self
+
+
+def choose(count: int, most: int | None, seed: int) -> list[int]:
+    """Choose at most so many of `count` examples at random, always the same ones; their places, ascending."""
+    if most is None or most >= count:
+        return list(range(count))
+    return np.sort(np.random.default_rng(seed).permutation(count)[:most]).tolist()
 
 
 def hold_out(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Splits `count` examples into (kept, held out); the same ones in every run, at least one held out.
-
-    Args:
-        count: examples.
-        share: of them that is held out; 0 holds out none.
-    """
+    """Split `count` examples into (kept, held out); the same ones in every run, at least one held out unless the
+    share is 0."""
     if not share:
         return list(range(count)), []
     order = np.random.default_rng(0).permutation(count).tolist()
@@ -173,7 +216,7 @@ def hold_out(count: int, share: float) -> tuple[list[int], list[int]]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of what training sees; arrays by their content, all else by its text."""
+    """Hash what training sees; arrays by their content, all else by its text."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -183,3 +226,74 @@ def fingerprint(*parts: Any) -> str:
             digest.update(repr(part).encode())
         digest.update(b"\0")
     return digest.hexdigest()[:32]
+
+
+def commonest_share(labels: np.ndarray) -> float:
+    """Return the share of examples that guessing the commonest class would get right."""
+    return round(float(np.bincount(labels).max() / len(labels)), 4)
+
+
+def name_classes(model: Any, classes: Sequence[str]) -> None:
+    """Write the names of the classes into a model's config."""
+    model.config.id2label = dict(enumerate(classes))
+    model.config.label2id = {name: index for index, name in enumerate(classes)}
+
+
+# TEMPORARY-COMPAT
+def adapter_setup(task: Any, model: Any) -> Any:
+    known = getattr(task, "adapter_setup", None)
+    return None if known is None else known(model)
+
+
+def measure_of(task: Any) -> Measure:
+    return getattr(task, "measure", LOSS)
+
+
+def score_of(prepared: Any) -> Any:
+    return getattr(prepared, "score", None)
+
+
+def scored_split(prepared: Any) -> Any:
+    return getattr(prepared, "test", None)
+
+
+def on_split(task: Any, name: str) -> Any:
+    return task.on_split(name)
+
+
+def with_data_known(task: Any) -> Any:
+    known = getattr(task, "with_data_known", None)
+    return task if known is None else known()
+
+
+def training_split(prepared: Any, seed: int) -> Any:
+    seeded = getattr(prepared.train, "seeded", None)
+    return prepared.train if seeded is None else seeded(seed)
+
+
+def predicts_next(prepared: Any) -> bool:
+    return getattr(prepared, "predicts_next", True)
+
+
+def lengths_vary(prepared: Any) -> bool:
+    return getattr(prepared, "lengths_vary", False)
+
+
+def collate_of(prepared: Any) -> Any:
+    return getattr(prepared, "collate", None) or stack
+
+
+def training_collate_of(prepared: Any) -> Any:
+    return getattr(prepared, "collate_training", None) or collate_of(prepared)
+
+
+def check_batch(prepared: Any, size: int) -> None:
+    getattr(prepared, "check_batch", lambda size: None)(size)
+
+
+def plain_split(prepared: Any) -> Any:
+    return getattr(prepared, "plain", None)
+
+
+def tokens_per_example(task: Any) -> int:
+    return task.sequence_length

@@ -10,7 +10,7 @@ import torch
 from model_helpers import FAMILIES, batch
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank import NonlinearQuery, UserError
 from nonlinear_lowrank.hub import load_model

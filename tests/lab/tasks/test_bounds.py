@@ -13,12 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from nonlinear_lowrank.hub.bounds import check_room, read_array, read_arrays, read_bytes, safetensors_header
+from nonlinear_lowrank.hub.safetensors_header import safetensors_header
 from safetensors.torch import save_file
 
+from nlr_lab.runtime import bounds
+from nlr_lab.runtime.bounds import check_room, read_array, read_arrays, read_bytes
 from nlr_lab.tasks.images.files import read_images
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub import bounds
 from nonlinear_lowrank.hub.storage import is_inside
 from seeds import rng
 

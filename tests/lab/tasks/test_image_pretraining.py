@@ -19,11 +19,13 @@ from model_helpers import parameters
 from nlr_lab.cli import main as cli
 from nlr_lab.compare import compare
 from nlr_lab.runtime.storage import step_folders
-from nlr_lab.tasks.images import augmentation as image_augmentation
-from nlr_lab.tasks.images.augmentation import Augmentation, mix_pairs
+from nlr_lab.tasks.images import randaugment
+from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
-from nlr_lab.tasks.images.data import ImageSource, Pixels
+from nlr_lab.tasks.images.data import ImageSource
+from nlr_lab.tasks.images.examples import Pixels
 from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.mixing import mix_pairs
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, classification_loss
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nlr_lab.training.result import TrainResult
@@ -59,7 +61,7 @@ def recipe(own, arm="noble:rank=4", **train):
 
 # --- RandAugment and crops -----------------------------------------------------------------------------------
 
-NAMES = list(image_augmentation._OPERATIONS)
+NAMES = list(randaugment.OPERATIONS)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
@@ -68,7 +70,7 @@ def test_operations_keep_size_and_mode_and_do_nothing_at_zero(name, mode):
     shape = (12, 10) if mode == "L" else (12, 10, 3)
     picture = Image.fromarray(rng().integers(0, 256, shape, dtype=np.uint8))
     before = np.array(picture)
-    operation = image_augmentation._OPERATIONS[name]
+    operation = randaugment.OPERATIONS[name]
     changed = operation(picture, 0.3, -1)
     assert (changed.size, changed.mode) == (picture.size, mode)
     assert (np.array(picture) == before).all(), "the original is left alone"
@@ -88,20 +90,20 @@ def test_operations_move_by_what_the_table_says():
         return (array * np.arange(33)).sum(1) / np.maximum(array.sum(1), 1e-9), array.sum(1) > 0
 
     for sign in (1, -1):
-        moved, seen = centres(image_augmentation._translate_x(picture, 9 / 30, sign))
+        moved, seen = centres(randaugment._translate_x(picture, 9 / 30, sign))
         assert moved[seen] == pytest.approx(16 - sign * 150 / 331 * 0.3 * 33, abs=0.05)
-        tilted, seen = centres(image_augmentation._shear_x(picture, 9 / 30, sign))
+        tilted, seen = centres(randaugment._shear_x(picture, 9 / 30, sign))
         slope = np.polyfit(np.arange(33)[seen], tilted[seen], 1)[0]
         assert slope == pytest.approx(-sign * 0.09, abs=0.005)
         assert tilted[16] == pytest.approx(16, abs=0.1), "about the middle"
-        turned, seen = centres(image_augmentation._rotate(picture, 9 / 30, sign))
+        turned, seen = centres(randaugment._rotate(picture, 9 / 30, sign))
         angle = math.degrees(math.atan(np.polyfit(np.arange(33)[seen], turned[seen], 1)[0]))
         assert abs(angle) == pytest.approx(9, abs=0.7)
     grey = Image.fromarray(np.array([[10, 100, 200]], dtype=np.uint8))
-    assert np.array(image_augmentation._solarize(grey, 9 / 30, 1)).tolist() == [[10, 100, 55]]
-    assert np.array(image_augmentation._posterize(grey, 9 / 30, 1)).tolist() == [[10, 100, 200]]
-    assert np.array(image_augmentation._posterize(grey, 1.0, 1)).tolist() == [[0, 96, 192]]
-    bright = image_augmentation._OPERATIONS["brightness"]
+    assert np.array(randaugment._solarize(grey, 9 / 30, 1)).tolist() == [[10, 100, 55]]
+    assert np.array(randaugment._posterize(grey, 9 / 30, 1)).tolist() == [[10, 100, 200]]
+    assert np.array(randaugment._posterize(grey, 1.0, 1)).tolist() == [[0, 96, 192]]
+    bright = randaugment.OPERATIONS["brightness"]
     assert np.array(bright(grey, 9 / 30, -1)).tolist() == [[7, 73, 146]]
 
 
@@ -112,7 +114,7 @@ def test_operations_are_drawn_for_each_image(tmp_path, monkeypatch):
         return lambda picture, m, sign: seen.append((name, m, sign)) or picture
 
     for name in NAMES:
-        monkeypatch.setitem(image_augmentation._OPERATIONS, name, noting(name))
+        monkeypatch.setitem(randaugment.OPERATIONS, name, noting(name))
     prepared = task(tmp_path, {"magnitude": 12}, images={"held_out": 0.0}).prepare()
     for index in range(60 * 4):
         prepared.train[index]
@@ -432,7 +434,7 @@ def test_unreadable_images_are_named_and_counted_and_training_goes_on(damaged, t
 
 def test_the_next_image_stands_in_with_its_own_label(damaged):
     prepared = task(damaged, PLAIN, images={"source": str(damaged / "images"), "held_out": 0.0}).prepare()
-    with pytest.warns(UserWarning, match=r"bee.3\.png.*left out \(1 so far\)"):
+    with pytest.warns(UserWarning, match=r"bee.3\.png.*skipped \(1 so far\)"):
         stand_in = prepared.train[11]
     after = prepared.train[12]
     assert torch.equal(stand_in["pixel_values"], after["pixel_values"])

@@ -1,5 +1,6 @@
 """Image classification: sources, splits, pixels, augmentation, and the new head."""
 
+import functools
 import io
 import lzma
 
@@ -9,9 +10,9 @@ import torch
 from PIL import Image
 
 import finetune_helpers as kit
-from nlr_lab.tasks.finetune.image_classification import ImageData, TrainingExamples
+from nlr_lab.tasks.finetune.image_classification import ImageData, vary_image
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.tasks.images.data import Pixels
+from nlr_lab.tasks.images.examples import Pixels, TrainingImages
 from nlr_lab.tasks.images.files import Images, read_images
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
@@ -192,10 +193,8 @@ def test_three_sets_apart(tmp_path):
 
 
 def test_chosen_classes_are_renumbered():
-    from nlr_lab.tasks.images.data import of_classes
-
     labels = np.array([0, 3, 1, 3, 2, 0])
-    chosen = of_classes(Images(labels, lambda index: np.full((2, 2), index, np.uint8)), (3, 0))
+    chosen = Images(labels, lambda index: np.full((2, 2), index, np.uint8)).of_classes((3, 0))
     assert chosen.labels.tolist() == [1, 0, 0, 1]
     assert [int(chosen.read(index)[0, 0]) for index in range(4)] == [0, 1, 3, 5]
 
@@ -204,10 +203,10 @@ def test_augmentation_depends_on_pass_and_image_alone():
     array = rng().integers(0, 256, (16, 8, 8), dtype=np.uint8)
     images = Images(np.arange(16), lambda index: array[index])
     how = Pixels(size=8, channels=1, mean=(0.5,), std=(0.5,))
-    plain = TrainingExamples(images, how)
+    plain = TrainingImages(images, how)
     assert not plain.counts_passes
     for kind in ("flip", "crop-flip"):
-        examples = TrainingExamples(images, how, kind)
+        examples = TrainingImages(images, how, functools.partial(vary_image, crop=kind == "crop-flip"))
         assert examples.counts_passes
         passes = [[examples[index + 16 * number]["pixel_values"].numpy() for index in range(16)] for number in range(4)]
         again = examples[5 + 16]["pixel_values"].numpy()
@@ -268,6 +267,3 @@ def test_digits_vit_is_made_once_and_knows_its_digits(tmp_path, monkeypatch):
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     model = Pretrained(checkpoint="digits-vit").image_classifier(5, 0)
     assert model.config.image_size == 8
-    images, labels = digits_vit.digits((5, 6))
-    assert set(labels.tolist()) == {5, 6}
-    assert images.dtype == np.uint8

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling
 from nlr_lab.recipes import get_recipe
-from nlr_lab.tasks.images import token_data as image_token_data
+from nlr_lab.tasks.images import encoding
+from nlr_lab.tasks.images.encoding import as_square, prepare_images
 from nlr_lab.tasks.images.sampling import picture, sample_images
-from nlr_lab.tasks.images.token_data import ImageTokenData, as_square, prepare_images
 from nlr_lab.tasks.images.tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
-from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.language_model import GlmBackbone
 from nlr_lab.training import Recipe, run_training
 from nonlinear_lowrank.errors import UserError
@@ -148,7 +148,7 @@ def test_encoded_sets_are_cached_by_content(tmp_path, monkeypatch):
         raise AssertionError("an image was read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_token_data, "as_square", must_not)
+        patch.setattr(encoding, "as_square", must_not)
         assert prepare_images(data(tmp_path, tmp_path / "a.npz")).fingerprint == first.fingerprint
         assert prepare_images(data(tmp_path, tmp_path / "b.npz")).fingerprint == first.fingerprint
     arrays["x_train"][0, 0, 0, 0] ^= 255
@@ -165,8 +165,8 @@ def test_encoded_sets_are_cached_by_content(tmp_path, monkeypatch):
 def test_a_killed_encoding_goes_on_behind_its_last_part(tmp_path, monkeypatch):
     save_images(tmp_path / "a.npz", train=30)
     whole = prepare_images(data(tmp_path, tmp_path / "a.npz"))
-    monkeypatch.setattr(image_token_data, "_PART", 8)
-    monkeypatch.setattr(image_token_data, "_BATCH", 4)
+    monkeypatch.setattr(encoding, "_PART", 8)
+    monkeypatch.setattr(encoding, "_BATCH", 4)
     encode, sizes = PatchTokenizer.encode, []
 
     def count(self, images):
@@ -194,7 +194,7 @@ def test_a_corrupt_image_is_named_counted_and_left_out(tmp_path):
                 Image.fromarray(noise(9, 8, 3)).save(tmp_path / "images" / side / name / f"{index}.png")
     broken = tmp_path / "images" / "train" / "bee" / "4.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.warns(UserWarning, match=r"1 of 12 train images of .* left out: .*bee/4\.png"):
+    with pytest.warns(UserWarning, match=r"1 of 12 train images of .* skipped: .*bee/4\.png"):
         prepared = prepare_images(data(tmp_path, tmp_path / "images"))
     assert [int(prepared.train[index]["input_ids"][0]) - 8 for index in range(11)] == [0] * 6 + [1] * 5
     assert prepared.describe()["train"]["unreadable"] == 1

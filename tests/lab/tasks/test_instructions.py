@@ -7,8 +7,9 @@ import re
 import pytest
 
 import finetune_helpers as kit
+from nlr_lab.tasks.finetune.answers import Tokens, summary
 from nlr_lab.tasks.finetune.instruction_files import Example, read_examples
-from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask, Tokens, summary
+from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
@@ -98,7 +99,7 @@ def test_empty_records_are_told_from_wrong_ones(tmp_path):
         ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, ["both"]),
         ({"messages": [{"role": "user"}]}, ["message 1 has no content"]),
         ({"messages": "x"}, ["messages must be a list"]),
-        (["x"], ["a JSON object, not list"]),
+        (["x"], ["a JSON object, got list"]),
     ],
 )
 def test_wrong_records_are_named_with_their_line(tmp_path, record, words, array):

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from model_helpers import parameters
 from nlr_lab.cli import main as cli
 from nlr_lab.runtime.storage import step_folders
-from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
-from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedBlocks, MaskedLanguageModelTask, Masking
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask, Masking
+from nlr_lab.tasks.text.masking import MaskedBlocks
+from nlr_lab.tasks.text.packed import TokenBlocks, prepare_text
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model

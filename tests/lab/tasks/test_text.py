@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.tasks.text import packing
 from nlr_lab.tasks.text.corpus import Corpus
-from nlr_lab.tasks.text.data import TextData, TokenBlocks, prepare_text
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.packed import TokenBlocks, prepare_text
 from nlr_lab.tasks.text.tokenizers import END_OF_TEXT, load_tokenizer
 from nonlinear_lowrank import UserError
 from text_helpers import SQUEEZE, bad_file, make_documents, small, write
@@ -315,7 +316,7 @@ def test_what_a_killed_process_left_is_no_hindrance_and_two_build_as_one(tmp_pat
 def test_processes_that_are_killed_and_processes_that_race(tmp_path):
     path = write(tmp_path, "jsonl", make_documents(800, lines=60))
     code = (
-        "import sys; from nlr_lab.tasks.text.data import *;"
+        "import sys; from nlr_lab.tasks.text.data import *; from nlr_lab.tasks.text.packed import *;"
         "print(prepare_text(TextData(source=sys.argv[1], vocab_size=300, sequence_length=16)).fingerprint)"
     )
 
@@ -414,8 +415,7 @@ def test_a_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
     monkeypatch.setattr(packing, "_TRAINING_BYTES", 10_000)
     monkeypatch.setattr(packing, "PIECE", 100)
     lines = "\n".join(f"{i:07d} words of a long text" for i in range(5000))
-    with packing.Progress(disable=True) as bar:
-        kept = packing._sample(iter([lines]), len(lines), packing._Bar(bar))
+    kept = packing._sample([lines])
     assert 2500 < sum(map(len, kept)) <= 10_000
     numbers = [int(each) for each in re.findall(r"\b\d{7}\b", "".join(kept))]
     assert max(np.diff([0, *numbers, 5000])) < 500

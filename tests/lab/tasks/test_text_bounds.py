@@ -5,7 +5,7 @@ import psutil
 import pytest
 
 from nlr_lab.tasks.text.corpus import Corpus
-from nlr_lab.tasks.text.data import prepare_text
+from nlr_lab.tasks.text.packed import prepare_text
 from nonlinear_lowrank import UserError
 from text_helpers import SQUEEZE, bad_file, make_documents, small, write
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
-from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, run_training
 from nlr_lab.training.checkpoints import step_folders
 from nlr_lab.training.run import optimizer_groups

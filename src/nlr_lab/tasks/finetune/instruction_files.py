@@ -39,7 +39,7 @@ TEMPLATES = ("alpaca", "plain", "chat")
 
 @dataclass(frozen=True)
 class Example:
-    """What is asked and what is answered: two texts, or a conversation (then `answer` is empty)."""
+    """A question and its answer: two texts, or a conversation (then `answer` is empty)."""
 
     prompt: str | Messages
     answer: str = ""
@@ -51,7 +51,7 @@ class Example:
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
-    """The examples of a source, in its order; of an empty record, the reason it is none.
+    """Yield the examples of a source, in its order; of an empty record, the reason it is none.
 
     Args:
         source: a .json or .jsonl file (also .xz), a dataset's name, or "stdlib": docstrings of the running
@@ -85,7 +85,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise UserError(f"{path} is no UTF-8 text: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is no UTF-8 text: {one_line(error)}") from error
     if text.lstrip()[:1] == "[":
         yield from _of_array(path, text)
         return
@@ -98,7 +98,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _of_array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON array with the lines that they begin on, which json.load does not tell."""
+    """Yield the items of a JSON array with the lines that they begin on, which json.load does not tell."""
     decoder = json.JSONDecoder()
     place, line, counted = text.index("[") + 1, 1, 0
     while True:
@@ -122,16 +122,16 @@ def _of_dataset(source: str) -> Iterator[tuple[str, Any]]:
     try:
         data: Any = load_dataset(name, split=split or "train")
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = one_line(error, 200)
+        why = one_line(error, 200)
         raise UserError(
-            f"cannot read the dataset {source!r} ({text}); give a .json or .jsonl file (--source)"
+            f"cannot read the dataset {source!r} ({why}); give a .json or .jsonl file (--source)"
         ) from error
     for index in range(len(data)):
         yield f"{source}, row {index + 1}", data[index]
 
 
 def _docstrings() -> Iterator[dict[str, str]]:
-    """Functions of the standard library, without their docstrings, and the docstrings."""
+    """Yield functions of the standard library, without their docstrings, and the docstrings."""
     for path in Corpus(source="stdlib").files():
         try:
             text = path.read_text(encoding="utf-8")

@@ -11,25 +11,19 @@ Init of a new head, drawn from the run's seed, the same in every arm:
 A head that comes with the checkpoint is drawn anew as well: two checkpoints then start alike.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nlr_lab.tasks.images import digits_vit
-from nlr_lab.tasks.task import AdapterSetup
+from nlr_lab.tasks.task import AdapterSetup, Task
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.pooled import (
-    MeanPooledConfig,
-    MeanPooledForSequenceClassification,
-    find_encoder,
-    quiet_loading,
-)
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import check_choice, one_line
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
@@ -91,12 +85,11 @@ class Pretrained:
         object.__setattr__(self, "targets", tuple(self.targets))
         if not self.checkpoint:
             raise UserError("checkpoint is empty; give a folder, a hub name, or minilm")
-        for name, choices in (("pooling", ("auto", "own", "mean")), ("dtype", ("float32", "bfloat16"))):
-            if getattr(self, name) not in choices:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        check_choice("pooling", self.pooling, ("auto", "own", "mean"))
+        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
 
     def where(self) -> str:
-        """The folder or hub name that transformers loads.
+        """Return the folder or hub name that transformers loads.
 
         Raises:
             UserError: the checkpoint is a path at which there is no model, or a package is not installed.
@@ -105,6 +98,8 @@ class Pretrained:
         if name == digits_vit.NAME:
             return str(digits_vit.folder())
         if name == "minilm":
+            from nonlinear_lowrank.hub.pooled import find_encoder
+
             return find_encoder(name)
         path = Path(name).expanduser()
         for folder in (path, path / "model"):
@@ -120,7 +115,7 @@ class Pretrained:
         return name
 
     def config(self) -> Any:
-        """The architecture's config, without the weights."""
+        """Return the architecture's config, without the weights."""
         from transformers import AutoConfig
 
         if self.checkpoint in _KNOWN:
@@ -131,7 +126,7 @@ class Pretrained:
         return self._loaded(lambda where: AutoConfig.from_pretrained(where, trust_remote_code=False))
 
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, with a token to pad with."""
+        """Return the checkpoint's tokenizer, with a token to pad with."""
         from transformers import AutoTokenizer
 
         found: Any = self._loaded(lambda where: AutoTokenizer.from_pretrained(where, trust_remote_code=False))
@@ -140,33 +135,31 @@ class Pretrained:
         return found
 
     def text_classifier(self, labels: int, seed: int) -> Any:
-        """A text classifier with a new head of so many labels (1: a regression), in evaluation mode."""
+        """Return a text classifier with a new head of so many labels (1: a regression), in evaluation mode."""
         from transformers import AutoModelForSequenceClassification
 
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if self._mean_pooled():
-                kind = MeanPooledForSequenceClassification.from_encoder
-                model = self._loaded(
-                    lambda where: kind(where, checkpoint=self._lasting(where), num_labels=labels, dtype=self._dtype())
-                )
-            else:
-                model = self._new_head(AutoModelForSequenceClassification, labels)
-            _draw_head(model)
-        return model
+        from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
+
+        if not self._mean_pooled():
+            return _drawn(lambda: self._new_head(AutoModelForSequenceClassification, labels), seed)
+        kind = MeanPooledForSequenceClassification.from_encoder
+
+        def load(where: str) -> Any:
+            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
+            folder = self.checkpoint != "minilm" and Path(where).is_dir()
+            name = self.checkpoint if self.checkpoint == "minilm" else str(Path(where).resolve()) if folder else where
+            return kind(where, checkpoint=name, num_labels=labels, dtype=self._dtype())
+
+        return _drawn(lambda: self._loaded(load), seed)
 
     def image_classifier(self, labels: int, seed: int) -> Any:
-        """An image classifier with a new head, in evaluation mode."""
+        """Return an image classifier with a new head, in evaluation mode."""
         from transformers import AutoModelForImageClassification
 
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self._new_head(AutoModelForImageClassification, labels)
-            _draw_head(model)
-        return model
+        return _drawn(lambda: self._new_head(AutoModelForImageClassification, labels), seed)
 
     def causal(self) -> Any:
-        """A language model, in evaluation mode."""
+        """Return a language model, in evaluation mode."""
         from transformers import AutoModelForCausalLM
 
         return self._loaded(
@@ -174,13 +167,16 @@ class Pretrained:
         )
 
     def on_meta(self, kind: Literal["text", "image", "causal"], labels: int = 2) -> Any:
-        """The same shapes on the meta device."""
+        """Return the same shapes on the meta device."""
+        import torch
         import transformers
 
-        classes = {
-            "text": transformers.AutoModelForSequenceClassification,
-            "image": transformers.AutoModelForImageClassification,
-            "causal": transformers.AutoModelForCausalLM,
+        from nonlinear_lowrank.hub.pooled import MeanPooledConfig, MeanPooledForSequenceClassification
+
+        classes: dict[str, tuple[Any, str]] = {
+            "text": (transformers.AutoModelForSequenceClassification, "text classifier"),
+            "image": (transformers.AutoModelForImageClassification, "image classifier"),
+            "causal": (transformers.AutoModelForCausalLM, "language model"),
         }
         config = self.config()
         with torch.device("meta"):
@@ -188,17 +184,17 @@ class Pretrained:
                 return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
             if kind != "causal":
                 config.num_labels = labels
+            model_class, what = classes[kind]
             try:
-                return classes[kind].from_config(config)
+                return model_class.from_config(config)
             except ValueError as error:  # transformers' list of all types is pages long
-                what = {"text": "text classifier", "image": "image classifier", "causal": "language model"}[kind]
                 raise UserError(
                     f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}; "
                     "give another checkpoint (--checkpoint)"
                 ) from error
 
-    def adapters(self, model: nn.Module, task_type: str | None) -> AdapterSetup:
-        """What an adapter needs to know of the loaded model."""
+    def adapters(self, model: "nn.Module", task_type: str | None) -> AdapterSetup:
+        """Return what an adapter needs to know of the loaded model."""
         return AdapterSetup(head=head_modules(model), targets=self.targets, task_type=task_type)
 
     def _new_head(self, kind: Any, labels: int) -> Any:
@@ -231,50 +227,64 @@ class Pretrained:
             return self.pooling == "mean"
         return self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
 
-    def _lasting(self, where: str) -> str:
-        """The name by which an adapter finds the encoder again: a package's by its name, a folder's in full."""
-        if self.checkpoint == "minilm":
-            return self.checkpoint
-        return str(Path(where).resolve()) if Path(where).is_dir() else where
+    def _dtype(self) -> "torch.dtype":
+        import torch
 
-    def _dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     def _loaded(self, load: Callable[[str], Any]) -> Any:
+        from nonlinear_lowrank.hub.pooled import quiet_loading
+
         where = self.where()
         try:
             with quiet_loading():
                 return load(where)
         except UserError:
             raise
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-            text = one_line(error)
-            raise UserError(f"cannot load the checkpoint {self.checkpoint!r}: {text}") from error
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+            raise UserError(f"cannot load the checkpoint {self.checkpoint!r}: {one_line(error)}") from error
 
 
-def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that no checkpoint has: those outside the pretrained part, and an untrained pooler."""
+class FinetuneTask(Task):
+    """A pretrained model that is tuned on data."""
+
+    pretrained: ClassVar[bool] = True
+
+    def check_init(self, dense_init: object) -> None:
+        """Raise UserError where an arm asks for an init of its own."""
+        if dense_init is not None:
+            raise UserError("init= is for models that are trained from scratch; this recipe tunes a pretrained one")
+
+
+def head_modules(model: "nn.Module") -> tuple[str, ...]:
+    """Return the modules that no checkpoint has: those outside the pretrained part, and an untrained pooler."""
+    if not hasattr(model, "num_labels") or hasattr(model, "lm_head"):
+        return ()
     inner = getattr(model, "base_model_prefix", "")
     outside = [
         name for name, child in model.named_children() if name != inner and any(True for _ in child.parameters())
     ]
-    if not hasattr(model, "num_labels") or hasattr(model, "lm_head"):
-        return ()
     return (*outside, *getattr(model, _UNTRAINED, ()))
 
 
-@torch.no_grad()
-def _draw_head(model: Any) -> None:
-    """Draws this file's table, in place, from the global generator."""
-    std = getattr(model.config, "initializer_range", None) or 0.02
-    for name in head_modules(model):
-        for module in model.get_submodule(name).modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, std)
-                if module.bias is not None:
-                    module.bias.zero_()
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+def _drawn(load: Callable[[], Any], seed: int) -> Any:
+    """Load a model and draw this file's table into its head, from the seed."""
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = load()
+        std = getattr(model.config, "initializer_range", None) or 0.02
+        for name in head_modules(model):
+            for module in model.get_submodule(name).modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.normal_(0.0, std)
+                    if module.bias is not None:
+                        module.bias.zero_()
+                elif hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+    return model
 
 
 def _up_to_pooler(name: str) -> str:

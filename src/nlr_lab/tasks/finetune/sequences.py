@@ -1,20 +1,19 @@
 """Examples of tokens of different lengths, and their batches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from nlr_lab.tasks.task import Batch
+from nlr_lab.tasks.task import Batch, Examples, Items
 from nonlinear_lowrank.errors import UserError
 
 _IGNORED = -100
 
 
-class TokenExamples(Dataset[dict[str, torch.Tensor]]):
+class TokenExamples(Examples):
     """Tokenized examples: item i is {"input_ids": (T_i,), "labels": () or (T_i,)}, and where there are two
     kinds of text {"token_type_ids": (T_i,)}.
 
@@ -37,11 +36,11 @@ class TokenExamples(Dataset[dict[str, torch.Tensor]]):
         return len(self.ids)
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:  # type: ignore[override]
         """Tokens of each example."""
         return [len(each) for each in self.ids]
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         item = {"input_ids": torch.from_numpy(self.ids[index].astype(np.int64))}
         label = np.asarray(self.labels[index])
         item["labels"] = torch.from_numpy(label.astype(np.float32 if label.dtype.kind == "f" else np.int64))
@@ -50,7 +49,7 @@ class TokenExamples(Dataset[dict[str, torch.Tensor]]):
         return item
 
     def select(self, chosen: Sequence[int]) -> "TokenExamples":
-        """Some of the examples."""
+        """Return some of the examples."""
         return TokenExamples(
             [self.ids[index] for index in chosen],
             [self.labels[index] for index in chosen],
@@ -58,19 +57,12 @@ class TokenExamples(Dataset[dict[str, torch.Tensor]]):
         )
 
     def by_length(self) -> "TokenExamples":
-        """The same examples, longest first: batches of equal lengths need little padding."""
+        """Return the same examples, longest first: batches of equal lengths need little padding."""
         return self.select(sorted(range(len(self)), key=lambda index: -len(self.ids[index])))
 
 
 def check_packing(model: Any) -> None:
-    """Refuses a model that does not keep packed examples apart, by two of them together and alone.
-
-    Args:
-        model: a causal language model of transformers'.
-
-    Raises:
-        UserError: what it says of the second depends on the first.
-    """
+    """Raise UserError where a causal language model's logits of a packed example depend on the one before it."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randint(0, model.config.vocab_size, (1, n), generator=generator).to(device) for n in (5, 7))
@@ -82,17 +74,15 @@ def check_packing(model: Any) -> None:
             alone = model(input_ids=second, use_cache=False).logits
             packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
     except TypeError as error:
-        raise UserError(f"{type(model).__name__} takes no positions; leave packing out") from error
+        raise UserError(f"{type(model).__name__} takes no positions; omit packing") from error
     finally:
         model.train(training)
     rounding = 0.05 if alone.dtype.itemsize == 2 else 1e-3
     if float((packed[:, 5:] - alone).float().abs().max()) > rounding * float(alone.float().std()):
-        raise UserError(
-            f"{type(model).__name__} does not keep packed examples apart by their positions; leave packing out"
-        )
+        raise UserError(f"{type(model).__name__} does not keep packed examples apart by their positions; omit packing")
 
 
-class PackedExamples(Dataset[dict[str, torch.Tensor]]):
+class PackedExamples(Examples):
     """Several examples a row, end to end: item i is {"input_ids", "labels", "position_ids"}, each (T_i,). Positions
     begin at 0 with each example, by which transformers keeps them apart.
 
@@ -118,11 +108,11 @@ class PackedExamples(Dataset[dict[str, torch.Tensor]]):
         return len(self._rows)
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:  # type: ignore[override]
         """Tokens of each row."""
         return [int(np.sum(each)) for each in self._rows["seq_lengths"]]
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         row = self._rows[int(index)]
         ends = np.cumsum(row["seq_lengths"])
         labels = row["labels"].astype(np.int64)
@@ -146,7 +136,7 @@ class PadRight:
     multiple: int = 1
     """T is rounded up to a multiple of it."""
 
-    def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Batch:
+    def __call__(self, items: Items) -> Batch:
         longest = self.length or max(len(item["input_ids"]) for item in items)
         width = -(-longest // self.multiple) * self.multiple
         filled = {"input_ids": self.pad_id, "token_type_ids": 0, "position_ids": 0, "labels": _IGNORED}

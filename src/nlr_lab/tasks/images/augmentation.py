@@ -1,29 +1,25 @@
 """What training images go through: crop, mirror, RandAugment on each image; then Mixup or CutMix on pairs of them.
 
 Written here on PIL and tensors: every draw must follow from the run's seed and the image's place alone, so that runs
-resume bit by bit and all arms see the same pictures, and the operations of RandAugment are drawn for each image.
-
-RandAugment's operations at magnitude m of 30 (Cubuk et al. 2019; where two signs make sense one is drawn):
-
-| operation                             | at m                      | operation    | at m                       |
-|---------------------------------------|---------------------------|--------------|----------------------------|
-| identity                              |                           | posterize    | 8 - round(4 m / 30) bits   |
-| shear x, shear y                      | +- 0.3 m / 30             | solarize     | above 255 (1 - m / 30)     |
-| translate x, translate y              | +- 150 / 331 side m / 30  | autocontrast |                            |
-| rotate                                | +- 30 m / 30 degrees      | equalize     |                            |
-| brightness, color, contrast, sharpness| 1 +- 0.9 m / 30           |              |                            |
+resume bit-exactly and all arms see the same pictures, and the operations of RandAugment are drawn for each image.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
-from nlr_lab.tasks.task import Batch
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_choice, check_number
+
+if TYPE_CHECKING:
+    import torch
+
+    from nlr_lab.tasks.task import Batch
+
+    from .examples import Pixels
 
 _PADDING = 8  # "shift" moves by up to 1 / 8 of the side, as 4 pixels of 32
 _GREATEST = 30  # RandAugment's scale
@@ -49,23 +45,29 @@ class Augmentation:
     each pair has one of the two, by the toss of a coin."""
 
     def __post_init__(self) -> None:
-        if self.crop not in ("none", "shift", "resized"):
-            raise UserError(f"unknown crop {self.crop!r}; choose one of none, shift, resized")
+        check_choice("crop", self.crop, ("none", "shift", "resized"))
         for name, most in (("randaugment", 16), ("magnitude", _GREATEST)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise UserError(f"{name} must be an integer from 0 to {most}, got {value!r}")
         for name in ("mixup", "cutmix"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be at least 0, got {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), minimum=0)
 
     @property
     def mixes(self) -> bool:
         """Whether images are mixed in pairs."""
         return self.mixup > 0 or self.cutmix > 0
 
+    def vary(self, picture: Any, pixels: "Pixels", generator: np.random.Generator) -> "Batch":
+        """Return an item without its label: {"pixel_values": (C, H, W) uint8, "mixing": (4,)}."""
+        import torch
+
+        mixing = self.draw_mixing(generator)
+        numbers = pixels.numbers(self.picture(picture, pixels.size, pixels.fitted, generator))
+        return {"pixel_values": torch.from_numpy(numbers), "mixing": mixing}
+
     def picture(self, picture: Any, size: int, fitted: Callable[[Any], Any], generator: np.random.Generator) -> Any:
-        """One image, varied.
+        """Vary one image.
 
         Args:
             picture: a PIL image in its own size, "L" or "RGB".
@@ -73,6 +75,8 @@ class Augmentation:
             fitted: brings an image to that size.
             generator: every draw comes from it.
         """
+        from .randaugment import OPERATIONS
+
         picture = _resized(picture, size, generator) if self.crop == "resized" else fitted(picture)
         if self.crop == "shift":
             edge = max(1, size // _PADDING)
@@ -81,14 +85,16 @@ class Augmentation:
         if self.flip and generator.random() < 0.5:
             picture = picture.transpose(0)  # FLIP_LEFT_RIGHT
         for _ in range(self.randaugment):
-            name = list(_OPERATIONS)[int(generator.integers(len(_OPERATIONS)))]
+            name = list(OPERATIONS)[int(generator.integers(len(OPERATIONS)))]
             sign = 1 if generator.random() < 0.5 else -1
-            picture = _OPERATIONS[name](picture, self.magnitude / _GREATEST, sign)
+            picture = OPERATIONS[name](picture, self.magnitude / _GREATEST, sign)
         return picture
 
-    def draw_mixing(self, generator: np.random.Generator) -> torch.Tensor:
-        """What happens to a pair: (0 nothing, 1 Mixup or 2 CutMix; the weight of the own image; centre y, x of the
+    def draw_mixing(self, generator: np.random.Generator) -> "torch.Tensor":
+        """Draw what happens to a pair: (0 nothing, 1 Mixup or 2 CutMix; the weight of the own image; centre y, x of the
         box as shares of the side), (4,) float64."""
+        import torch
+
         both = self.mixup > 0 and self.cutmix > 0
         first = generator.random() < 0.5 if both else self.mixup > 0
         weights = [generator.beta(alpha, alpha) if alpha else 1.0 for alpha in (self.mixup, self.cutmix)]
@@ -97,65 +103,8 @@ class Augmentation:
         return torch.tensor([kind, weights[max(0, kind - 1)], y, x], dtype=torch.float64)
 
 
-def mix_pairs(batch: Mapping[str, torch.Tensor], mixing: torch.Tensor, classes: int) -> Batch:
-    """Mixes images 0 and 1, 2 and 3, ...: both of a pair by what was drawn for the first.
-
-    Args:
-        batch: pixel_values (B, C, H, W) and labels (B,); B is even.
-        mixing: (B, 4), `Augmentation.draw_mixing` of each image.
-        classes: K.
-
-    Returns:
-        pixel_values as before, and labels (B, K) as probabilities. CutMix weighs them by the pixels that were really
-        swapped.
-
-    Raises:
-        UserError: there are no labels to mix, or the number of images is odd.
-    """
-    if "labels" not in batch:
-        raise UserError(
-            "Mixup and CutMix mix labels as they mix images, and these have none; set mixup and cutmix to 0"
-        )
-    check_pairs(len(mixing))
-    pixels, mixed = batch["pixel_values"], batch["pixel_values"].clone()
-    own = torch.nn.functional.one_hot(batch["labels"], classes).to(pixels.dtype)
-    labels = own.clone()
-    height, width = pixels.shape[-2:]
-    for one in range(0, len(pixels), 2):
-        two = one + 1
-        kind, weight, y, x = mixing[one].tolist()
-        if kind == 1:
-            mixed[one] = weight * pixels[one] + (1 - weight) * pixels[two]
-            mixed[two] = weight * pixels[two] + (1 - weight) * pixels[one]
-        elif kind == 2:
-            top, bottom = _span(y, height, weight)
-            left, right = _span(x, width, weight)
-            box = (..., slice(top, bottom), slice(left, right))
-            mixed[one][box], mixed[two][box] = pixels[two][box], pixels[one][box]
-            weight = 1 - (bottom - top) * (right - left) / (height * width)
-        if kind:
-            labels[one] = weight * own[one] + (1 - weight) * own[two]
-            labels[two] = weight * own[two] + (1 - weight) * own[one]
-    return {**batch, "pixel_values": mixed, "labels": labels}
-
-
-def check_pairs(size: int) -> None:
-    """Raises UserError where a (micro-)batch does not split into pairs."""
-    if size % 2:
-        raise UserError(
-            f"Mixup and CutMix mix pairs, and a process takes {size} images at once; choose batch_size and "
-            "gradient_accumulation so that it is even, or set mixup and cutmix to 0"
-        )
-
-
-def _span(centre: float, side: int, weight: float) -> tuple[int, int]:
-    """Of a box whose area is 1 - weight of the image, cut at the border."""
-    length, middle = side * math.sqrt(1 - weight), centre * side
-    return max(0, round(middle - length / 2)), min(side, round(middle + length / 2))
-
-
 def _resized(picture: Any, size: int, generator: np.random.Generator) -> Any:
-    """A part of the image of random area and shape, stretched; after ten draws that do not fit, its middle."""
+    """Return a part of the image of random area and shape, stretched; after ten draws that do not fit, its middle."""
     width, height = picture.size
     low, high = math.log(_RATIO[0]), math.log(_RATIO[1])
     for _ in range(_TRIES):
@@ -171,84 +120,10 @@ def _resized(picture: Any, size: int, generator: np.random.Generator) -> Any:
     return picture.resize((size, size), 2, box=(left, top, left + across, top + down))  # BILINEAR
 
 
-# --- RandAugment: (PIL image, magnitude from 0 to 1, sign) -> PIL image ---------------------------------------
+# TEMPORARY-COMPAT
+def __getattr__(name: str):  # type: ignore[no-untyped-def]
+    if name in ("mix_pairs", "check_pairs"):
+        from . import mixing
 
-
-def _affine(picture: Any, a: float, b: float, c: float, d: float, e: float, f: float) -> Any:
-    from PIL import Image
-
-    data = (a, b, c, d, e, f)
-    return picture.transform(picture.size, Image.Transform.AFFINE, data, resample=Image.Resampling.BILINEAR)
-
-
-def _shear_x(picture: Any, m: float, sign: int) -> Any:
-    s = sign * 0.3 * m
-    return _affine(picture, 1, s, -s * picture.size[1] / 2, 0, 1, 0)
-
-
-def _shear_y(picture: Any, m: float, sign: int) -> Any:
-    s = sign * 0.3 * m
-    return _affine(picture, 1, 0, 0, s, 1, -s * picture.size[0] / 2)
-
-
-def _translate_x(picture: Any, m: float, sign: int) -> Any:
-    return _affine(picture, 1, 0, sign * 150 / 331 * m * picture.size[0], 0, 1, 0)
-
-
-def _translate_y(picture: Any, m: float, sign: int) -> Any:
-    return _affine(picture, 1, 0, 0, 0, 1, sign * 150 / 331 * m * picture.size[1])
-
-
-def _rotate(picture: Any, m: float, sign: int) -> Any:
-    return picture.rotate(sign * 30 * m, resample=2)  # BILINEAR
-
-
-def _enhanced(kind: str) -> Callable[[Any, float, int], Any]:
-    def change(picture: Any, m: float, sign: int) -> Any:
-        from PIL import ImageEnhance
-
-        return getattr(ImageEnhance, kind)(picture).enhance(1 + sign * 0.9 * m)
-
-    return change
-
-
-def _posterize(picture: Any, m: float, sign: int) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.posterize(picture, 8 - round(4 * m))
-
-
-def _solarize(picture: Any, m: float, sign: int) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.solarize(picture, round(255 * (1 - m)) + (m == 0))  # it turns what is at the threshold too
-
-
-def _autocontrast(picture: Any, m: float, sign: int) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.autocontrast(picture)
-
-
-def _equalize(picture: Any, m: float, sign: int) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.equalize(picture)
-
-
-_OPERATIONS: dict[str, Callable[[Any, float, int], Any]] = {
-    "identity": lambda picture, m, sign: picture,
-    "shear-x": _shear_x,
-    "shear-y": _shear_y,
-    "translate-x": _translate_x,
-    "translate-y": _translate_y,
-    "rotate": _rotate,
-    "brightness": _enhanced("Brightness"),
-    "color": _enhanced("Color"),
-    "contrast": _enhanced("Contrast"),
-    "sharpness": _enhanced("Sharpness"),
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "autocontrast": _autocontrast,
-    "equalize": _equalize,
-}
+        return getattr(mixing, name)
+    raise AttributeError(name)

@@ -13,13 +13,13 @@ Draws depend on the seed alone:
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
 from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer, check_share
+from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class VitBackbone:
     dropout: float = 0.0
     """Dropout on hidden states and attention weights."""
 
+    model_class: ClassVar[str] = "ViTForImageClassification"
+
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden", "patch"):
             check_integer(name, getattr(self, name), minimum=1)
@@ -52,23 +54,16 @@ class VitBackbone:
         check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
 
-    @property
-    def model_class(self) -> Any:
-        """The transformers class of the config."""
-        from transformers import ViTForImageClassification
-
-        return ViTForImageClassification
-
     def check_size(self, size: int) -> None:
-        """Raises UserError where images of that size do not split into patches."""
+        """Raise UserError where images of that size do not split into patches."""
         _check_size(size, self.patch, f"patches of {self.patch}")
 
     def tokens(self, size: int) -> int:
-        """Patches of an image of that size, and the class token."""
+        """Return the patches of an image of that size, and the class token."""
         return (size // self.patch) ** 2 + 1
 
     def config(self, size: int, classes: int) -> Any:
-        """The transformers config of these sizes."""
+        """Return the transformers config of these sizes."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
@@ -106,6 +101,8 @@ class ConvNextBackbone:
     layer_scale: float = 1e-6
     """What each block's output starts multiplied with, channel by channel; 0: no such scales."""
 
+    model_class: ClassVar[str] = "ConvNextForImageClassification"
+
     def __post_init__(self) -> None:
         # JSON turns tuples into lists.
         for name in ("depths", "widths"):
@@ -117,28 +114,20 @@ class ConvNextBackbone:
         check_integer("patch", self.patch, minimum=1)
         _check_channels(self.channels)
         check_share("drop_path", self.drop_path)
-        if not 0 <= self.layer_scale < float("inf"):
-            raise UserError(f"layer_scale must be a finite number of at least 0, got {self.layer_scale!r}")
+        check_number("layer_scale", self.layer_scale, minimum=0)
         check_dense_init(self.dense_init)
 
-    @property
-    def model_class(self) -> Any:
-        """The transformers class of the config."""
-        from transformers import ConvNextForImageClassification
-
-        return ConvNextForImageClassification
-
     def check_size(self, size: int) -> None:
-        """Raises UserError where images of that size do not split evenly down to the last stage."""
+        """Raise UserError where images of that size do not split evenly down to the last stage."""
         step = self.patch * 2 ** (len(self.depths) - 1)
         _check_size(size, step, f"patches of {self.patch}, halved {len(self.depths) - 1} times")
 
     def tokens(self, size: int) -> int:
-        """Places of the first stage, in an image of that size; each later stage has a quarter of the one before."""
+        """Return the places of the first stage; each later stage has a quarter of the one before."""
         return (size // self.patch) ** 2
 
     def config(self, size: int, classes: int) -> Any:
-        """The transformers config of these sizes."""
+        """Return the transformers config of these sizes."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
@@ -169,7 +158,7 @@ def _check_channels(channels: int) -> None:
 
 
 def _check_size(size: int, step: int, what: str) -> None:
-    """Raises UserError unless the size is a multiple of the step."""
+    """Raise UserError unless the size is a multiple of the step."""
     if size % step:
         low, high = size // step * step, -(-size // step) * step
         near = f"{low} or {high}" if low else str(high)

@@ -9,14 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from filelock import FileLock
+from nlr_lab.tasks.cache import cache_folder, cached
 
-from nlr_lab.runtime.environment import cpu_threads
-from nlr_lab.tasks.text.data import cache_folder
-from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.pooled import quiet_loading
-from nonlinear_lowrank.hub.storage import staged_folder
+from .files import read_digits
 
 NAME = "digits-vit"
 CLASSES = (0, 1, 2, 3, 4)
@@ -25,7 +20,7 @@ _STEPS, _BATCH, _RATE = 200, 64, 2e-3
 
 
 def config() -> Any:
-    """The architecture."""
+    """Return the architecture."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
@@ -41,53 +36,37 @@ def config() -> Any:
     )
 
 
-def folder(cache: str | None = None) -> Path:
-    """The checkpoint's folder, trained first if it is not there.
-
-    Args:
-        cache: the folder of all caches; None: $NLR_CACHE, else the user's.
+def folder() -> Path:
+    """Return the checkpoint's folder, trained first if it is not there.
 
     Raises:
         UserError: the cache cannot be written.
     """
-    path = cache_folder(cache) / "checkpoints" / f"{NAME}-{_VERSION}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not (path / "config.json").is_file():
-                model = _train()
-                with staged_folder(path) as staged, quiet_loading():
-                    model.save_pretrained(staged)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror or error}); set NLR_CACHE to a folder of yours"
-        ) from error
-    return path
+    path = cache_folder() / "checkpoints" / f"{NAME}-{_VERSION}"
+    return cached(path, lambda place: place if (place / "config.json").is_file() else None, _save)
 
 
-def digits(classes: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-    """scikit-learn's digits: images (N, 8, 8, 1) uint8 of 0 to 255, labels (N,) int64.
+def _save(place: Path) -> None:
+    from nonlinear_lowrank.hub.pooled import quiet_loading
+    from nonlinear_lowrank.hub.storage import staged_folder
 
-    Args:
-        classes: only these digits; None: all.
-    """
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    bunch: Any = load_digits()
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None]
-    labels = bunch.target.astype(np.int64)
-    kept = np.isin(labels, classes) if classes is not None else np.ones(len(labels), dtype=bool)
-    return images[kept], labels[kept]
+    model = _train()
+    with staged_folder(place) as staged, quiet_loading():
+        model.save_pretrained(staged)
 
 
 def _train() -> Any:
-    """Plain supervised training, AdamW with a linear decay, from a fixed seed."""
+    """Train from a fixed seed: AdamW with a linear decay."""
+    import numpy as np
+    import torch
     from transformers import ViTForImageClassification
 
-    images, labels = digits(CLASSES)
-    pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
-    targets = torch.from_numpy(labels)
+    from nlr_lab.runtime.environment import cpu_threads
+
+    images, labels = read_digits()
+    known = np.isin(labels, CLASSES)
+    pixels = (torch.from_numpy(images[known]).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    targets = torch.from_numpy(labels[known])
     threads = os.environ.get("OMP_NUM_THREADS")
     with cpu_threads(None if threads is None else int(threads)), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -25,8 +25,6 @@ from nlr_lab.tasks.task import hold_out
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from . import digits_vit
-
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TEST_SHARE = 0.2
 _CHANNELS = (1, 3, 4)
@@ -46,9 +44,14 @@ class Images:
         return len(self.labels)
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Images":
-        """Some of the images."""
+        """Return some of the images."""
         places = np.asarray(chosen, dtype=np.int64)
         return Images(self.labels[places], lambda index: self.read(int(places[index])))
+
+    def of_classes(self, classes: tuple[int, ...]) -> "Images":
+        """Return the images of some classes, renumbered in that order."""
+        chosen = self.select(np.flatnonzero(np.isin(self.labels, classes)))
+        return Images(np.array([classes.index(int(label)) for label in chosen.labels], dtype=np.int64), chosen.read)
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ class ImageSplits:
 
 
 def read_images(source: str) -> ImageSplits:
-    """The images of a source; see the table of this file.
+    """Return the images of a source; see the table of this file.
 
     Raises:
         UserError: there is no such source, or it holds no labelled images in one of the forms.
     """
     path = Path(source).expanduser()
     if source == "digits":
-        images, labels = digits_vit.digits()
+        images, labels = read_digits()
         return _split(Images(labels, lambda index: images[index]), tuple(map(str, range(10))))
     if path.is_file():
         return _of_npz(path)
@@ -77,6 +80,14 @@ def read_images(source: str) -> ImageSplits:
     if path.suffix in (".npz", ".xz") or source.startswith((".", "/", "~")):
         raise UserError(f"there is no file or folder {source!r}; give a .npz file, a folder, or a dataset's name")
     return _of_dataset(source)
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return scikit-learn's digits: images (N, 8, 8, 1) uint8 of 0 to 255, labels (N,) int64."""
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    return np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None], bunch.target.astype(np.int64)
 
 
 def _split(images: Images, classes: tuple[str, ...]) -> ImageSplits:
@@ -118,16 +129,9 @@ def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], name: str, cuts: str,
     if arrays[cuts].shape != (len(labels) + 1,):
         raise UserError(f"{path}: {arrays[cuts].shape} offsets for {len(labels)} labels; there must be one more")
     offsets = arrays[cuts].astype(np.int64) if arrays[cuts].dtype.kind in "iu" else np.array([-1])
-    if (
-        blob.dtype != np.uint8
-        or blob.ndim != 1
-        or offsets[0] < 0
-        or offsets[-1] > len(blob)
-        or (np.diff(offsets) < 0).any()
-    ):
-        raise UserError(
-            f"{path}: {cuts} must be whole numbers that rise from 0 to the length of {name}, (bytes,) uint8"
-        )
+    rising = offsets[0] >= 0 and not (np.diff(offsets) < 0).any()
+    if blob.dtype != np.uint8 or blob.ndim != 1 or not rising or offsets[-1] > len(blob):
+        raise UserError(f"{path}: {cuts} must be integers that rise from 0 to the length of {name}, (bytes,) uint8")
 
     def read(index: int) -> Any:
         return _open(io.BytesIO(blob[offsets[index] : offsets[index + 1]].tobytes()), f"{path}, image {index}")
@@ -136,14 +140,14 @@ def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], name: str, cuts: str,
 
 
 def check_labels(labels: np.ndarray, what: str) -> np.ndarray:
-    """Numbers of classes -> (N,) int64.
+    """Return numbers of classes as (N,) int64.
 
     Args:
         labels: (N,) or (N, 1).
         what: they are, for the message.
 
     Raises:
-        UserError: there are none, or one is no whole number from 0.
+        UserError: there are none, or one is no integer from 0.
     """
     if labels.ndim not in (1, 2) or labels.shape[1:] not in ((), (1,)):
         raise UserError(f"{what} must be (N,) numbers of classes, got {labels.shape}; of one-hot rows give the argmax")
@@ -152,12 +156,10 @@ def check_labels(labels: np.ndarray, what: str) -> np.ndarray:
         raise UserError(f"{what} holds no labels; give at least one image")
     rule = "number the classes 0, 1, 2, ..."
     if labels.dtype.kind not in "biuf":
-        raise UserError(f"{what} must be whole numbers from 0, got {str(labels[0])[:40]!r}; {rule}")
+        raise UserError(f"{what} must be integers from 0, got {str(labels[0])[:40]!r}; {rule}")
     whole = np.isfinite(labels) & (labels >= 0) & (labels < _MOST_CLASSES) & (labels == np.floor(labels))
     if not whole.all():
-        raise UserError(
-            f"{what} must be whole numbers from 0 to {_MOST_CLASSES - 1:,}, got {labels[~whole][0]}; {rule}"
-        )
+        raise UserError(f"{what} must be integers from 0 to {_MOST_CLASSES - 1:,}, got {labels[~whole][0]}; {rule}")
     return labels.astype(np.int64)
 
 
@@ -193,9 +195,9 @@ def _of_dataset(source: str) -> ImageSplits:
     try:
         data: Any = load_dataset(source)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = one_line(error, 200)
+        why = one_line(error, 200)
         raise UserError(
-            f"cannot read the dataset {source!r} ({text}); give a .npz file or a folder (--source)"
+            f"cannot read the dataset {source!r} ({why}); give a .npz file or a folder (--source)"
         ) from error
     if "train" not in data:
         raise UserError(f"the dataset {source!r} needs a split train; it has {', '.join(map(str, data))}")
@@ -213,7 +215,7 @@ def _of_dataset(source: str) -> ImageSplits:
             try:
                 return eight_bits(rows[index][image])
             except Exception as error:  # whatever the decoder raises
-                raise UserError(f"cannot read the image {where}: {' '.join(str(error).split())}") from error
+                raise UserError(f"cannot read the image {where}: {one_line(error)}") from error
 
         return Images(check_labels(_array(rows[label]), f"the column {label!r} of {source} ({name})"), read)
 
@@ -232,13 +234,11 @@ def _labelled(rows: Any, image: str, label: str) -> bool:
     if not len(rows) or not {image, label} <= set(rows.features):
         return False
     labels = _array(rows[label])
-    if labels.dtype.kind in "if":
-        return bool((labels >= 0).all())
-    return not any(each is None for each in labels.flat)
+    return bool((labels >= 0).all()) if labels.dtype.kind in "if" else None not in labels.tolist()
 
 
 def _array(column: Any) -> np.ndarray:
-    """A column as an array; of texts, of lists or with gaps it is one of objects."""
+    """Return a column as an array; of texts, of lists or with gaps it is one of objects."""
     values = list(column)
     if all(isinstance(each, int | float) for each in values):
         return np.array(values)
@@ -258,7 +258,7 @@ def _open(file: Any, where: str) -> Any:
         *(UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError),  # among them UserError
         Image.DecompressionBombError,  # its header claims more pixels than any picture has
     ) as error:
-        raise UserError(f"cannot read the image {where or file}: {' '.join(str(error).split())}") from error
+        raise UserError(f"cannot read the image {where or file}: {one_line(error)}") from error
 
 
 def _numbers(labels: np.ndarray) -> tuple[str, ...]:

@@ -1,105 +1,35 @@
 """Image classification from scratch: a vision transformer (noble.txt, section 4.2.1) or a ConvNeXt (sine_lowrank.txt,
-appendix A.2.3) on labelled images. The models, and the init of every tensor, are in `image_backbones`.
+appendix A.2.3) on labelled images. The models, and the init of every tensor, are in `backbones`.
 
 Every draw of the augmentation follows from the run's seed, the image and the pass over the data: all arms see the
 same pictures, whatever the micro-batches and processes, and so does a run that is resumed.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
+import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from nlr_lab.tasks.metrics import scores
-from nlr_lab.tasks.task import Batch, Measure, Score, fingerprint
-from nlr_lab.tasks.text.language_model import DenseInit, draw_linears
+from nlr_lab.tasks.task import ACCURACY, Measure, Prepared, Task, name_classes
+from nlr_lab.tasks.text.language_model import DenseInit, build_meta, build_plain, draw_linears
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .augmentation import Augmentation, check_pairs, mix_pairs
+from .augmentation import Augmentation
 from .backbones import ImageBackbone
-from .data import ImageExamples, ImageSource, Pixels, check_readable, unreadable
-from .files import Images
+from .data import ImageSource, check_readable
+
+if TYPE_CHECKING:
+    import torch
+
+    from .examples import Pixels
 
 _SIZE = 224  # pixels of a side where none is given
 
 
-class VariedExamples(ImageExamples):
-    """Training images, varied: item i is {"pixel_values": (C, H, W) uint8, "labels": (), "mixing": (4,)}.
-
-    The index also tells the pass over the data, i + N * pass.
-
-    Args:
-        images: labelled images.
-        pixels: how they become numbers.
-        augmentation: what they go through.
-        seed: of the run.
-    """
-
-    counts_passes = True
-
-    def __init__(self, images: Images, pixels: Pixels, augmentation: Augmentation, seed: int = 0) -> None:
-        super().__init__(images, pixels)
-        self.augmentation, self.seed = augmentation, seed
-
-    def seeded(self, seed: int) -> "VariedExamples":
-        """The same images with the draws of a run."""
-        found = copy.copy(self)
-        found.seed = seed
-        return found
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        picture, label = self.readable(index % len(self.images))
-        generator = np.random.default_rng([self.seed, index])
-        mixing = self.augmentation.draw_mixing(generator)
-        picture = self.augmentation.picture(picture, self.pixels.size, self.pixels.fitted, generator)
-        numbers = torch.from_numpy(self.pixels.numbers(picture))
-        return {"pixel_values": numbers, "labels": torch.tensor(label), "mixing": mixing}
-
-
-@dataclass(frozen=True)
-class PreparedPretraining:
-    """Splits that are ready for training; `tokenizer` is what is saved beside the model."""
-
-    train: VariedExamples
-    valid: ImageExamples
-    test: ImageExamples | None
-    plain: ImageExamples | None
-    """Some of the training images as they are: their loss tells how well the model fits, whatever the augmentation."""
-    tokenizer: Pixels
-    classes: tuple[str, ...]
-    score: Score
-    fingerprint: str
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def collate(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Batch:
-        """Items -> a batch for evaluation: labels are numbers of classes."""
-        return self.tokenizer.collate(items)
-
-    def collate_training(self, items: Sequence[Mapping[str, torch.Tensor]]) -> Batch:
-        """Items -> a batch for training; where images are mixed, labels are probabilities of the classes."""
-        batch = self.tokenizer.collate(items)
-        if not self.train.augmentation.mixes:
-            return batch
-        return mix_pairs(batch, torch.stack([item["mixing"] for item in items]), len(self.classes))
-
-    def check_batch(self, size: int) -> None:
-        """Raises UserError where a process cannot train on so many images at once."""
-        if self.train.augmentation.mixes:
-            check_pairs(size)
-
-    def describe(self) -> dict[str, Any]:
-        """What the data are, for the record."""
-        lost = unreadable(self.train, self.valid, self.test)  # the plain ones count among those of training
-        return {**self.facts, "fingerprint": self.fingerprint, **lost}
-
-
 @dataclass(frozen=True, kw_only=True)
-class ImagePretrainingTask:
+class ImagePretrainingTask(Task):
     """Labelled images and the model that is trained on them from scratch."""
 
     images: ImageSource
@@ -131,79 +61,68 @@ class ImagePretrainingTask:
     @property
     def measure(self) -> Measure:
         """Accuracy."""
-        return Measure(name="accuracy", higher_is_better=True, unit="")
+        return ACCURACY
 
     @property
     def sequence_length(self) -> int:
         """Patches of an image, a class token included."""
         return self.backbone.tokens(self.size)
 
-    def prepare(self, progress: bool = True) -> PreparedPretraining:
-        """Finds and splits the images; they are decoded when they are used.
+    def prepare(self, progress: bool = True) -> Prepared:
+        """Find and split the images; they are decoded when they are used.
 
         Raises:
             UserError: the source cannot be used, has fewer training images than classes, or a split of which no image
                 can be read.
         """
+        from .examples import TrainingImages, prepare_classification
+        from .mixing import check_pairs, collate_mixed
+
         found, pixels = self.images.find(), self.pixels()
         if len(found.kept) < len(found.classes):
             raise UserError(
                 f"{self.images.source} has {len(found.kept)} images to train on for {len(found.classes)} classes; give "
                 "more images, or fewer classes (classes)"
             )
-        kept = found.train.select(found.kept)
-        scored = ImageExamples(found.test, pixels)
-        train = VariedExamples(kept, pixels, self.augmentation)
-        rows = np.sort(np.random.default_rng(3).permutation(len(kept))[: self.plain_rows])
-        plain = train.part(rows.tolist()) if len(rows) else None
+        train = TrainingImages(found.train.select(found.kept), pixels, self.augmentation.vary, seed=0)
+        rows = np.sort(np.random.default_rng(3).permutation(len(train))[: self.plain_rows]).tolist()
+        plain = train.part(rows) if rows else None
         if plain is not None:
             check_readable(
                 plain.images, f"the loss without augmentation needs an image; set plain_rows above {len(rows)}"
             )
-        return PreparedPretraining(
-            train=train,
-            valid=ImageExamples(found.train.select(found.held), pixels) if found.held else scored,
-            test=scored if found.held else None,
-            plain=plain,
-            tokenizer=pixels,
-            classes=found.classes,
-            score=scores(("accuracy",)),
-            fingerprint=fingerprint("from scratch", *found.identity(pixels), pixels, self.augmentation, len(rows)),
-            facts=found.facts(pixels),
-        )
+        mixing: dict[str, Any] = {}
+        if self.augmentation.mixes:
+            collate = functools.partial(collate_mixed, pixels=pixels, classes=len(found.classes))
+            mixing = {"collate_training": collate, "check_batch": check_pairs}
+        extra = (self.augmentation, len(rows))
+        return prepare_classification(found, train, *extra, kind=("from scratch",), plain=plain, **mixing)
 
-    def pixels(self) -> Pixels:
-        """How the images become numbers."""
+    def pixels(self) -> "Pixels":
+        """Return how the images become numbers."""
+        from .examples import Pixels
+
         channels = self.backbone.channels
         mean, std = self.images.normalisation(channels)
         return Pixels(size=self.size, channels=channels, mean=mean, std=std, shorter=self.shorter)
 
-    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> nn.Module:
-        """The plain float32 model on the CPU.
-
-        Args:
-            prepared: gives the classes.
-            dense_init: overrides the backbone's.
-            seed: of every draw. What is no linear of a block is the same for every dense_init.
-        """
-        config = self.backbone.config(self.size, len(prepared.classes))
-        config.id2label = dict(enumerate(prepared.classes))
-        config.label2id = {name: index for index, name in enumerate(prepared.classes)}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = self.backbone.model_class(config)
+    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        """Return the plain model; what is no linear of a block is the same for every dense_init."""
+        model = build_plain(self.backbone.model_class, self.backbone.config(self.size, len(prepared.classes)), seed)
+        name_classes(model, prepared.classes)
         # transformers would take mixed labels for those of many classes at once.
         model.loss_function = classification_loss
         draw_linears(model.base_model, dense_init or self.backbone.dense_init, seed)
         return model
 
-    def build_on_meta(self) -> nn.Module:
-        """The plain model on the meta device: shapes and counts, no memory."""
+    def build_on_meta(self) -> Any:
+        """Return the plain model on the meta device."""
         classes = len(self.images.classes) or self.meta_classes
-        with torch.device("meta"):
-            return self.backbone.model_class(self.backbone.config(self.size, classes))
+        return build_meta(self.backbone.model_class, self.backbone.config(self.size, classes))
 
 
-def classification_loss(labels: torch.Tensor, pooled_logits: torch.Tensor, config: Any, **_: Any) -> torch.Tensor:
+def classification_loss(labels: "torch.Tensor", pooled_logits: "torch.Tensor", config: Any, **_: Any) -> "torch.Tensor":
     """Cross-entropy; labels are numbers of classes (B,) or probabilities (B, K). Names as transformers has them."""
-    return nn.functional.cross_entropy(pooled_logits.float(), labels)
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(pooled_logits.float(), labels)

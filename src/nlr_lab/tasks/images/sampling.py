@@ -18,7 +18,7 @@ _GAP, _NAME = 2, 8  # pixels between images, and of a letter of a class's name
 
 @torch.no_grad()
 def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: int, sampling: Sampling) -> np.ndarray:
-    """Images of some classes, with the model's KV cache.
+    """Draw images of some classes, with the model's KV cache.
 
     Args:
         model: an `ImageTokensForCausalLM`, plain or augmented; left in evaluation mode.
@@ -42,9 +42,9 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
             f"image tokenizer beside it {ours[0]}, {ours[1]} and {ours[2]} x {ours[3]}; they do not belong together"
         )
     if sampling.max_new_tokens is not None:
-        raise UserError(f"every image has {codec.rows * codec.columns} tokens; leave max_new_tokens away")
+        raise UserError(f"every image has {codec.rows * codec.columns} tokens; omit max_new_tokens")
     if each < 1 or not classes:
-        raise UserError(f"draw at least one image of at least one class, not {each} of {len(classes)}")
+        raise UserError(f"draw at least one image of at least one class, got {each} of {len(classes)}")
     if min(classes) < 0 or max(classes) >= len(codec.classes):
         raise UserError(f"classes go from 0 to {len(codec.classes) - 1}, not from {min(classes)} to {max(classes)}")
     choices: dict[str, Any] = {"do_sample": False}
@@ -53,13 +53,9 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
     prompts = torch.tensor([[config.vocab_size + number] for number in classes for _ in range(each)])
     torch.manual_seed(sampling.seed)
     model.eval()
+    choices["max_new_tokens"] = codec.rows * codec.columns
     codes = [
-        model.generate(
-            part,
-            attention_mask=torch.ones_like(part),
-            max_new_tokens=codec.rows * codec.columns,
-            **choices,
-        )[:, 1:].cpu()
+        model.generate(part, attention_mask=torch.ones_like(part), **choices)[:, 1:].cpu()
         for part in prompts.to(model.device).split(_BATCH)
     ]
     pixels = codec.tokenizer.decode(torch.cat(codes).view(-1, codec.rows, codec.columns).numpy())
@@ -67,7 +63,7 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
 
 
 def picture(images: np.ndarray, names: Sequence[str]) -> Any:
-    """One PIL image: a row for each class, its name in front.
+    """Return one PIL image: a row for each class, its name in front.
 
     Args:
         images: (rows, columns, H, W, C) uint8.

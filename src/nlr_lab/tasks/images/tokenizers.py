@@ -25,6 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import hash_file
+from nonlinear_lowrank.validation import one_line, require
+
+from .tokens import check_side
 
 CONFIG = "image_tokenizer.json"
 _MEANS = "image_tokenizer.safetensors"
@@ -60,20 +64,14 @@ class ImageTokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> dict[str, Any]:
-        """Writes the weights and returns what CONFIG says of it beside its kind."""
+        """Write the weights and return what CONFIG says of it beside its kind."""
 
     def check(self, images: np.ndarray) -> None:
-        """Raises UserError unless images have the right channels, and sides that divide into patches."""
-        check_side(min(images.shape[1:3]), self.patch)
-        check_side(max(images.shape[1:3]), self.patch)
+        """Raise UserError unless images have the right channels, and sides that divide into patches."""
+        for side in images.shape[1:3]:
+            check_side(side, self.patch)
         if images.shape[-1] != self.channels:
             raise UserError(f"the image tokenizer takes {self.channels} channels, and these have {images.shape[-1]}")
-
-
-def check_side(side: int, patch: int) -> None:
-    """Raises UserError unless a side of so many pixels divides into patches."""
-    if side % patch:
-        raise UserError(f"images of {side} pixels do not divide into patches of {patch}; choose a multiple of {patch}")
 
 
 # --- patches -------------------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ class PatchTokenizer(ImageTokenizer):
 
     @classmethod
     def fit(cls, images: np.ndarray, *, codes: int, patch: int, seed: int = 0) -> "PatchTokenizer":
-        """Means of the patches of some images; the same images and seed give the same means.
+        """Fit means of the patches of some images; the same images and seed give the same means.
 
         Args:
             images: (N, H, W, C) uint8.
@@ -109,8 +107,8 @@ class PatchTokenizer(ImageTokenizer):
         from sklearn.cluster import MiniBatchKMeans
         from threadpoolctl import threadpool_limits
 
-        check_side(min(images.shape[1:3]), patch)
-        check_side(max(images.shape[1:3]), patch)
+        for side in images.shape[1:3]:
+            check_side(side, patch)
         patches = _to_patches(images, patch).reshape(-1, patch * patch * images.shape[-1])
         if len(patches) > _FIT_PATCHES:
             chosen = np.random.default_rng(seed).choice(len(patches), _FIT_PATCHES, replace=False)
@@ -121,9 +119,8 @@ class PatchTokenizer(ImageTokenizer):
                 f"the images have {different} different patches, fewer than the {codes} codes; choose --codes of at "
                 f"most {different}"
             )
-        means = MiniBatchKMeans(
-            codes, batch_size=4096, max_iter=20, n_init=1, max_no_improvement=None, random_state=seed
-        )
+        settings = {"batch_size": 4096, "max_iter": 20, "n_init": 1, "max_no_improvement": None}
+        means = MiniBatchKMeans(codes, **settings, random_state=seed)
         with threadpool_limits(1):  # sums over threads would depend on their number
             means.fit(patches.astype(np.float32))
         return cls(np.ascontiguousarray(means.cluster_centers_, dtype=np.float32), patch, images.shape[-1])
@@ -152,7 +149,7 @@ class PatchTokenizer(ImageTokenizer):
 
     @classmethod
     def load(cls, folder: Path, facts: dict[str, Any]) -> "PatchTokenizer":
-        """The reverse of `save`."""
+        """Reverse `save`."""
         means = load_file(folder / _MEANS)["means"]
         patch, channels = int(facts["patch"]), int(facts["channels"])
         if means.ndim != 2 or means.shape[1] != patch * patch * channels:
@@ -194,7 +191,7 @@ class VQTokenizer(ImageTokenizer):
             # Every block but the last halves the sides.
             self.patch = 2 ** (len(config["block_out_channels"]) - 1)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder} holds no VQModel of diffusers: {' '.join(str(error).split())}") from error
+            raise UserError(f"{folder} holds no VQModel of diffusers: {one_line(error)}") from error
         if name != "VQModel" or self.channels not in (1, 3):
             raise UserError(f"{folder} holds a {name} of {self.channels} channels, no VQModel for images")
         if not (folder / _VQ_FILES[1]).is_file():
@@ -203,16 +200,13 @@ class VQTokenizer(ImageTokenizer):
     @cached_property
     def model(self) -> Any:
         """The VQModel, in float32 on the GPU where there is one."""
+        diffusers = require("images", "diffusers")
         try:
-            from diffusers import VQModel
-        except ImportError:
-            raise UserError("a VQModel needs diffusers; pip install 'nonlinear-lowrank[images]'") from None
-        try:
-            model = VQModel.from_pretrained(
+            model = diffusers.VQModel.from_pretrained(
                 str(self.folder), use_safetensors=True, low_cpu_mem_usage=False, torch_dtype=torch.float32
             )
         except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
-            raise UserError(f"{self.folder} cannot be loaded as a VQModel: {' '.join(str(error).split())}") from error
+            raise UserError(f"{self.folder} cannot be loaded as a VQModel: {one_line(error)}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return model.to(device).eval().requires_grad_(False)
 
@@ -220,30 +214,27 @@ class VQTokenizer(ImageTokenizer):
     def encode(self, images: np.ndarray) -> np.ndarray:
         self.check(images)
         found = []
-        for start in range(0, len(images), _VQ_BATCH):
-            part = torch.from_numpy(images[start : start + _VQ_BATCH]).to(self.model.device)
-            latents = self.model.encode(part.permute(0, 3, 1, 2).float() / 255).latents
+        for part in torch.from_numpy(images).split(_VQ_BATCH):
+            pixels = part.to(self.model.device).permute(0, 3, 1, 2).float() / 255
+            latents = self.model.encode(pixels).latents
             codes = self.model.quantize(latents)[2][2]
-            found.append(codes.reshape(len(part), *latents.shape[2:]).cpu().numpy())
-        return np.concatenate(found).astype(np.int64)
+            found.append(codes.reshape(len(part), *latents.shape[2:]).cpu())
+        return torch.cat(found).numpy().astype(np.int64)
 
     @torch.no_grad()
     def decode(self, codes: np.ndarray) -> np.ndarray:
         found = []
-        for start in range(0, len(codes), _VQ_BATCH):
-            part = torch.from_numpy(codes[start : start + _VQ_BATCH]).to(self.model.device)
+        for part in torch.from_numpy(codes).split(_VQ_BATCH):
             shape = (*part.shape, self.model.quantize.vq_embed_dim)
-            latents = self.model.quantize.get_codebook_entry(part.reshape(-1), shape)
+            latents = self.model.quantize.get_codebook_entry(part.reshape(-1).to(self.model.device), shape)
             # Given the codebook's own vectors, decode() finds the same codes again; this skips the search.
-            pixels = self.model.decoder(self.model.post_quant_conv(latents), self._norms(latents))
-            found.append((pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy())
-        return np.concatenate(found)
-
-    def _norms(self, latents: torch.Tensor) -> torch.Tensor | None:
-        return latents if self.model.config.norm_type == "spatial" else None
+            norms = latents if self.model.config.norm_type == "spatial" else None
+            pixels = self.model.decoder(self.model.post_quant_conv(latents), norms)
+            found.append((pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu())
+        return torch.cat(found).numpy()
 
     def check_weights(self) -> None:
-        """Raises UserError where the file of weights is shorter than its header says, or has none."""
+        """Raise UserError where the file of weights is shorter than its header says, or has none."""
         try:
             with safe_open(self.folder / _VQ_FILES[1], framework="numpy"):
                 pass
@@ -251,12 +242,9 @@ class VQTokenizer(ImageTokenizer):
             raise UserError(f"{self.folder / _VQ_FILES[1]} is damaged ({error}); copy it again") from error
 
     def identity(self) -> str:
-        """A hash of its files."""
-        digest = hashlib.sha256()
-        for name in _VQ_FILES:
-            with (self.folder / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        """Return a hash of its files."""
+        hashes = [bytes.fromhex(hash_file(self.folder / name)) for name in _VQ_FILES]
+        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
     def save(self, folder: Path) -> dict[str, Any]:
         (folder / _VQ_FOLDER).mkdir(exist_ok=True)
@@ -266,7 +254,7 @@ class VQTokenizer(ImageTokenizer):
 
 
 def find_vq(name: str) -> VQTokenizer:
-    """A VQModel by folder or hub name; in either it may lie in the folder `vqvae`, as amused's does.
+    """Find a VQModel by folder or hub name; in either it may lie in the folder `vqvae`, as amused's does.
 
     Raises:
         UserError: there is none of that name, or it cannot be had.
@@ -282,7 +270,7 @@ def find_vq(name: str) -> VQTokenizer:
             folder = Path(snapshot_download(name, allow_patterns=wanted))
         except Exception as error:  # the hub, the network and the cache each have errors of their own
             raise UserError(
-                f"cannot get the image tokenizer {name!r} ({' '.join(str(error).split())[:200]}); give a folder that "
+                f"cannot get the image tokenizer {name!r} ({one_line(error, 200)}); give a folder that "
                 "holds the VQModel (--tokenizer)"
             ) from error
     return VQTokenizer(folder / "vqvae" if (folder / "vqvae").is_dir() else folder)
@@ -301,7 +289,7 @@ class ImageCodec:
     classes: tuple[str, ...]
 
     def save_pretrained(self, folder: Any) -> None:
-        """Writes CONFIG and the weights; the folder is made if it is not there."""
+        """Write CONFIG and the weights; the folder is made if it is not there."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         facts = {
@@ -316,7 +304,7 @@ class ImageCodec:
 
     @classmethod
     def load(cls, folder: Path) -> "ImageCodec":
-        """The reverse of `save_pretrained`.
+        """Reverse `save_pretrained`.
 
         Raises:
             UserError: a file is missing, damaged, or does not fit the others.
@@ -336,14 +324,14 @@ class ImageCodec:
             raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(
-                f"the image tokenizer in {folder} cannot be read ({' '.join(str(error).split())}); copy it again"
+                f"the image tokenizer in {folder} cannot be read ({one_line(error)}); copy it again"
             ) from error
         if codes != tokenizer.codes:
             raise UserError(f"the image tokenizer in {folder} has {tokenizer.codes} codes, and {CONFIG} says {codes}")
         return codec
 
     def find_class(self, name: str) -> int:
-        """The number of a class, given by name or by number.
+        """Return the number of a class, given by name or by number.
 
         Raises:
             UserError: there is no such class.

@@ -1,29 +1,65 @@
 """Autoregressive image tokens (noble.txt, section 4.2.2): the language model's backbone on grids of image codes.
 
 A class token, then the codes of an image row by row; next-token prediction, no dropout and no augmentation. Init is
-that of `tasks.language_model`; the embedding's rows of the classes are drawn like those of the codes.
+that of `tasks.text.language_model`; the embedding's rows of the classes are drawn like those of the codes.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from nlr_lab.tasks.text.language_model import DenseInit, GlmBackbone, draw_init
+from nlr_lab.tasks.task import Prepared, Task
+from nlr_lab.tasks.text.language_model import DenseInit, GlmBackbone, build_drawn, build_meta
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
-from nonlinear_lowrank.hub.rotary import check_head_dim
-
-from .token_data import ImageTokenData, prepare_images
-
-if TYPE_CHECKING:
-    from .token_data import EncodedImages
+from nonlinear_lowrank.validation import check_integer
 
 _CLASSES = 10  # on meta, where the source has not been read
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageTokenTask:
+class ImageTokenData:
+    """Which images, and how they become tokens."""
+
+    source: str = "digits"
+    """"digits" (scikit-learn's), a .npz file (also .npz.xz), a folder of classes, or a dataset's name."""
+    size: int = 8
+    """Pixels of a side: the shorter one is scaled to it, of the longer one the middle is kept."""
+    tokenizer: str = "patches"
+    """"patches" (the nearest of mean patches, fitted on the training images), or a VQModel of diffusers: a folder or
+    a hub name such as amused/amused-512."""
+    patch: int = 4
+    """Pixels of a token's side; a VQModel has its own, which this must be."""
+    codes: int = 512
+    """Different tokens; a VQModel has its own number, which this must be."""
+    classes: int | None = None
+    """Classes that the source must have; None: as many as it has."""
+    train_images: int | None = None
+    """Use so many of the training images, a random choice that is always the same; None: all."""
+    eval_images: int = 1024
+    """Held-out images that are evaluated, chosen likewise; fewer where there are fewer."""
+    cache_dir: str | None = None
+    """Where tokens are cached; None: $NLR_CACHE, else the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("patch", 1), ("codes", 2), ("eval_images", 1)):
+            check_integer(name, getattr(self, name), minimum=least)
+        for name in ("classes", "train_images"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        check_side(self.size, self.patch)
+
+    @property
+    def side(self) -> int:
+        """Tokens in a row, and rows."""
+        return self.size // self.patch
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of an image, the class token included."""
+        return 1 + self.side**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTokenTask(Task):
     """Next-token prediction on image tokens, given the class."""
 
     tokens: ImageTokenData
@@ -34,7 +70,12 @@ class ImageTokenTask:
     """Base of the rotary wavelengths, of rows and of columns alike; the language model's."""
 
     def __post_init__(self) -> None:
-        check_head_dim(self.backbone.width // self.backbone.heads)
+        head = self.backbone.width // self.backbone.heads
+        if head % 4:
+            raise UserError(
+                f"2-D rotary positions need a head dimension divisible by 4, and it is {head}; choose width = "
+                "heads x a multiple of 4"
+            )
         if not 1 < self.rope_theta < float("inf"):
             raise UserError(f"rope_theta must be a finite number above 1, got {self.rope_theta!r}")
 
@@ -43,34 +84,34 @@ class ImageTokenTask:
         """Tokens of an image, the class token included."""
         return self.tokens.sequence_length
 
-    def prepare(self, progress: bool = True) -> "EncodedImages":
-        """Encoded, cached images."""
+    def prepare(self, progress: bool = True) -> Prepared:
+        """Return encoded, cached images."""
+        from .encoding import prepare_images
+
         return prepare_images(self.tokens, progress=progress)
 
-    def build_model(
-        self, prepared: "EncodedImages", dense_init: DenseInit | None = None, *, seed: int = 0
-    ) -> ImageTokensForCausalLM:
-        """The plain float32 model on the CPU.
+    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        """Return the plain model; embedding and head are the same for every dense_init."""
+        model_class, config = self._model(prepared.vocab_size, len(prepared.classes))
+        return build_drawn(model_class, config, self.backbone, dense_init, seed)
 
-        Args:
-            prepared: gives the codes and the classes.
-            dense_init: overrides the backbone's.
-            seed: of every draw. Embedding and head are the same for every dense_init.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = ImageTokensForCausalLM(self._config(prepared.vocab_size, len(prepared.classes)))
-        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
-        return model
+    def build_on_meta(self) -> Any:
+        """Return the plain model on the meta device, with ten classes where none are told."""
+        return build_meta(*self._model(self.tokens.codes, self.tokens.classes or _CLASSES))
 
-    def build_on_meta(self) -> ImageTokensForCausalLM:
-        """The plain model on the meta device: shapes and counts, no memory; with ten classes where none are told."""
-        with torch.device("meta"):
-            return ImageTokensForCausalLM(self._config(self.tokens.codes, self.tokens.classes or _CLASSES))
+    def _model(self, codes: int, classes: int) -> tuple[Any, Any]:
+        """Return the class and the config of these sizes."""
+        from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 
-    def _config(self, codes: int, classes: int) -> ImageTokensConfig:
         values: dict[str, Any] = self.backbone.config(codes, self.sequence_length).to_dict()
         values.pop("model_type")
         values["rope_parameters"] = {**values["rope_parameters"], "rope_theta": self.rope_theta}
         side = self.tokens.side
-        return ImageTokensConfig(**values, num_classes=classes, grid_rows=side, grid_columns=side)
+        config = ImageTokensConfig(**values, num_classes=classes, grid_rows=side, grid_columns=side)
+        return ImageTokensForCausalLM, config
+
+
+def check_side(side: int, patch: int) -> None:
+    """Raise UserError unless a side of so many pixels divides into patches."""
+    if side % patch:
+        raise UserError(f"images of {side} pixels do not divide into patches of {patch}; choose a multiple of {patch}")

@@ -1,7 +1,7 @@
 """Documents out of files, folders, the standard library and `datasets`, one string each.
 
 Text files hold one document, or several with lines of a separator between them; JSON lines and parquet hold
-one a row. Compressed files (.xz .gz .zst) are read as what they contain. Nothing but a parquet file that was
+one a row. Compressed files (.xz .gz .zst) are read as what they contain. Only a parquet file that was
 compressed once more is held in memory whole.
 """
 
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
-
 from nlr_lab.runtime.bounds import bounded, check_held, half_of_free
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
@@ -29,12 +27,10 @@ from nonlinear_lowrank.validation import one_line
 SEPARATOR = "<|endoftext|>"
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _COMPRESSED = (".xz", ".gz", ".zst")
-_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
 # The standard library's own tests and bundled strangers are not library sources.
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%-]+))?")
 _BLOCK = 8 << 20  # bytes read at a time
-_ZSTD_PIECE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,7 @@ class Corpus:
     """Stop before the document that would exceed so many bytes of text; a first document that is longer is cut."""
 
     def files(self) -> list[Path]:
-        """The files that a local source is made of, sorted; empty for a dataset. Hidden ones are left out.
+        """Return the files that a local source is made of, sorted; none for a dataset. Hidden ones are skipped.
 
         Raises:
             UserError: it does not exist, or holds no file of a known kind.
@@ -79,7 +75,7 @@ class Corpus:
         return []
 
     def identity(self) -> str:
-        """A hash of the source's content and of how it is read.
+        """Return a hash of the source's content and of how it is read.
 
         A dataset is known by its name and its fingerprint; a streamed one, of which nothing is here to be
         hashed, by its name alone.
@@ -104,7 +100,7 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not blank.
+        """Yield every document that is not blank.
 
         Raises:
             UserError: a file is binary, damaged or lacks the text; the message names the place.
@@ -134,10 +130,10 @@ class Corpus:
                     yield from self._json_lines(path)
                 else:
                     yield from self._text(path)
-            except _DAMAGED as error:
-                raise UserError(f"{path} is damaged or cut off: {one_line(error)}") from error
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {one_line(error)}") from error
+            except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+                failed = isinstance(error, OSError) and error.errno is not None  # decompressors give no number
+                fault = f"cannot read {path}" if failed else f"{path} is damaged or cut off"
+                raise UserError(f"{fault}: {one_line(error)}") from error
 
     def _text(self, path: Path) -> Iterator[str]:
         separator = SEPARATOR if self.separator is None else self.separator
@@ -166,7 +162,7 @@ class Corpus:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}:{number} is not JSON: {one_line(error)}") from error
-            if self._has_null(row):
+            if isinstance(row, dict) and row.get(self.text_field, "") is None:
                 raise UserError(self._count_nulls(path))
             document = self._field(row, f"{path}:{number}")
             if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
@@ -179,9 +175,6 @@ class Corpus:
                     ) from error
             yield document
 
-    def _has_null(self, row: Any) -> bool:
-        return isinstance(row, dict) and row.get(self.text_field, "") is None
-
     def _count_nulls(self, path: Path) -> str:
         """Say how many lines have null for a text."""
         total, nulls = 0, []
@@ -189,7 +182,7 @@ class Corpus:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 total += 1
-                if self._has_null(row):
+                if isinstance(row, dict) and row.get(self.text_field, "") is None:
                     nulls.append(number)
         return (
             f"{len(nulls):,} of {total:,} lines of {path} have null in the field {self.text_field!r}, the first is "
@@ -197,11 +190,10 @@ class Corpus:
         )
 
     def _parquet(self, path: Path) -> Iterator[str]:
-        import pyarrow
         import pyarrow.parquet
 
         try:
-            with pyarrow.parquet.ParquetFile(io.BytesIO(_read(path)) if _is_compressed(path) else path) as table:
+            with pyarrow.parquet.ParquetFile(_unpacked(path) if path.suffix.lower() in _COMPRESSED else path) as table:
                 names = table.schema_arrow.names
                 if self.text_field not in names:
                     raise UserError(
@@ -216,15 +208,15 @@ class Corpus:
             raise UserError(f"{path} is not a whole parquet file: {one_line(error)}") from error
 
     def _field(self, row: Any, place: str) -> str:
-        text = row.get(self.text_field) if isinstance(row, dict) else None
-        if isinstance(text, str):
-            return text
-        if text is not None:
-            raise UserError(f"the field {self.text_field!r} of {place} is no text but {type(text).__name__}")
-        if self._has_null(row):
+        if not isinstance(row, dict) or self.text_field not in row:
+            has = f"; it has {', '.join(map(str, row))[:100]}" if isinstance(row, dict) and row else ""
+            raise UserError(f"{place} has no text in the field {self.text_field!r}{has} (set text_field)")
+        text = row[self.text_field]
+        if text is None:
             raise UserError(f"the field {self.text_field!r} of {place} is null; drop such rows, or set text_field")
-        has = f"; it has {', '.join(map(str, row))[:100]}" if isinstance(row, dict) and row else ""
-        raise UserError(f"{place} has no text in the field {self.text_field!r}{has} (set text_field)")
+        if not isinstance(text, str):
+            raise UserError(f"the field {self.text_field!r} of {place} is no text but {type(text).__name__}")
+        return text
 
     def _rows(self, dataset: Any) -> Iterator[str]:
         try:
@@ -236,7 +228,7 @@ class Corpus:
             raise UserError(f"reading the dataset {self.source!r} failed: {one_line(error)}") from error
 
     def _name(self) -> tuple[str, str | None, str | None]:
-        """Of a dataset: name or folder, configuration, split."""
+        """Return a dataset's name or folder, configuration, and split."""
         path = Path(self.source).expanduser()
         match = None if path.exists() else _DATASET.fullmatch(self.source)
         return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
@@ -245,7 +237,7 @@ class Corpus:
         import datasets
 
         path = Path(self.source).expanduser()
-        if path.is_dir() and _is_saved_dataset(path):
+        if _is_saved_dataset(path):
             try:
                 found = datasets.load_from_disk(str(path))
             except Exception as error:
@@ -274,12 +266,8 @@ def _kind(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in _KINDS else None
 
 
-def _is_compressed(path: Path) -> bool:
-    return path.suffix.lower() in _COMPRESSED
-
-
 def _is_saved_dataset(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _visible_files(folder: Path, without: Set[str] = frozenset(("__pycache__",))) -> list[Path]:
@@ -297,54 +285,19 @@ def _open(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
-        return io.BufferedReader(_Chunks(_zstd(path)), _BLOCK)
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
     return path.open("rb")
 
 
-def _zstd(path: Path) -> Iterator[bytes]:
-    """All frames, a little at a time: four bytes may stand for 128 KiB. zstandard's own reader would take a frame that
-    is cut off for its end."""
-    frame = None
-    with path.open("rb") as file:
-        while data := file.read(_ZSTD_PIECE):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = b""
-                if frame.eof:
-                    data, frame = frame.unused_data, None
-    if frame is not None:
-        raise EOFError("the last frame is not whole")
-
-
-class _Chunks(io.RawIOBase):
-    """Pieces of bytes as a file."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
-
-
-def _read(path: Path) -> bytes:
+def _unpacked(path: Path) -> IO[bytes]:
     with _open(path) as file:
-        return b"".join(bounded(file, str(path)))
+        return io.BytesIO(b"".join(bounded(file, str(path))))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line with its number, from one."""
+    """Yield every line with its number, from one."""
     most = half_of_free()
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
@@ -353,7 +306,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _line_blocks(path: Path) -> Iterator[str]:
-    """The text in blocks of whole lines."""
+    """Yield the text in blocks of whole lines."""
     offset, most = 0, half_of_free()
     held: list[bytes] = []  # a line that has not ended yet
     with _open(path) as file:

@@ -1,32 +1,36 @@
-"""The paper's language model: a GLM backbone on packed text (noble.txt, section 4.1.1).
+"""Language models on packed text: the paper's GLM (noble.txt, section 4.1.1), and GPT-3's OPT without biases
+(nonlinear_queries.md, "Key Experimental Results").
 
 Init of every tensor; draws depend on the seed alone, never on the global generator:
 
-| tensor                         | dense_init | distribution                         |
-|--------------------------------|------------|--------------------------------------|
-| input embedding                | any        | N(0, embedding_std^2)                |
-| output head                    | any        | N(0, 0.02^2), the same in all arms   |
-| linears between (q, k, v, o,   | stock      | N(0, 0.02^2), transformers' own      |
-| gate-up, down), no biases      | noble      | N(0, (0.5 / sqrt(d_in))^2)           |
-|                                | kaiming    | U(+-1 / sqrt(d_in)), nn.Linear's own |
-| norm weights                   | any        | 1                                    |
+| tensor                         | dense_init | distribution                                   |
+|--------------------------------|------------|------------------------------------------------|
+| input embedding                | any        | N(0, embedding_std^2)                          |
+| output head                    | any        | N(0, 0.02^2), the same in all arms; OPT's is   |
+|                                |            | the embedding                                  |
+| positions (OPT)                | any        | N(0, 0.02^2)                                   |
+| linears between (q, k, v, o,   | stock      | N(0, 0.02^2), transformers' own                |
+| and the MLP's), no biases      | noble      | N(0, (0.5 / sqrt(d_in))^2)                     |
+|                                | kaiming    | U(+-1 / sqrt(d_in)), nn.Linear's own           |
+| norm weights                   | any        | 1                                              |
 """
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch
-from torch import nn
-from transformers import GlmConfig, GlmForCausalLM
-
+from nlr_lab.tasks.task import Task
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
-from .data import TextData, prepare_text
+from .data import TextData
 
 if TYPE_CHECKING:
-    from .data import PackedText
+    import torch
+    from torch import nn
+    from transformers import GlmConfig, OPTConfig
+
+    from .packed import PackedText
 
 DenseInit = Literal["stock", "noble", "kaiming"]
 
@@ -64,10 +68,8 @@ class Backbone:
             raise UserError(
                 f"width {self.width} does not split into {self.heads} heads{even}; choose a multiple of {step}"
             )
-        if not 0 < self.embedding_std < math.inf:
-            raise UserError(f"embedding_std must be a finite number above 0, got {self.embedding_std!r}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        check_number("embedding_std", self.embedding_std, above=0)
+        check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
 
 
@@ -75,8 +77,10 @@ class Backbone:
 class GlmBackbone(Backbone):
     """A GLM. Every linear is separate but the gate-up projection, one linear of width -> 2 x hidden."""
 
-    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> GlmConfig:
-        """The transformers config of these sizes."""
+    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> "GlmConfig":
+        """Return the transformers config of these sizes."""
+        from transformers import GlmConfig
+
         config = GlmConfig(
             vocab_size=vocab_size,
             hidden_size=self.width,
@@ -103,40 +107,66 @@ class GlmBackbone(Backbone):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenTask:
-    """Next-token prediction on packed text, by a backbone of any class: a subclass names both classes."""
+class OptBackbone(Backbone):
+    """An OPT without biases. Every linear is separate: q, k, v, out, fc1, fc2; `hidden` is the width between the last
+    two. At 12 layers of width 768 that is GPT-3 small: 84,973,056 parameters outside the embeddings."""
+
+    _head_multiple: ClassVar[int] = 1
+
+    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> "OPTConfig":
+        """Return the transformers config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
+        from transformers import OPTConfig
+
+        return OPTConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.width,
+            word_embed_proj_dim=self.width,
+            ffn_dim=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=sequence_length,
+            activation_function="gelu",
+            enable_bias=False,
+            dropout=self.dropout,
+            attention_dropout=self.dropout,
+            # OPT's own special tokens would leave a row of the embedding untrained.
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenTask(Task):
+    """Next-token prediction on packed text, by a backbone of any class."""
 
     text: TextData
     """Where the text comes from, its tokenizer, and the sequence length."""
     backbone: Any
     """The model that is not changed."""
 
-    _model_class: ClassVar[Any]
+    _model_class: ClassVar[str]
     """The transformers class of the backbone's config."""
 
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.text.sequence_length
+
     def prepare(self, progress: bool = True) -> "PackedText":
-        """Tokenized, packed, cached text."""
+        """Return tokenized, packed, cached text."""
+        from .packed import prepare_text
+
         return prepare_text(self.text, progress=progress)
 
-    def build_model(self, prepared: "PackedText", dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        """The plain float32 model on the CPU.
-
-        Args:
-            prepared: gives the vocabulary and the end-of-text token.
-            dense_init: overrides the backbone's.
-            seed: of every draw. Embedding and head are the same for every dense_init.
-        """
+    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        """Return the plain model; embedding and head are the same for every dense_init."""
         config = self._config(prepared.vocab_size, prepared.tokenizer.eos_token_id)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self._model_class(config)
-        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
-        return model
+        return build_drawn(self._model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self, vocab_size: int | None = None) -> Any:
-        """The plain model on the meta device: shapes and counts, no memory."""
-        with torch.device("meta"):
-            return self._model_class(self._config(vocab_size or self.text.vocab_size, None))
+        """Return the plain model on the meta device."""
+        return build_meta(self._model_class, self._config(vocab_size or self.text.vocab_size, None))
 
     def _config(self, vocab_size: int, eos_token_id: int | None) -> Any:
         return self.backbone.config(vocab_size, self.text.sequence_length, eos_token_id)
@@ -149,40 +179,93 @@ class LanguageModelTask(NextTokenTask):
     backbone: GlmBackbone
     """The model without branches."""
 
-    _model_class = GlmForCausalLM
+    _model_class = "GlmForCausalLM"
 
 
-@torch.no_grad()
-def draw_init(model: Any, embedding_std: float, dense_init: DenseInit, seed: int) -> None:
-    """Draws this file's table into a built model, in place; the head, outside `model.model`, stays as it was drawn."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    # One generator a kind: an arm's dense init must not shift the embedding's draws.
-    embedding.weight.normal_(0.0, embedding_std, generator=torch.Generator().manual_seed(2 * seed + 1))
-    draw_linears(model.model, dense_init, seed)
+@dataclass(frozen=True, kw_only=True)
+class OptLanguageModelTask(NextTokenTask):
+    """Next-token prediction on packed text, by an OPT."""
+
+    backbone: OptBackbone
+    """The model that is not changed."""
+    tie_embeddings: bool = True
+    """Whether the output head is the input embedding."""
+
+    _model_class = "OPTForCausalLM"
+
+    def _config(self, vocab_size: int, eos_token_id: int | None) -> Any:
+        config = super()._config(vocab_size, eos_token_id)
+        config.tie_word_embeddings = self.tie_embeddings
+        return config
 
 
-@torch.no_grad()
-def draw_linears(module: nn.Module, dense_init: DenseInit, seed: int) -> None:
-    """Draws the weights of a part's linears by this file's table, in place; "stock" leaves them."""
-    if dense_init == "stock":
-        return
+def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseInit | None, seed: int) -> Any:
+    """Build a plain model on tokens and draw this file's table; what is not in it is drawn by transformers.
+
+    Args:
+        model_class: the class, or a name of transformers'.
+        config: of the model.
+        backbone: has `embedding_std` and `dense_init`.
+        dense_init: overrides the backbone's.
+        seed: of every draw.
+    """
+    import torch
+
+    model = build_plain(model_class, config, seed)
+    with torch.no_grad():
+        # One generator a kind: an arm's dense init must not shift the embedding's draws.
+        generator = torch.Generator().manual_seed(2 * seed + 1)
+        model.get_input_embeddings().weight.normal_(0.0, backbone.embedding_std, generator=generator)
+    draw_linears(model.model, dense_init or backbone.dense_init, seed)
+    return model
+
+
+def build_plain(model_class: Any, config: Any, seed: int) -> Any:
+    """Build a model with transformers' own init, drawn from the seed."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _resolve(model_class)(config)
+
+
+def build_meta(model_class: Any, config: Any) -> Any:
+    """Build a model on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return _resolve(model_class)(config)
+
+
+def _resolve(model_class: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, model_class) if isinstance(model_class, str) else model_class
+
+
+def draw_linears(module: "nn.Module", dense_init: DenseInit, seed: int) -> None:
+    """Draw the weights of a part's linears by this file's table, in place; "stock" leaves them."""
+    import torch
+    from torch import nn
+
     generator = torch.Generator().manual_seed(2 * seed + 2)
     for each in module.modules():
         if isinstance(each, nn.Linear):
             draw_linear(each, dense_init, generator)
 
 
-@torch.no_grad()
-def draw_linear(linear: nn.Linear, dense_init: DenseInit, generator: torch.Generator | None = None) -> None:
-    """Draws one linear's weight by this file's table, in place; "stock" leaves it as transformers drew it."""
-    if dense_init == "noble":
-        linear.weight.normal_(0.0, 0.5 / math.sqrt(linear.in_features), generator=generator)
-    elif dense_init == "kaiming":
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+def draw_linear(linear: "nn.Linear", dense_init: DenseInit, generator: "torch.Generator | None" = None) -> None:
+    """Draw one linear's weight by this file's table, in place; "stock" leaves it as transformers drew it."""
+    import torch
+    from torch import nn
+
+    with torch.no_grad():
+        if dense_init == "noble":
+            linear.weight.normal_(0.0, 0.5 / math.sqrt(linear.in_features), generator=generator)
+        elif dense_init == "kaiming":
+            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
 
 
 def check_dense_init(value: object) -> None:
-    """Raises UserError unless the value names an init of this file's table."""
-    if value not in get_args(DenseInit):
-        raise UserError(f"unknown init {value!r}; choose one of {', '.join(get_args(DenseInit))}")
+    """Raise UserError unless the value names an init of this file's table."""
+    check_choice("init", value, get_args(DenseInit))

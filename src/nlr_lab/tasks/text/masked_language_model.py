@@ -8,24 +8,20 @@ Which tokens are hidden follows from the run's seed, the sequence and the pass o
 comparison see the same masks, and so does a run that is resumed. The masks of the evaluation are always the same.
 """
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch.utils.data import Dataset
-from transformers import EuroBertConfig, EuroBertForMaskedLM, PreTrainedTokenizerBase
-
-from nlr_lab.tasks.task import Measure, fingerprint
+from nlr_lab.tasks.task import Measure, Prepared, Task, fingerprint
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_number
 
-from .data import PackedText, TextData, TokenBlocks, prepare_text
-from .language_model import HEAD_STD, Backbone, DenseInit, draw_init
+from .data import TextData
+from .language_model import HEAD_STD, Backbone, DenseInit, build_drawn, build_meta
 
-_TRAINING, _EVALUATION = 0, 1  # the first word of a draw's entropy: the two never share one
-_IGNORED = -100
+if TYPE_CHECKING:
+    from transformers import EuroBertConfig
+
+_CHOICES = "'wordpiece', a folder with BERT's vocab.txt, or a hub name such as bert-base-uncased"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,108 +39,22 @@ class Masking:
         if not 0 < self.probability < 1:
             raise UserError(f"probability must be above 0 and below 1, got {self.probability!r}")
         for name in ("mask_share", "random_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} must be at least 0 and at most 1, got {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), minimum=0)
         if self.mask_share + self.random_share > 1:
             both = self.mask_share + self.random_share
-            raise UserError(f"mask_share and random_share must not exceed 1 together, not {both:g}")
-
-
-class MaskedBlocks(Dataset[dict[str, torch.Tensor]]):
-    """Sequences with hidden tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64; labels are -100 but
-    where a token is predicted.
-
-    Args:
-        blocks: the sequences.
-        masking: what is hidden.
-        mask: id of the mask token.
-        special: ids that are never hidden.
-        vocab_size: V; random tokens are drawn from 0 to V - 1.
-        seed: of training's draws, an index beyond the sequences being a later pass; None: one draw for ever.
-    """
-
-    def __init__(
-        self,
-        blocks: TokenBlocks,
-        masking: Masking,
-        *,
-        mask: int,
-        special: Sequence[int],
-        vocab_size: int,
-        seed: int | None = None,
-    ) -> None:
-        self.blocks, self.masking, self.vocab_size, self.seed = blocks, masking, vocab_size, seed
-        self.length = blocks.length
-        self._mask = mask
-        self._special = np.zeros(vocab_size, dtype=bool)
-        self._special[list(special)] = True
-
-    def seeded(self, seed: int) -> "MaskedBlocks":
-        """The same sequences with the draws of a run."""
-        found = copy.copy(self)
-        found.seed = seed
-        return found
-
-    @property
-    def counts_passes(self) -> bool:
-        """Whether an index tells the pass too."""
-        return self.seed is not None
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.blocks.block(index % len(self.blocks)).astype(np.int64)
-        draw = [_EVALUATION, index] if self.seed is None else [_TRAINING, self.seed, index]
-        generator = np.random.default_rng(draw)
-        # As many numbers are drawn for every sequence, whatever becomes of them.
-        chance, kind = generator.random(len(tokens)), generator.random(len(tokens))
-        others = generator.integers(0, self.vocab_size, len(tokens))
-        ordinary = ~self._special[tokens]
-        chosen = ordinary & (chance < self.masking.probability)
-        if not chosen.any():
-            chosen = ordinary & (chance == chance.min(where=ordinary, initial=1.0))
-        labels = np.where(chosen, tokens, _IGNORED)
-        hidden, changed = self.masking.mask_share, self.masking.mask_share + self.masking.random_share
-        shown = np.where(chosen & (kind < hidden), self._mask, tokens)
-        replaced = chosen & (kind >= hidden) & (kind < changed)
-        shown = np.where(replaced, others, shown)
-        return {"input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(labels)}
-
-
-@dataclass(frozen=True)
-class PreparedMaskedText:
-    """Text that is ready for training, with its masks."""
-
-    text: PackedText
-    train: MaskedBlocks
-    valid: MaskedBlocks
-    fingerprint: str
-    predicts_next: bool = False
-    """Labels stand where the tokens are, not one place on."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the text."""
-        return self.text.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.text.vocab_size
-
-    def describe(self) -> dict[str, Any]:
-        """What the data are, for the record. A masked token's loss is no measure of the text's bytes."""
-        facts = {name: value for name, value in self.text.describe().items() if name != "valid_bytes_per_token"}
-        return {**facts, "text_fingerprint": self.text.fingerprint, "fingerprint": self.fingerprint}
+            raise UserError(f"mask_share and random_share must not exceed 1 together, got {both:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBackbone(Backbone):
     """A EuroBERT: attention to both sides, every linear separate."""
 
-    def config(self, vocab_size: int, sequence_length: int, *, mask: int = 0, pad: int | None = None) -> EuroBertConfig:
-        """The transformers config of these sizes; `mask` and `pad` are tokens."""
+    def config(
+        self, vocab_size: int, sequence_length: int, *, mask: int = 0, pad: int | None = None
+    ) -> "EuroBertConfig":
+        """Return the transformers config of these sizes; `mask` and `pad` are tokens."""
+        from transformers import EuroBertConfig
+
         return EuroBertConfig(
             vocab_size=vocab_size,
             hidden_size=self.width,
@@ -169,7 +79,7 @@ class EncoderBackbone(Backbone):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedLanguageModelTask:
+class MaskedLanguageModelTask(Task):
     """Prediction of hidden tokens in packed text."""
 
     text: TextData
@@ -181,56 +91,51 @@ class MaskedLanguageModelTask:
 
     def __post_init__(self) -> None:
         if self.text.tokenizer == "bpe":
-            raise UserError(
-                "hidden tokens need a tokenizer with a mask token, which 'bpe' has not; choose 'wordpiece', a folder "
-                "with BERT's vocab.txt, or a hub name such as bert-base-uncased"
-            )
+            raise UserError(f"hidden tokens need a tokenizer with a mask token, which 'bpe' has not; choose {_CHOICES}")
 
     @property
     def measure(self) -> Measure:
         """The loss of the tokens that are predicted."""
         return Measure(unit="nats per masked token")
 
-    def prepare(self, progress: bool = True) -> PreparedMaskedText:
-        """Tokenized, packed, cached text with its masks.
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.text.sequence_length
+
+    def prepare(self, progress: bool = True) -> Prepared:
+        """Return tokenized, packed, cached text with its masks.
 
         Raises:
             UserError: the text cannot be used, or its tokenizer has no mask token.
         """
+        from .masking import MaskedBlocks
+        from .packed import prepare_text
+
         text = prepare_text(self.text, progress=progress)
         if text.tokenizer.mask_token_id is None:
-            raise UserError(
-                f"the tokenizer {self.text.tokenizer!r} has no mask token; choose 'wordpiece', a folder with BERT's "
-                "vocab.txt, or a hub name such as bert-base-uncased"
-            )
+            raise UserError(f"the tokenizer {self.text.tokenizer!r} has no mask token; choose {_CHOICES}")
         tokens: Any = {"mask": text.tokenizer.mask_token_id, "special": text.tokenizer.all_special_ids}
         tokens["vocab_size"] = text.vocab_size
-        return PreparedMaskedText(
-            text=text,
+        # A masked token's loss is no measure of the text's bytes.
+        facts = {name: value for name, value in text.describe().items() if name != "valid_bytes_per_token"}
+        return Prepared(
             train=MaskedBlocks(text.train, self.masking, **tokens, seed=0),
             valid=MaskedBlocks(text.valid, self.masking, **tokens),
+            tokenizer=text.tokenizer,
+            vocab_size=text.vocab_size,
+            predicts_next=False,
             fingerprint=fingerprint("masked", text.fingerprint, self.masking),
+            facts={**facts, "text_fingerprint": text.fingerprint},
         )
 
-    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> EuroBertForMaskedLM:
-        """The plain float32 model on the CPU.
-
-        Args:
-            prepared: gives the vocabulary and the special tokens.
-            dense_init: overrides the backbone's.
-            seed: of every draw. Embedding and head are the same for every dense_init.
-        """
-        tokenizer = prepared.tokenizer
-        tokens = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
+    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        """Return the plain model; embedding and head are the same for every dense_init."""
+        tokens = {"mask": prepared.tokenizer.mask_token_id, "pad": prepared.tokenizer.pad_token_id}
         config = self.backbone.config(prepared.vocab_size, self.text.sequence_length, **tokens)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = EuroBertForMaskedLM(config)
-        draw_init(model, self.backbone.embedding_std, dense_init or self.backbone.dense_init, seed)
-        return model
+        return build_drawn("EuroBertForMaskedLM", config, self.backbone, dense_init, seed)
 
-    def build_on_meta(self, vocab_size: int | None = None) -> EuroBertForMaskedLM:
-        """The plain model on the meta device: shapes and counts, no memory."""
+    def build_on_meta(self, vocab_size: int | None = None) -> Any:
+        """Return the plain model on the meta device."""
         config = self.backbone.config(vocab_size or self.text.vocab_size, self.text.sequence_length)
-        with torch.device("meta"):
-            return EuroBertForMaskedLM(config)
+        return build_meta("EuroBertForMaskedLM", config)

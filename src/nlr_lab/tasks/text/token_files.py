@@ -1,18 +1,16 @@
-"""Files of tokens, and of documents on their way to become tokens."""
+"""Files of tokens."""
 
 import hashlib
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import zstandard
 from transformers import PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
 
-from .tokenizers import boundary_id, byte_lengths, encode, encode_with_bytes, has_normalizer, is_fast, vocabulary_size
+from .tokenizers import backend_of, boundary_id, byte_lengths, encode, encode_with_bytes, vocabulary_size
 
 PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
 _BATCH = 4_000_000  # characters that are gathered before they are encoded
@@ -20,7 +18,7 @@ _UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
 
 
 def pieces(document: str, size: int) -> Iterator[str]:
-    """Cuts at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
+    """Cut at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
     start = 0
     while start < len(document):
         end = start + size
@@ -32,24 +30,21 @@ def pieces(document: str, size: int) -> Iterator[str]:
 
 
 class TokenWriter:
-    """Tokens of documents, each followed by the boundary, as one array on disk."""
+    """Tokens of documents, each followed by the boundary, as one array on disk.
+
+    Args:
+        path: of the tokens.
+        tokenizer: what makes them.
+        bytes_path: where the bytes of each token go, for tokenizers whose tokens do not tell.
+    """
 
     def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, bytes_path: Path | None = None) -> None:
-        """Opens the file.
-
-        Args:
-            path: of the tokens.
-            tokenizer: what makes them.
-            bytes_path: where the bytes of each token go, for tokenizers whose tokens do not tell.
-        """
-        self._tokenizer = tokenizer
-        boundary = boundary_id(tokenizer)
-        assert boundary is not None
-        self._boundary = boundary
+        self._tokenizer, self._boundary = tokenizer, boundary_id(tokenizer)
         self._file = _Array(path, "<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
-        self._lengths = byte_lengths(tokenizer)
-        self._complete = self._lengths is not None and not has_normalizer(tokenizer)
-        offsets = bytes_path is not None and self._lengths is None and is_fast(tokenizer)
+        self._lengths, backend = byte_lengths(tokenizer), backend_of(tokenizer)
+        # A normalizer changes the text, so that its bytes need not come back.
+        self._complete = self._lengths is not None and backend is not None and backend.normalizer is None
+        offsets = self._lengths is None and backend is not None
         self._bytes = _Array(bytes_path, "<u4") if bytes_path is not None and offsets else None
         self._batch: list[str] = []
         self._waiting = 0
@@ -70,14 +65,14 @@ class TokenWriter:
                 self._bytes.close()
 
     def add(self, document: str) -> None:
-        """Appends a document."""
+        """Append a document."""
         self._batch.append(document)
         self._waiting += len(document)
         if self._waiting > _BATCH:
             self._flush()
 
     def facts(self) -> dict[str, Any]:
-        """What was written, after the end. The hash is of the tokens alone."""
+        """Return what was written, after the end. The hash is of the tokens alone."""
         return {
             "documents": self.documents,
             "bytes": self._size,
@@ -119,7 +114,7 @@ class TokenWriter:
             )
 
     def _losses(self, tokens: np.ndarray, text: str) -> int:
-        """Unknown tokens; of a byte-level tokenizer, which has none, the bytes that its tokens lack."""
+        """Count unknown tokens; of a byte-level tokenizer, which has none, the bytes that its tokens lack."""
         if self._complete:
             assert self._lengths is not None
             return max(0, len(text.encode()) - int(self._lengths[tokens].sum()))
@@ -154,30 +149,3 @@ class _Array:
     def _write_header(self) -> None:
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-class DocumentFile:
-    """The documents of a stream, compressed on disk, so that it is read over the network once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def fill(self, documents: Iterator[str]) -> Iterator[str]:
-        """Passes the documents on and keeps them."""
-        with zstandard.open(self.path, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file:
-            for document in documents:
-                data = document.encode()
-                file.write(struct.pack("<Q", len(data)) + data)
-                yield document
-
-    def documents(self) -> Iterator[str]:
-        with zstandard.open(self.path, "rb") as file:
-            while head := _exactly(file, 8):
-                yield _exactly(file, struct.unpack("<Q", head)[0]).decode()
-
-
-def _exactly(file: IO[bytes], count: int) -> bytes:
-    data = b""
-    while len(data) < count and (more := file.read(count - len(data))):
-        data += more
-    return data

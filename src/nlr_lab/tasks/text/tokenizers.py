@@ -17,70 +17,45 @@ from nonlinear_lowrank.validation import one_line
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # looked for where a tokenizer names no end
-_ALPHABET = 256
 _BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 _BERT_FILE = "vocab.txt"
 _GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    """Raises UserError where a byte-level BPE cannot be that small."""
-    if not isinstance(vocab_size, int) or vocab_size < _ALPHABET + 1:
-        raise UserError(f"vocab_size must be an integer of at least {_ALPHABET + 1}, got {vocab_size!r}")
+def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on text.
 
-
-def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of GPT-2's kind, with '<|endoftext|>' as its only special token.
-
-    Raises:
-        UserError: the text has too few different words for a vocabulary of that size.
-    """
-    backend = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    _train(backend, documents, trainer, vocab_size)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
-
-
-def train_wordpiece(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A WordPiece of BERT's kind: lower case, no accents, BERT's five special tokens; [SEP] ends a document.
-
-    Characters that are too rare for an eighth of the vocabulary become [UNK].
+    Args:
+        kind: "bpe", byte-level as GPT-2's, with '<|endoftext|>' as its only special token; or "wordpiece" as BERT's:
+            lower case, no accents, five special tokens, of which [SEP] ends a document. There characters that are too
+            rare for an eighth of the vocabulary become [UNK].
+        documents: the text.
+        vocab_size: tokens.
 
     Raises:
         UserError: the text has too few different words for a vocabulary of that size.
     """
-    backend = _wordpiece(models.WordPiece(unk_token=_BERT["unk_token"]))
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(_BERT.values()),
+    if kind == "bpe":
+        backend, specials = _byte_level(models.BPE()), {"eos_token": END_OF_TEXT}
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        make, settings = trainers.BpeTrainer, {"initial_alphabet": alphabet}
+    else:
+        backend, specials = _wordpiece(models.WordPiece(unk_token=_BERT["unk_token"])), _BERT
         # Each may stand at the start of a word and inside it; the rest is for pieces of words.
-        limit_alphabet=max(64, vocab_size // 8),
-        show_progress=False,
-    )
-    _train(backend, documents, trainer, vocab_size)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **_BERT)
-
-
-LEARNED = {"bpe": train_bpe, "wordpiece": train_wordpiece}
-"""Tokenizers that are trained on the text itself."""
-
-
-def _train(backend: tokenizers.Tokenizer, documents: Iterable[str], trainer: Any, vocab_size: int) -> None:
+        make, settings = trainers.WordPieceTrainer, {"limit_alphabet": max(64, vocab_size // 8)}
+    specials_first = list(specials.values())
+    trainer = make(vocab_size=vocab_size, special_tokens=specials_first, show_progress=False, **settings)
     backend.train_from_iterator(documents, trainer)
     if backend.get_vocab_size() < vocab_size:
         raise UserError(
             f"the text is too small, or repeats itself too much, for a vocabulary of {vocab_size} (it gives "
             f"{backend.get_vocab_size()}); lower vocab_size"
         )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub.
+    """Load GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub.
 
     Raises:
         UserError: there is none, its files do not fit each other, or it has no end-of-text token.
@@ -118,18 +93,18 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that an embedding needs: the highest id + 1, which is more than the entries where ids have gaps."""
+    """Return the rows that an embedding needs: the highest id + 1, more than the entries where ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def boundary_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends a document: end of text, or a separator where there is none (BERT)."""
+    """Return the token that ends a document: end of text, or a separator where there is none (BERT)."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids without added specials; text that looks like a special token is encoded as text."""
-    backend = _backend(tokenizer)
+    """Return token ids without added specials; text that looks like a special token is encoded as text."""
+    backend = backend_of(tokenizer)
     if backend is None:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     with _plain(backend):
@@ -137,12 +112,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 
 
 def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-    """Like `encode`, each text with the UTF-8 bytes from the end of the token before to the end of each token.
+    """Do as `encode`, each text with the UTF-8 bytes from the end of the token before to the end of each token.
 
     So white space that a tokenizer drops belongs to the token after it; what follows the last token is in no
     count. Only for tokenizers with a Rust backend.
     """
-    backend = _backend(tokenizer)
+    backend = backend_of(tokenizer)
     assert backend is not None
     with _plain(backend):
         encoded = backend.encode_batch(list(texts), add_special_tokens=False)
@@ -158,8 +133,8 @@ def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) 
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
-    """UTF-8 bytes of each token of a byte-level tokenizer, (vocabulary,); 0 for specials; None for other kinds."""
-    backend = _backend(tokenizer)
+    """Return the UTF-8 bytes of each token, (vocabulary,), 0 for specials; None where a tokenizer is not byte-level."""
+    backend = backend_of(tokenizer)
     if backend is None or not isinstance(backend.decoder, decoders.ByteLevel):
         return None
     lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
@@ -173,18 +148,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
     return lengths
 
 
-def has_normalizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the text is changed before it is tokenized, so that its bytes need not come back."""
-    backend = _backend(tokenizer)
-    return backend is None or backend.normalizer is not None
-
-
-def is_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a Rust backend."""
-    return _backend(tokenizer) is not None
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
+    """Return the Rust tokenizer; None where there is none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return backend if isinstance(backend, tokenizers.Tokenizer) else None
 
@@ -223,7 +188,7 @@ def _gpt2(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _bert(file: Path) -> PreTrainedTokenizerFast:
-    """BERT's uncased WordPiece out of its list of tokens, one a line."""
+    """Make BERT's uncased WordPiece out of its list of tokens, one a line."""
     try:
         vocabulary = models.WordPiece.read_file(str(file))
         # A byte-order mark is part of no token.
@@ -254,5 +219,5 @@ def _byte_level(model: Any) -> tokenizers.Tokenizer:
 
 @cache
 def quiet_about_forks() -> None:
-    """The tokenizer library warns when data workers fork after it used threads; ours never tokenize."""
+    """Silence the tokenizer library's warning of forks after it used threads; our data workers do not tokenize."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

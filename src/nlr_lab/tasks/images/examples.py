@@ -1,0 +1,223 @@
+"""Labelled images on their way to a model: how they become numbers, and what becomes of those that cannot be read.
+
+An image that cannot be read is named in a warning and counted in the record of the run. In training the next one
+stands in for it; in an evaluation it is skipped (its label is -100), in every arm alike.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nlr_lab.runtime.pictures import eight_bits
+from nlr_lab.tasks.metrics import scores
+from nlr_lab.tasks.task import Batch, Examples, Items, Prepared, commonest_share, fingerprint
+from nonlinear_lowrank.errors import UserError
+
+from .data import FoundImages
+from .files import Images
+
+UNREADABLE = -100
+"""The label of an image that an evaluation skips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """How an image becomes numbers."""
+
+    size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shorter: int | None = None
+    """Pixels that the shorter side is brought to before the middle is cut out; None: the image is squeezed whole."""
+
+    def picture(self, image: Any) -> Any:
+        """Return a PIL image or an array (H, W[, C]) as a PIL image of these channels, in its own size.
+
+        Raises:
+            UserError: it cannot be shown in 8 bits.
+        """
+        return eight_bits(image).convert("L" if self.channels == 1 else "RGB")
+
+    def fitted(self, picture: Any) -> Any:
+        """Bring a PIL image to this size."""
+        from PIL import Image
+
+        if self.shorter is None:
+            whole = (self.size, self.size)
+            return picture if picture.size == whole else picture.resize(whole, Image.Resampling.BILINEAR)
+        short = min(picture.size)
+        width, height = (self.shorter if side == short else int(self.shorter * side / short) for side in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        return picture.crop((left, top, left + self.size, top + self.size))
+
+    def numbers(self, picture: Any) -> np.ndarray:
+        """Return a PIL image of this size as (C, size, size) uint8."""
+        pixels = np.array(picture, dtype=np.uint8)
+        return pixels[None] if self.channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+    def array(self, image: Any) -> np.ndarray:
+        """Return a PIL image or an array (H, W[, C]) as (C, size, size) uint8."""
+        return self.numbers(self.fitted(self.picture(image)))
+
+    def collate(self, items: Items) -> Batch:
+        """Items -> pixel_values (B, C, H, W) float32 and labels (B,)."""
+        stacked = torch.stack([item["pixel_values"] for item in items]).float() / 255
+        shape = (1, self.channels, 1, 1)
+        mean, std = torch.tensor(self.mean).view(shape), torch.tensor(self.std).view(shape)
+        return {"pixel_values": (stacked - mean) / std, "labels": torch.stack([item["labels"] for item in items])}
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Write what AutoImageProcessor needs to do the same."""
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        processor: Any = ViTImageProcessorPil  # its keywords are typed too narrowly
+        whole = {"height": self.size, "width": self.size}
+        cut = {"do_center_crop": True, "crop_size": whole}
+        processor(
+            size=whole if self.shorter is None else {"shortest_edge": self.shorter},
+            **({} if self.shorter is None else cut),
+            image_mean=list(self.mean),
+            image_std=list(self.std),
+            do_convert_rgb=self.channels == 3,
+        ).save_pretrained(folder)
+
+
+class ImageExamples(Examples):
+    """Item i is {"pixel_values": (C, H, W) uint8, "labels": ()}, as the image is; for evaluation.
+
+    Args:
+        images: labelled images.
+        pixels: how they become numbers.
+    """
+
+    def __init__(self, images: Images, pixels: Pixels) -> None:
+        self.images, self.pixels = images, pixels
+        # Shared with processes that read data ahead, so that what they cannot read is counted here.
+        self._unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+        self._places: Sequence[int] = range(len(images))
+
+    def part(self, places: Sequence[int]) -> "ImageExamples":
+        """Return some of the images for evaluation. What of them cannot be read is named and counted once."""
+        found = ImageExamples(self.images.select(places), self.pixels)
+        found._unreadable, found._places = self._unreadable, [self._places[each] for each in places]
+        return found
+
+    @property
+    def unreadable(self) -> int:  # type: ignore[override]
+        """How many images could not be read so far, here or where these are a part."""
+        return int(self._unreadable.sum())
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Batch:
+        picture = self.read(index)
+        if picture is None:
+            nothing = torch.zeros(self.pixels.channels, self.pixels.size, self.pixels.size, dtype=torch.uint8)
+            return {"pixel_values": nothing, "labels": torch.tensor(UNREADABLE)}
+        numbers = torch.from_numpy(self.pixels.numbers(self.pixels.fitted(picture)))
+        return {"pixel_values": numbers, "labels": torch.tensor(int(self.images.labels[index]))}
+
+    def read(self, place: int) -> Any:
+        """Return the PIL image of a place, of the right channels and in its own size; None if it cannot be read."""
+        try:
+            return self.pixels.picture(self.images.read(place))
+        except UserError as error:
+            if not self._unreadable[self._places[place]]:
+                self._unreadable[self._places[place]] = True
+                warnings.warn(f"{error}; skipped ({self.unreadable} so far)", stacklevel=2)
+            return None
+
+
+class TrainingImages(ImageExamples):
+    """Item i is {"pixel_values": (C, H, W) uint8, "labels": ()} and what else `vary` gives; for training.
+
+    Args:
+        images: labelled images.
+        pixels: how they become numbers.
+        vary: (PIL image, pixels, generator) -> an item without its label; None: images as they are. The index then
+            tells the pass over the data too.
+        seed: of the run; None: the draws are the same in all runs.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        pixels: Pixels,
+        vary: Callable[[Any, Pixels, np.random.Generator], Batch] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(images, pixels)
+        self.vary, self.seed, self.counts_passes = vary, seed, vary is not None
+
+    def seeded(self, seed: int) -> "TrainingImages":
+        """Return the same images with the draws of a run."""
+        found = copy.copy(self)
+        found.seed = None if self.seed is None else seed
+        return found
+
+    def __getitem__(self, index: int) -> Batch:
+        count = len(self.images)
+        for place in range(index % count, index % count + count):
+            if (picture := self.read(place % count)) is not None:
+                break
+        else:
+            raise UserError(f"none of the {count} images can be read")
+        if self.vary is None:
+            item = {"pixel_values": torch.from_numpy(self.pixels.numbers(self.pixels.fitted(picture)))}
+        else:
+            draw = index if self.seed is None else [self.seed, index]
+            item = self.vary(picture, self.pixels, np.random.default_rng(draw))
+        return {**item, "labels": torch.tensor(int(self.images.labels[place % count]))}
+
+
+def prepare_classification(
+    found: FoundImages, train: TrainingImages, *extra: Any, kind: tuple[str, ...] = (), **fields: Any
+) -> Prepared:
+    """Put the splits of a classification together.
+
+    Args:
+        found: the images.
+        train: those that are trained on.
+        *extra: what else training sees, for the fingerprint.
+        kind: begins the fingerprint.
+        **fields: of `Prepared`.
+    """
+    pixels, held, test = train.pixels, found.train.select(found.held), found.test
+    scored = ImageExamples(test, pixels)
+    # Labels, the split, and an image of each side that can be read tell these images from others.
+    identity = [found.train.labels, test.labels, _sample(found.train, pixels), _sample(test, pixels), found.kept]
+    return Prepared(
+        train=train,
+        valid=ImageExamples(held, pixels) if found.held else scored,
+        test=scored if found.held else None,
+        tokenizer=pixels,
+        classes=found.classes,
+        score=scores(("accuracy",)),
+        collate=pixels.collate,
+        fingerprint=fingerprint(*kind, *identity, pixels, *extra),
+        facts={
+            "classes": len(found.classes),
+            "images": {"train": len(found.kept), "held out": len(found.held), "test": len(test)},
+            "size": pixels.size,
+            "channels": pixels.channels,
+            "commonest_class_share": commonest_share(test.labels),
+        },
+        **fields,
+    )
+
+
+def _sample(images: Images, pixels: Pixels) -> np.ndarray | None:
+    for place in range(min(len(images), 100)):
+        try:
+            return pixels.array(images.read(place))
+        except UserError:
+            continue
+    return None
