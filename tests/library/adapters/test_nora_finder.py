@@ -79,7 +79,7 @@ def test_poolers_heads_and_functions_are_left_alone_and_named(name, capsys):
     assert dict(report.skipped) == left
     assert dict(report.functional) == functional
     for where, why in left.items():
-        assert f"left       {where}: {why}" in said
+        assert f"skipped    {where}: {why}" in said
         assert not isinstance(model.base_model.model.get_submodule(where), NoraActivation)
     for where, why in functional.items():
         assert f"functional {where or 'the model'}: {why}; it cannot be swapped" in said

@@ -15,9 +15,9 @@ from nonlinear_lowrank.methods.noble.op import noble_branch
 from nonlinear_lowrank.methods.rational import RationalActivation
 from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
-from nonlinear_lowrank.methods.sine.delta import SineFactors
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_linear
-from nonlinear_lowrank.methods.sine.op import sine_delta_linear, sine_layer
+from nonlinear_lowrank.ops.sine import sine_delta_linear, sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.sine import op as sine
-from nonlinear_lowrank.methods.sine.delta import SineFactors, dora_norm, full_precision, sine_weight_reference
 from nonlinear_lowrank.methods.sine.embedding import embedding_delta, sine_embedding, sine_embedding_reference
-from nonlinear_lowrank.methods.sine.op import sine_layer, sine_layer_reference
+from nonlinear_lowrank.ops import sine
+from nonlinear_lowrank.ops.sine import sine_layer, sine_layer_reference
+from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm, full_precision, sine_weight_reference
 from rounding_helpers import assert_close_by_norm
 
 D_IN, D_OUT, RANK = 12, 10, 3

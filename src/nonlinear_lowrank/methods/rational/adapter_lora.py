@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.sine.adapter import SineLinear
-from nonlinear_lowrank.methods.sine.delta import SineFactors
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 from .adapter_config import NoraConfig
 

@@ -31,11 +31,11 @@ from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
+from nonlinear_lowrank.ops.sine import effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors, added, dora_norm
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
-from .delta import SineFactors, added, dora_norm
 from .embedding import embedding_delta, sine_embedding
-from .op import effective_weights, sine_delta, sine_layer
 
 
 @dataclass

@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.one_op import as_one_op
-from nonlinear_lowrank.ops.reshaped import reshaped
-
-from .delta import (
+from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.sine_delta import (
     Delta,
     SineFactors,
     added,

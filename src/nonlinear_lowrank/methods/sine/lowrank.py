@@ -24,11 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.one_op import as_one_op
-from nonlinear_lowrank.ops.reshaped import reshaped
-
-from .delta import SineFactors, no_autocast, product, wide_dtype
-from .op import sine_layer
+from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.sine import sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors, no_autocast, product, wide_dtype
 
 
 class _Phi(NamedTuple):

@@ -26,11 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import kernels
-from nonlinear_lowrank.ops.one_op import as_one_op
-from nonlinear_lowrank.ops.reshaped import reshaped
-
-from .delta import (
+from .kernels import as_one_op, kernels, reshaped
+from .sine_delta import (
     Delta,
     SineFactors,
     added,
