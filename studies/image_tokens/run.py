@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
-from nlr_lab.tasks.images.token_data import ImageTokenData
-from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.language_model import GlmBackbone
 from nlr_lab.training import Recipe, TrainConfig
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent

@@ -25,6 +25,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from nlr_lab.tasks.task import Examples, Prepared
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
@@ -32,7 +33,7 @@ from nlr_lab.training import Arm, Recipe, TrainConfig
 VOCABULARY, LENGTH = 48, 16
 
 
-class Sequences(torch.utils.data.Dataset):
+class Sequences(Examples):
     """Learnable noise: every other token follows from the one before."""
 
     def __init__(self, number: int, seed: int) -> None:
@@ -47,19 +48,20 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index].clone()}
 
 
-class FakeText:
-    """Stands for PackedText."""
-
-    vocab_size = VOCABULARY
-    valid_bytes_per_token = 2.5
+class FakeText(Prepared):
+    """Stands for packed text."""
 
     def __init__(self, train: int = 50, valid: int = 7, fingerprint: str = "f" * 16) -> None:
-        self.train, self.valid, self.fingerprint = Sequences(train, 1), Sequences(valid, 2), fingerprint
         words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
-
-    def describe(self) -> dict[str, Any]:
-        return {"tokens": len(self.train) * LENGTH}
+        super().__init__(
+            train=Sequences(train, 1),
+            valid=Sequences(valid, 2),
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0"),
+            fingerprint=fingerprint,
+            facts={"tokens": train * LENGTH},
+            vocab_size=VOCABULARY,
+            valid_bytes_per_token=2.5,
+        )
 
 
 def make_recipe(arm: str | Arm = "noble:rank=4", dropout: float = 0.1, **train: Any) -> Recipe:

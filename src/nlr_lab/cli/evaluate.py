@@ -133,8 +133,6 @@ def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
     """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
     from nlr_lab.evaluation.held_out import score_saved
     from nlr_lab.runtime.resources import choose_device
-    from nlr_lab.tasks.task import measure_of
-
     scores = score_saved(
         recipe.task,
         folder,
@@ -143,7 +141,7 @@ def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
         device=str(choose_device(options.device)),
         batch_size=options.batch_size,
     )
-    measure = measure_of(recipe.task)
+    measure = recipe.task.measure
     unit = measure.unit if measure.is_loss else "squared error" if "pearson" in scores else "nats"
     loss = f"loss {scores['loss']:.4f} {unit}"
     others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
@@ -268,7 +266,7 @@ def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple
             f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
         )
     # Image tokens have no bytes of text.
-    size = getattr(prepared, "valid_bytes_per_token", None)
+    size = prepared.valid_bytes_per_token
     score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
     what, data = ("images", recipe.task.tokens) if size is None else ("text", recipe.task.text)
     return f"held-out {what} of {recipe.name} ({data.source})", score

@@ -70,7 +70,7 @@ def _print_cost(arguments: list[str]) -> None:
         raise UserError(f"{options.model} fits a field, whose size nlr fit and nlr compare print; inspect takes models")
 
     from nlr_lab.plan.inspect import format_cost, inspect_model
-    from nlr_lab.tasks.task import AdapterSetup, adapter_setup, tokens_per_example
+    from nlr_lab.tasks.task import AdapterSetup
     from nlr_lab.training.recipe import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
@@ -81,9 +81,9 @@ def _print_cost(arguments: list[str]) -> None:
 
         recipe = get_recipe(options.model)
         model: Any = recipe.task.build_on_meta()
-        setup = adapter_setup(recipe.task, model)
+        setup = recipe.task.adapter_setup(model)
         arm = recipe.arm if arm is None else arm
-        length = tokens_per_example(recipe.task) if length is None else length
+        length = recipe.task.sequence_length if length is None else length
         bf16 = recipe.train.bf16 if bf16 is None else bf16
     else:
         model, setup = _from_config(path), AdapterSetup()

@@ -106,9 +106,10 @@ def parse_recipe(
         description=recipe_function(name).__doc__ + (_AGAIN.format(command) if command in _REPEATED else ""),
         default=options(**defaults(recipe), **own),
     )
-    from nlr_lab.tasks.task import with_data_known
-
-    return replace(recipe, **{each: with_data_known(getattr(parsed, each)) for each in nested}), parsed
+    chosen = {each: getattr(parsed, each) for each in nested}
+    if "task" in chosen:
+        chosen["task"] = chosen["task"].with_data_known()
+    return replace(recipe, **chosen), parsed
 
 
 def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:

@@ -109,7 +109,6 @@ def _of_recipe(name: str) -> _Subject:
     import torch
 
     from nlr_lab.recipes import get_recipe
-    from nlr_lab.tasks.task import adapter_setup, tokens_per_example
     from nlr_lab.training.recipe import Arm
 
     recipe = get_recipe(name)
@@ -120,14 +119,14 @@ def _of_recipe(name: str) -> _Subject:
         model = recipe.task.build_on_meta()
         if isinstance(kind, str):
             model = model.to(getattr(torch, kind))
-        return arm.apply(model, adapter_setup(recipe.task, model))
+        return arm.apply(model, recipe.task.adapter_setup(model))
 
     return _Subject(
         build=build,
         arms=[Arm.parse(text) for text in recipe.arms],
         batch_size=train.batch_size,
         steps=train.steps,
-        sequence_length=tokens_per_example(recipe.task),
+        sequence_length=recipe.task.sequence_length,
         bf16=train.bf16,
         recompute=train.gradient_checkpointing,
         optimizer=train.optimizer,

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from nlr_lab.tasks.metrics import scores_of_examples
-from nlr_lab.tasks.task import collate_of, on_split, predicts_next, score_of, scored_split
+from nlr_lab.tasks.task import Score
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.hub.adapter import check_weights, is_adapter, put_adapter
@@ -45,7 +45,7 @@ def score_saved(
             raise UserError(f"--base is for adapters; {folder} holds a whole model")
         task = replace(task, model=replace(task.model, checkpoint=base))
     if split is not None:
-        task = on_split(task, split)
+        task = task.on_split(split)
     if is_adapter(folder):
         check_weights(folder)
     prepared = task.prepare()
@@ -69,12 +69,13 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
         UserError: the loss is not finite, or a batch takes more memory than is free.
     """
     model.eval()
-    examples = scored_split(prepared) or prepared.valid
+    examples = prepared.test or prepared.valid
     check_batch(model, min(batch_size, len(examples)), _tokens(model, examples))
     outputs = _outputs(model, prepared, examples, batch_size)
-    numbers = (
-        _of_tokens(outputs, predicts_next(prepared)) if score_of(prepared) is None else _of_examples(outputs, prepared)
-    )
+    if prepared.score is None:
+        numbers = _of_tokens(outputs, prepared.predicts_next)
+    else:
+        numbers = _of_examples(outputs, prepared.score)
     if not math.isfinite(numbers["loss"]):
         raise UserError("the loss on the held-out data is not a finite number: the model is broken")
     return numbers
@@ -82,7 +83,7 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
 
 def _tokens(model: Any, examples: Any) -> int:
     """Tokens of the longest example, or patches of an image where the model's layers see all of them."""
-    if hasattr(examples, "lengths"):
+    if examples.lengths is not None:
         return int(max(examples.lengths))
     if "input_ids" in (first := examples[0]):
         return len(first["input_ids"])
@@ -95,10 +96,9 @@ def _tokens(model: Any, examples: Any) -> int:
 
 def _outputs(model: Any, prepared: Any, examples: Any, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits in float32 and labels, batch by batch."""
-    collate = collate_of(prepared)
     for start in range(0, len(examples), size):
         items = [examples[index] for index in range(start, min(start + size, len(examples)))]
-        batch = {name: value.to(model.device) for name, value in collate(items).items()}
+        batch = {name: value.to(model.device) for name, value in prepared.collate(items).items()}
         labels = batch.pop("labels")
         yield model(**batch).logits.float(), labels
 
@@ -113,8 +113,6 @@ def _of_tokens(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], shifted: bo
     return {"loss": total / max(1, count)}
 
 
-def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], prepared: Any) -> dict[str, float]:
-    score = score_of(prepared)
-    assert score is not None
+def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], score: Score) -> dict[str, float]:
     logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
     return scores_of_examples(logits, labels, score)

@@ -44,7 +44,7 @@ class FormerRun:
             raise UserError(f"{path} {what}: there is no {path / RECIPE}{hint}")
         about = read_json(path / RECIPE, recipe=dict)
         recipe = Recipe.from_dict(about["recipe"])
-        own = _KINDS[hasattr(recipe.task, "adapter_setup")]
+        own = _KINDS[recipe.task.pretrained]
         if own != command:
             raise UserError(f"the run in {path} is one of nlr {own}: nlr {own} --from {path} --out NEW")
         return cls(path=path, recipe=recipe, about=about)

@@ -21,7 +21,7 @@ def origin_of(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Orig
         result: its final numbers.
         data: content of the run's data.json.
     """
-    tuned = hasattr(recipe.task, "adapter_setup")
+    tuned = recipe.task.pretrained
     command = f"nlr {'finetune' if tuned else 'train'} {recipe.name} --arm {recipe.arm}"
     bases = [value for name, value in flatten(recipe.task).items() if name.endswith("checkpoint") and value]
     how = f"tuned by {recipe.arm.name}" if tuned else f"trained from scratch, arm {recipe.arm.name}"

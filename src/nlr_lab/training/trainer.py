@@ -13,17 +13,7 @@ from transformers import TrainerCallback
 from nlr_lab.runtime.processes import on_first_process
 from nlr_lab.runtime.time_limit import OutOfTimeError
 from nlr_lab.tasks.metrics import scores_of_examples
-from nlr_lab.tasks.task import (
-    Batch,
-    Score,
-    collate_of,
-    plain_split,
-    predicts_next,
-    score_of,
-    scored_split,
-    training_collate_of,
-    training_split,
-)
+from nlr_lab.tasks.task import Batch, Score
 
 from .checkpoints import CheckpointedTrainer
 from .divergence import LossWatch
@@ -54,10 +44,10 @@ class RunTrainer(CheckpointedTrainer):
     ) -> None:
         self.group_by_length, self.stop_diverged = group_by_length, stop_diverged
         self._watch: LossWatch | None = None
-        super().__init__(*args, train_dataset=prepared.train, data_collator=training_collate_of(prepared), **kwargs)
+        super().__init__(*args, train_dataset=prepared.train, data_collator=prepared.collate_training, **kwargs)
         self.prepared = prepared
-        self.train_dataset = training_split(prepared, self.args.seed)
-        self.score: Score | None = score_of(prepared)
+        self.train_dataset = prepared.train.seeded(self.args.seed)
+        self.score: Score | None = prepared.score
         if self.score is not None:
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
             self.model_accepts_loss_kwargs = False
@@ -66,10 +56,9 @@ class RunTrainer(CheckpointedTrainer):
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         args = self.args
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        passes = getattr(dataset, "counts_passes", False)
         lengths = dataset.lengths if self.group_by_length else None
         total = args.max_steps * per_step
-        return EndlessShuffle(len(dataset), total, args.seed, passes=passes, lengths=lengths, batch=per_step)
+        return EndlessShuffle(len(dataset), total, args.seed, passes=dataset.counts_passes, lengths=lengths, batch=per_step)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's; looks at the training loss where a run that diverges is to stop.
@@ -100,8 +89,8 @@ class RunTrainer(CheckpointedTrainer):
         was_training = model.training
         model.eval()
         metrics: dict[str, float] = {}
-        splits = (("eval", self.prepared.valid), ("test", scored_split(self.prepared)))
-        for split, dataset in (*splits, ("plain", plain_split(self.prepared))):
+        splits = (("eval", self.prepared.valid), ("test", self.prepared.test))
+        for split, dataset in (*splits, ("plain", self.prepared.plain)):
             if dataset is not None:
                 found = self._of_tokens(model, dataset) if self.score is None else self._of_examples(model, dataset)
                 metrics |= {f"{split}_{name}": value for name, value in found.items()}
@@ -115,7 +104,7 @@ class RunTrainer(CheckpointedTrainer):
         """Mean nats a token; of whole text also bits a byte."""
         nats = torch.zeros((), dtype=torch.float64, device=self.args.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        shifted = predicts_next(self.prepared)
+        shifted = self.prepared.predicts_next
         for batch, real in self._evaluation_batches(dataset):
             labels = batch["labels"]
             labels[real:] = -100
@@ -129,7 +118,7 @@ class RunTrainer(CheckpointedTrainer):
         nats, tokens = self.accelerator.reduce(torch.stack([nats, tokens]), reduction="sum")
         loss_value = float(nats / tokens)
         scores = {"loss": loss_value}
-        bytes_per_token = getattr(self.prepared, "valid_bytes_per_token", None)
+        bytes_per_token = self.prepared.valid_bytes_per_token
         if bytes_per_token is not None:
             scores["bits_per_byte"] = loss_value / math.log(2) / bytes_per_token
         return scores
@@ -152,11 +141,10 @@ class RunTrainer(CheckpointedTrainer):
         What is lacking is filled with the last example: where all have one shape it compiles once, and
         sharded models wait for each other.
         """
-        collate = collate_of(self.prepared)
         size, world = self.args.per_device_eval_batch_size, self.args.world_size
         for start in range(self.args.process_index * size, _round_up(len(dataset), size * world), size * world):
             items = [dataset[min(index, len(dataset) - 1)] for index in range(start, start + size)]
-            batch = collate(items)
+            batch = self.prepared.collate(items)
             yield {name: value.to(self.args.device) for name, value in batch.items()}, max(0, len(dataset) - start)
 
 

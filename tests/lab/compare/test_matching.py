@@ -10,7 +10,6 @@ from nlr_lab.compare import compare
 from nlr_lab.compare.matching import settle_matches
 from nlr_lab.compare.report import render_report
 from nlr_lab.recipes import get_recipe
-from nlr_lab.tasks.task import tokens_per_example
 from nlr_lab.tasks.text.language_model import LanguageModelTask
 from nlr_lab.training import Arm
 from nlr_lab.training.run import apply_arm, build_model
@@ -33,7 +32,7 @@ def parameters(recipe, arm):
 
 def flops(recipe, arm):
     model = arm.apply(recipe.task.build_on_meta())
-    return nlr.analysis.model_cost(model, tokens_per_example(recipe.task)).flops
+    return nlr.analysis.model_cost(model, recipe.task.sequence_length).flops
 
 
 @pytest.mark.parametrize(("by", "count"), [("parameters", parameters), ("flops", flops)])
