@@ -79,7 +79,7 @@ def run_rank(arguments: list[str]) -> None:
         omega=options.omega,
         exact_up_to=options.exact_up_to,
         device=device,
-        progress=_progress if sys.stderr.isatty() else None,
+        progress=_progress if sys.stderr.isatty() else lambda line: None,
     )
     if sys.stderr.isatty():
         _progress("")

@@ -115,12 +115,14 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
     known = NUMBERS if cost.kept_bytes is not None else NUMBERS[:-1]
     heads = ("parameters", "branch", "FLOPs/token", "branch", "saved bytes")
     table = number_table("module", "n", *heads[: len(known)])
-    for row, count in [*rows, (cost, "")]:
-        name = "total" if row is cost else row.name or "(the model itself)"
-        cells = [f"{value:,}" if (value := getattr(row, each)) else "-" for each in known]
-        if row is cost:
-            table.add_section()
-        table.add_row(name, count, *cells, style="bold" if row is cost else None)
+
+    def cells(of: LayerCost | ModelCost) -> list[str]:
+        return [f"{value:,}" if (value := getattr(of, each)) else "-" for each in known]
+
+    for row, count in rows:
+        table.add_row(row.name or "(the model itself)", count, *cells(row))
+    table.add_section()
+    table.add_row("total", "", *cells(cost), style="bold")
     lines = [render_table(table, width)]
     if cost.branch_parameters:
         lines.append(
@@ -235,7 +237,7 @@ def _folded(rows: list[LayerCost]) -> list[tuple[LayerCost, str]]:
     groups: dict[str, list[LayerCost]] = {}
     for row in rows:
         groups.setdefault(fold_numbers(row.name), []).append(row)
-    sums = {
+    sums: dict[str, Any] = {
         name: {each: sum(getattr(row, each) or 0 for row in members) for each in NUMBERS}
         for name, members in groups.items()
     }

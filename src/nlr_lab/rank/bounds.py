@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class SineBounds:
 
 
 def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
-    """Evaluates the bounds in float64.
+    """Evaluate the bounds in float64.
 
     Args:
         matrix: A (m, n), not zero.
@@ -65,8 +66,7 @@ def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
     """
     if matrix.ndim != 2 or not matrix.isfinite().all() or not (matrix != 0).any():
         raise UserError("the bounds need a matrix that is finite and not zero")
-    if not 0 < omega < math.inf:
-        raise UserError(f"omega must be a finite number above 0, got {omega!r}")
+    check_number("omega", omega, above=0)
     size = matrix.double().abs()
     a_min = float(size[size > 0].min())
     root = float(torch.linalg.matrix_norm(size.sqrt(), 2))

@@ -65,7 +65,7 @@ class Spectrum:
         return self.values / self.values[0]
 
     def rank(self, tolerance: float) -> int:
-        """The number of singular values above `tolerance` times the largest.
+        """Return the number of singular values above `tolerance` times the largest.
 
         Of a sketch it is a lower bound; where it is as large as the sketch, nothing more is known.
 
@@ -77,14 +77,14 @@ class Spectrum:
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raises UserError unless it is one that the singular values can be held to."""
+    """Raise UserError unless singular values can be told apart by it."""
     if not LEAST_TOLERANCE <= tolerance < 1:
         raise UserError(f"a tolerance must be at least {LEAST_TOLERANCE:g} and below 1, got {tolerance:g}")
 
 
 @torch.no_grad()
 def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spectrum:
-    """Singular values of a matrix (m, n) of any floating type, on its device.
+    """Return the singular values of a matrix (m, n) of any floating type, on its device.
 
     | min(m, n)                         | how                                                                      |
     |-----------------------------------|--------------------------------------------------------------------------|
@@ -124,7 +124,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
 
 @torch.no_grad()
 def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
-    """Singular values of scale * up @ down without forming it; as many as the product can have.
+    """Return the singular values of scale * up @ down without forming it; as many as the product can have.
 
     Args:
         up: (m, k).
@@ -145,13 +145,9 @@ def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
 def kaiming_factors(
     shape: tuple[int, int], rank: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
 ) -> tuple[Tensor, Tensor]:
-    """U (m, k) and V (k, n) in float64 as `layers.sine` draws them: Kaiming uniform with fans k and n.
+    """Return U (m, k) and V (k, n) in float64 as sine layers draw them: Kaiming uniform with fans k and n.
 
-    Args:
-        shape: (m, n).
-        rank: k.
-        generator: the draw.
-        init: "kaiming_sqrt5" (a = sqrt 5) or "kaiming_zero" (a = 0).
+    `init` is "kaiming_sqrt5" (a = sqrt 5) or "kaiming_zero" (a = 0).
     """
     m, n = shape
     return kaiming_uniform((m, rank), rank, generator, init=init), kaiming_uniform((rank, n), n, generator, init=init)
@@ -160,13 +156,13 @@ def kaiming_factors(
 def kaiming_uniform(
     shape: tuple[int, int], fan: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
 ) -> Tensor:
-    """A matrix of Kaiming uniform draws, float64: U(-b, b) with b = sqrt(6 / ((1 + a^2) fan))."""
+    """Return Kaiming uniform draws, float64: U(-b, b) with b = sqrt(6 / ((1 + a^2) fan))."""
     bound = math.sqrt({"kaiming_sqrt5": 1.0, "kaiming_zero": 6.0}[init] / fan)
     return (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) * bound
 
 
 def random_stable_rank(shape: tuple[int, int]) -> float:
-    """Stable rank of a large matrix of independent entries with mean 0: m n / (sqrt m + sqrt n)^2.
+    """Return the stable rank of a large matrix of independent entries with mean 0: m n / (sqrt m + sqrt n)^2.
 
     About the most that a weight can have whose entries do not depend on each other; orthogonal matrices have more.
     Source: the Marchenko-Pastur law's edge.
@@ -176,7 +172,7 @@ def random_stable_rank(shape: tuple[int, int]) -> float:
 
 
 def curve_places(count: int, points: int = 64) -> list[int]:
-    """At most `points` of 1, ..., count to draw a spectrum by, both ends among them: half of them even, half by log."""
+    """Return at most `points` of 1, ..., count to draw a spectrum by, with both ends: half even, half by log."""
     half = points // 2 - 1
     even = {round(1 + (count - 1) * step / half) for step in range(half + 1)}
     return sorted(even | {round(count ** (step / half)) for step in range(half + 1)})

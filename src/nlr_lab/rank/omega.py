@@ -1,7 +1,7 @@
 """A first guess of omega for a sine low-rank weight that takes the place of a trained dense one.
 
 The rule: at its init, W = sin(omega U V) / g shall have the stable rank of the weight it replaces. The stable rank
-rises with omega, from that of U V itself to about that of independent entries (`rank.random_stable_rank`), so the
+rises with omega, from that of U V itself to about that of independent entries (`measures.random_stable_rank`), so the
 omega is found by bisection on draws of the layer's own shape and init. Where the trained weight has no more stable
 rank than plain U V, no omega is needed for the rank's sake; where it has as much as independent entries, there is no
 finite omega, and the one that reaches `SATURATED` of that is given.
@@ -11,6 +11,7 @@ the published frequencies is in docs/theory.md.
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,7 @@ class OmegaGuess:
 def guess_omega(
     shape: tuple[int, int], rank: int, target: float, *, init: str = "kaiming_sqrt5", seed: int = 0
 ) -> OmegaGuess:
-    """The omega at which sin(omega U V) has a stable rank, at the init of `layers.sine`.
+    """Return the omega at which sin(omega U V) has a stable rank, at the init of sine layers.
 
     Args:
         shape: (m, n), n inputs.
@@ -57,7 +58,7 @@ def guess_omega(
     draws = _DRAWS if shape[0] * shape[1] <= _SMALL else 1
     factors = [kaiming_factors(shape, rank, generator, init=init) for _ in range(draws)]
     products = [up.float() @ down.float() for up, down in factors]  # float32, as the layer's own
-    plain = _mean([stable_rank(product) for product in products])
+    plain = statistics.fmean([stable_rank(product) for product in products])
     most = SATURATED * random_stable_rank(shape)
     if target <= plain:
         return OmegaGuess(omega=None, saturated=False, target=target, low_rank=plain)
@@ -65,7 +66,7 @@ def guess_omega(
     low, high = (math.log(bound) for bound in _RANGE)
     while high - low > _STEP:
         middle = (low + high) / 2
-        reached = _mean([stable_rank(torch.sin(math.exp(middle) * product)) for product in products])
+        reached = statistics.fmean([stable_rank(torch.sin(math.exp(middle) * product)) for product in products])
         low, high = (low, middle) if reached >= wanted else (middle, high)
     # Rank one needs an omega beyond any use to saturate: then it is the end of the range.
     beyond = high == math.log(_RANGE[1])
@@ -73,7 +74,7 @@ def guess_omega(
 
 
 def stable_rank(matrix: Tensor) -> float:
-    """||W||_F^2 / ||W||_op^2 by block power iterations, to about 1 %; much faster than a spectrum."""
+    """Return ||W||_F^2 / ||W||_op^2 by block power iterations, to about 1 %; much faster than a spectrum."""
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
     if tall.shape[1] <= 64:
         norm = float(torch.linalg.matrix_norm(tall, 2))
@@ -83,7 +84,3 @@ def stable_rank(matrix: Tensor) -> float:
             basis = torch.linalg.qr(tall.T @ (tall @ basis))[0]
         norm = float(torch.linalg.svdvals(tall @ basis)[0])
     return (float(torch.linalg.vector_norm(matrix)) / norm) ** 2 if norm else math.nan
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

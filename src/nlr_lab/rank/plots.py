@@ -10,19 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from nlr_lab.runtime.canvas import COLOURS, GREYS, save
+from nlr_lab.runtime.canvas import COLOURS, GREYS, new_figure, save
+from nlr_lab.runtime.tables import fold_numbers
 
 from .figures import heat_maps
 from .report import LayerRank
 
 
 def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Figure 2 above, as heat maps of one draw, Figure 3 below, as mean spectra.
-
-    Args:
-        path: the PNG to write.
-        figures: of `analysis.rank_figures.rank_figures`.
-    """
+    """Draw Figure 2 above, as heat maps of one draw, and Figure 3 below, as mean spectra, into a PNG."""
     figure = Figure(figsize=(11.0, 6.8), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = np.ravel(figure.subfigures(2, 1, height_ratios=(1.0, 1.25)))  # type: ignore[arg-type]
@@ -56,25 +52,17 @@ def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def plot_layer_spectra(path: Path, layers: Sequence[LayerRank], *, title: str = "") -> None:
-    """Normalised spectra of a checkpoint's matrices, one line each, coloured by the name without layer numbers.
-
-    Args:
-        path: the PNG to write.
-        layers: of `analysis.rank_report.rank_report`.
-        title: heading of the picture.
-    """
-    figure = Figure(figsize=(9.0, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    """Draw normalised spectra of a checkpoint's matrices into a PNG, coloured by the name without layer numbers."""
+    figure, axes = new_figure(9.0, 5.4)
     groups: dict[str, int] = {}
     for layer in layers:
-        group = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        known = group in groups
-        colour = COLOURS[groups.setdefault(group, len(groups)) % len(COLOURS)]
-        style = ("-", "--", ":", "-.")[groups[group] // len(COLOURS) % 4]
-        places, values = [place for place, _ in layer.spectrum], [value for _, value in layer.spectrum]
-        label = "_" if known else group
-        axes.plot(places, values, color=colour, linestyle=style, linewidth=1.0, alpha=0.7, label=label)
+        group = fold_numbers(layer.name)
+        label = "_" if group in groups else group
+        index = groups.setdefault(group, len(groups))
+        colour, style = COLOURS[index % len(COLOURS)], ("-", "--", ":", "-.")[index // len(COLOURS) % 4]
+        axes.plot(
+            *zip(*layer.spectrum, strict=True), color=colour, linestyle=style, linewidth=1.0, alpha=0.7, label=label
+        )
     _style(axes)
     axes.set_xscale("log")
     axes.set_ylabel("s_i / s_1")

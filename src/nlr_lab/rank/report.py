@@ -2,20 +2,20 @@
 
 import json
 import re
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from nlr_lab.runtime.tables import render_table
+from nlr_lab.runtime.tables import fold_numbers, number_table, render_table
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .measures import EXACT, Spectrum, check_tolerance, curve_places
-from .omega import OmegaGuess, guess_omega
+from .omega import guess_omega
 from .weights import Weight, checkpoint_weights
 
 TOLERANCES = (0.1, 0.01)
@@ -28,7 +28,7 @@ class LayerRank:
 
     name: str
     kind: str
-    """See `checkpoint_weights.Weight`."""
+    """See `weights.Weight`."""
     shape: tuple[int, int]
     rank: int | None
     """k of a factored weight."""
@@ -44,7 +44,18 @@ class LayerRank:
     spectrum: list[tuple[int, float]]
     """(i, s_i / s_1) at up to 64 places i from 1."""
     omega_guess: dict[str, Any] | None = None
-    """Of `omega.guess_omega` for the layer's group: layers that differ by number alone, and in shape not at all."""
+    """Of `omega.guess_omega`, for the layer's group."""
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """The same for layers that differ by their number alone."""
+        return fold_numbers(self.name), self.kind, self.shape, self.rank, self.omega
+
+    @property
+    def title(self) -> str:
+        """Kind, rank and frequency."""
+        rank = "" if self.rank is None else f" k={self.rank}"
+        return self.kind + rank + ("" if self.omega is None or self.kind == "low-rank" else f" omega={self.omega:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,7 @@ class RankReport:
     layers: list[LayerRank] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The record, strict JSON."""
+        """Return strict JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
@@ -73,9 +84,9 @@ def rank_report(
     omega: float | None = None,
     exact_up_to: int = EXACT,
     device: str = "cpu",
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> RankReport:
-    """Measures every matrix of a checkpoint; memory for one of them at a time.
+    """Measure every matrix of a checkpoint; memory for one of them at a time.
 
     Args:
         checkpoint: as in `checkpoint_weights`.
@@ -84,15 +95,14 @@ def rank_report(
         tolerances: for the ranks, in the order they are shown.
         include: a regular expression that the names of matrices must match somewhere.
         omega: as in `checkpoint_weights`.
-        exact_up_to: as in `rank.spectrum`.
+        exact_up_to: as in `measures.spectrum`.
         device: for the spectra.
         progress: told of each matrix before it is measured.
 
     Raises:
         UserError: a setting is out of range, no matrix is found or matches, or a weight is not finite.
     """
-    if for_rank < 1:
-        raise UserError(f"the rank to suggest an omega for must be at least 1, got {for_rank}")
+    check_integer("for_rank", for_rank, minimum=1)
     for tolerance in tolerances:
         check_tolerance(tolerance)
     weights = checkpoint_weights(checkpoint, omega=omega)
@@ -105,51 +115,37 @@ def rank_report(
             raise UserError(f"no matrix of {checkpoint} has a name that matches {include!r}")
     layers = []
     for index, weight in enumerate(weights, 1):
-        if progress is not None:
-            progress(f"{index}/{len(weights)} {weight.name} {weight.shape[0]} x {weight.shape[1]}")
+        progress(f"{index}/{len(weights)} {weight.name} {weight.shape[0]} x {weight.shape[1]}")
         layers.append(_measured(weight, weight.spectrum(device=device, exact_up_to=exact_up_to), tolerances))
     guesses = _guesses(layers, for_rank, init, progress)
-    layers = [
-        LayerRank(**{**vars(layer), "omega_guess": asdict(guess) if (guess := guesses.get(_group(layer))) else None})
-        for layer in layers
-    ]
     return RankReport(
-        checkpoint=str(checkpoint), for_rank=for_rank, init=init, tolerances=tuple(tolerances), layers=layers
+        checkpoint=str(checkpoint),
+        for_rank=for_rank,
+        init=init,
+        tolerances=tuple(tolerances),
+        layers=[replace(layer, omega_guess=guesses.get(layer.group)) for layer in layers],
     )
 
 
 def format_ranks(report: RankReport, *, every_layer: bool = False, width: int = 120) -> str:
-    """A table as text.
-
-    Args:
-        report: of `rank_report`.
-        every_layer: one row a matrix; else those that differ by layer number alone share one, with medians.
-        width: columns of the terminal.
-    """
+    """Return a table as text: one row a matrix, or one with medians for those that differ by layer number alone."""
     groups: dict[Any, list[LayerRank]] = {}
     for layer in report.layers:
-        groups.setdefault(layer.name if every_layer else _group(layer), []).append(layer)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("matrix", overflow="fold")
+        groups.setdefault(layer.name if every_layer else layer.group, []).append(layer)
     guess = f"omega, k={report.for_rank}"
     tolerances = [f"rank({tolerance:g})" for tolerance in report.tolerances]
-    for column in ("n", "shape", "kind", "stable rank", *tolerances, guess):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = number_table("matrix", "n", "shape", "kind", "stable rank", *tolerances, guess)
     for members in groups.values():
         first = members[0]
-        name = first.name if len(members) == 1 else _folded(first.name)
         stable = [layer.stable_rank for layer in members]
-        spread = f"{_median(stable):.1f}"
-        if len(members) > 1:
-            spread += f" ({min(stable):.1f} to {max(stable):.1f})"
-        ranks = [_median([layer.ranks[f"{each:g}"] for layer in members]) for each in report.tolerances]
+        ranks = [median([layer.ranks[f"{each:g}"] for layer in members]) for each in report.tolerances]
         more = "" if all(layer.exact for layer in members) else ">="
         table.add_row(
-            name,
+            first.name if len(members) == 1 else fold_numbers(first.name),
             str(len(members)),
             f"{first.shape[0]} x {first.shape[1]}",
-            _kind(first),
-            spread,
+            first.title,
+            f"{median(stable):.1f}" + (f" ({min(stable):.1f} to {max(stable):.1f})" if len(members) > 1 else ""),
             *(f"{more}{rank:.0f}" for rank in ranks),
             _guess_text(first.omega_guess),
         )
@@ -170,7 +166,7 @@ def format_ranks(report: RankReport, *, every_layer: bool = False, width: int = 
 
 
 def _measured(weight: Weight, spectrum: Spectrum, tolerances: Sequence[float]) -> LayerRank:
-    zero = spectrum.norm == 0
+    zero = spectrum.norm == 0  # an adapter's delta at its start
     places = curve_places(len(spectrum.values))
     normalised = [] if zero else spectrum.normalised[torch.tensor(places) - 1].tolist()
     return LayerRank(
@@ -180,7 +176,7 @@ def _measured(weight: Weight, spectrum: Spectrum, tolerances: Sequence[float]) -
         rank=weight.rank,
         omega=weight.omega,
         norm=spectrum.norm,
-        stable_rank=0.0 if zero else spectrum.stable_rank,  # an adapter's delta at its start
+        stable_rank=0.0 if zero else spectrum.stable_rank,
         ranks={f"{tolerance:g}": spectrum.rank(tolerance) for tolerance in tolerances},
         exact=spectrum.exact,
         spectrum=list(zip(places, normalised, strict=False)),
@@ -188,43 +184,23 @@ def _measured(weight: Weight, spectrum: Spectrum, tolerances: Sequence[float]) -
 
 
 def _guesses(
-    layers: Sequence[LayerRank], rank: int, init: str, progress: Callable[[str], None] | None
-) -> dict[Any, OmegaGuess]:
-    """One for each group of dense matrices that would get smaller at that rank."""
+    layers: Sequence[LayerRank], rank: int, init: str, progress: Callable[[str], None]
+) -> dict[Any, dict[str, Any]]:
+    """Return one for each group of dense matrices that would get smaller at that rank."""
     groups: dict[Any, list[LayerRank]] = {}
     for layer in layers:
         m, n = layer.shape
         if layer.kind == "dense" and rank * (m + n) < m * n <= _LARGEST_GUESS and layer.norm:
-            groups.setdefault(_group(layer), []).append(layer)
+            groups.setdefault(layer.group, []).append(layer)
     guesses = {}
     for index, (group, members) in enumerate(groups.items(), 1):
-        if progress is not None:
-            progress(f"omega {index}/{len(groups)} {_folded(members[0].name)}")
-        target = _median([layer.stable_rank for layer in members])
-        guesses[group] = guess_omega(members[0].shape, rank, target, init=init)
+        progress(f"omega {index}/{len(groups)} {group[0]}")
+        target = median([layer.stable_rank for layer in members])
+        guesses[group] = asdict(guess_omega(members[0].shape, rank, target, init=init))
     return guesses
-
-
-def _group(layer: LayerRank) -> tuple[Any, ...]:
-    return _folded(layer.name), layer.kind, layer.shape, layer.rank, layer.omega
-
-
-def _folded(name: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
-def _kind(layer: LayerRank) -> str:
-    parts = [layer.kind]
-    parts += [f"k={layer.rank}"] if layer.rank is not None else []
-    parts += [f"omega={layer.omega:g}"] if layer.omega is not None and layer.kind != "low-rank" else []
-    return " ".join(parts)
 
 
 def _guess_text(guess: dict[str, Any] | None) -> str:
     if guess is None:
         return "-"
     return "U V" if guess["omega"] is None else f"{'> ' if guess['saturated'] else ''}{guess['omega']:.3g}"
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)

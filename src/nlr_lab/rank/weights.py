@@ -11,13 +11,14 @@
 Only safetensors are read, each tensor when it is asked for.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftConfig
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
@@ -43,6 +44,10 @@ from .measures import Spectrum, product_spectrum, spectrum
 _UP, _DOWN = "sine_up", "sine_down"
 _TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt"}  # their linears are Conv1D: (n, m)
 _TABLES = re.compile(r"(embed|wte|wpe|lm_head|word_embeddings|position)")  # one row a token: never factored
+_FACTORS = {  # by peft's type: how the names of a down and an up factor end
+    "LORA": ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")),
+    "NLR_SINE_LORA": ((".nlr_sine_lora_down", ".nlr_sine_lora_up"),),
+}
 _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
 
 
@@ -65,7 +70,7 @@ class Weight:
     """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
 
     def spectrum(self, *, device: str = "cpu", exact_up_to: int, seed: int = 0) -> Spectrum:
-        """Its singular values.
+        """Return its singular values.
 
         Raises:
             UserError: a number is not finite; the message names the tensor.
@@ -80,7 +85,7 @@ class Weight:
 
 
 def checkpoint_weights(path: Path, *, omega: float | None = None) -> list[Weight]:
-    """The matrices that a checkpoint holds, in the natural order of their names.
+    """Return the matrices that a checkpoint holds, in the natural order of their names.
 
     Args:
         path: a model's folder (also one without config.json), an adapter's, or a .safetensors file.
@@ -124,18 +129,14 @@ class _Tensors:
             return opened.get_tensor(name)
 
     def take(self, name: str) -> tuple[int, ...]:
-        """A shape, whose tensor is then not listed again."""
+        """Return a shape, whose tensor is then not listed again."""
         return self.shapes.pop(name)
 
 
 def _found(weights: list[Weight], path: Path) -> list[Weight]:
     if not weights:
         raise UserError(f"{path} holds no floating-point tensor of two or more dimensions")
-    return sorted(weights, key=lambda weight: [int(part) if part.isdigit() else part for part in _parts(weight.name)])
-
-
-def _parts(name: str) -> list[str]:
-    return re.split(r"(\d+)", name)
+    return sorted(weights, key=lambda weight: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", weight.name)])
 
 
 def _model(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: float | None) -> list[Weight]:
@@ -156,7 +157,7 @@ def _model(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: floa
 
 
 def _built(path: Path, tensors: _Tensors, pairs: list[tuple[str, str]]) -> list[Weight]:
-    """The sine layers of the model itself: where several settings are listed under names that the file has not."""
+    """Return the sine layers of the model itself: where several settings are listed by names that the file lacks."""
     for name in (name for pair in pairs for name in pair):
         tensors.take(name)
     weights = []
@@ -170,20 +171,21 @@ def _built(path: Path, tensors: _Tensors, pairs: list[tuple[str, str]]) -> list[
 def _plain(tensors: _Tensors, transposed: bool = False) -> list[Weight]:
     weights = []
     for name, shape in tensors.shapes.items():
-        if len(shape) < 2 or min(shape[0], torch.Size(shape[1:]).numel()) < 2:
+        m, n = shape[0] if shape else 1, math.prod(shape[1:])
+        if len(shape) < 2 or min(m, n) < 2:
             continue
         layer = name.removesuffix(".weight")
         flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
-        m, n = shape[0], torch.Size(shape[1:]).numel()
-
-        def load(name: str = name, flip: bool = flip) -> Tensor:
-            matrix = tensors.get(name).flatten(1)
-            return matrix.T if flip else matrix
-
         kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
         kind = "kernel" if len(shape) > 2 else kind
+        load = partial(_matrix, tensors, name, flip)
         weights.append(Weight(name=layer, kind=kind, shape=(n, m) if flip else (m, n), load=load))
     return weights
+
+
+def _matrix(tensors: _Tensors, name: str, flip: bool) -> Tensor:
+    matrix = tensors.get(name).flatten(1)
+    return matrix.T if flip else matrix
 
 
 def _sine(
@@ -199,7 +201,7 @@ def _sine(
 def _weight(
     name: str, factors: tuple[Any, Any], shape: tuple[int, int], config: SineLowRankConfig, get: Callable = lambda x: x
 ) -> Weight:
-    """A factored weight, from its factors or from what `get` gets them by."""
+    """Return a factored weight, from its factors or from what `get` gets them by."""
     omega, gain = float(config.omega), config.gain_for(shape[1])  # type: ignore[arg-type]
     plain = config.activation == "identity"
 
@@ -247,7 +249,7 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
 
 
 def _setting(layer: str, settings: list[tuple[set[str], SineLowRankConfig]]) -> SineLowRankConfig | None:
-    """The config of a layer by its name in the file, which may lack the model's prefix; None if no name fits."""
+    """Return the config of a layer by its name in the file, which may lack the model's prefix; None if no name fits."""
     configs = [config for _, config in settings]
     if all(config == configs[0] for config in configs):
         return configs[0]
@@ -265,49 +267,36 @@ def _adapter(path: Path, tensors: _Tensors) -> list[Weight]:
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise UserError(f"{path / ADAPTER_CONFIG} describes no adapter known here: {one_line(error)[:200]}") from error
     kind = getattr(config.peft_type, "value", str(config.peft_type))
-    read = {"LORA": _lora, "NLR_SINE_LORA": _sine_lora}.get(kind)
-    return (read(config, tensors) if read else []) + _plain(tensors)
+    return [*_deltas(kind, config, tensors), *_plain(tensors)]
 
 
-def _lora(config: Any, tensors: _Tensors) -> list[Weight]:
-    weights = []
-    for down_name in [name for name in tensors.shapes if name.endswith((".lora_A.weight", ".lora_embedding_A"))]:
-        up_name = down_name.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A", ".lora_embedding_B")
-        if up_name not in tensors.shapes or len(tensors.shapes[down_name]) != 2:
-            continue
-        layer = _module(down_name)
-        (rank, n), (m, _) = tensors.take(down_name), tensors.take(up_name)
-        patterns: dict[str, float] = config.alpha_pattern or {}
-        alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
-        scale = alpha / (rank**0.5 if config.use_rslora else rank)
-
-        def load(up_name: str = up_name, down_name: str = down_name, scale: float = scale) -> Any:
-            return tensors.get(up_name), tensors.get(down_name), scale
-
-        weights.append(Weight(name=layer, kind="LoRA", shape=(m, n), rank=rank, load=load))
-    return weights
-
-
-def _sine_lora(config: Any, tensors: _Tensors) -> list[Weight]:
-    weights = []
-    for up_name in [name for name in tensors.shapes if name.endswith(".nlr_sine_lora_up")]:
-        down_name = up_name.removesuffix("up") + "down"
-        if down_name not in tensors.shapes:
-            continue
-        layer = _module(up_name)
-        (m, rank), (_, n) = tensors.take(up_name), tensors.take(down_name)
-        own = config.resolve(layer)
-        gain = n**0.5 if own.gain is None else own.gain
-        gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
-
-        def load(up_name: str = up_name, down_name: str = down_name, omega: float = own.omega, g: float = gain) -> Any:
-            return lowrank_weight(tensors.get(up_name), tensors.get(down_name), "sine", omega, g)
-
-        weights.append(Weight(name=layer, kind="sine-LoRA", shape=(m, n), rank=rank, omega=own.omega, load=load))
-    return weights
+def _deltas(kind: str, config: Any, tensors: _Tensors) -> Iterator[Weight]:
+    """Give the deltas of LoRA and sine-LoRA."""
+    for down_end, up_end in _FACTORS.get(kind, ()):
+        for down in [name for name in tensors.shapes if name.endswith(down_end)]:
+            up = down.removesuffix(down_end) + up_end
+            if up not in tensors.shapes or len(tensors.shapes[down]) != 2:
+                continue
+            layer = down.removeprefix("base_model.model.").removesuffix(down_end)
+            load: Callable[[], Any]
+            (rank, n), (m, _) = tensors.take(down), tensors.take(up)
+            if kind == "LORA":
+                patterns: dict[str, float] = config.alpha_pattern or {}
+                alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
+                scale = alpha / rank ** (0.5 if config.use_rslora else 1)
+                load, omega = partial(_lora_factors, tensors, up, down, scale), None
+            else:
+                own = config.resolve(layer)
+                gain = n**0.5 if own.gain is None else own.gain
+                gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
+                load, omega = partial(_sine_delta, tensors, up, down, own.omega, gain), own.omega
+            title = "LoRA" if kind == "LORA" else "sine-LoRA"
+            yield Weight(name=layer, kind=title, shape=(m, n), rank=rank, omega=omega, load=load)
 
 
-def _module(name: str) -> str:
-    """The adapted module: the name without peft's prefix and the tensor's own."""
-    name = name.removeprefix("base_model.model.").removesuffix(".weight")
-    return name.rpartition(".")[0]
+def _lora_factors(tensors: _Tensors, up: str, down: str, scale: float) -> tuple[Tensor, Tensor, float]:
+    return tensors.get(up), tensors.get(down), scale
+
+
+def _sine_delta(tensors: _Tensors, up: str, down: str, omega: float, gain: float) -> Tensor:
+    return lowrank_weight(tensors.get(up), tensors.get(down), "sine", omega, gain)

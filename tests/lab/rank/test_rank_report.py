@@ -300,7 +300,7 @@ def test_wrong_inputs_are_one_clear_line(tmp_path, capsys):
         ([model, "--include", "nothing"], "no matrix of"),
         ([model, "--include", "("], "is no regular expression"),
         ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
-        ([model, "--for-rank", "0"], "must be at least 1"),
+        ([model, "--for-rank", "0"], "must be a positive integer"),
         ([model, "--plot", "spectra.pdf"], "ends in .png"),
     ):
         code, _, err = run(capsys, "inspect", "--rank", *arguments)
