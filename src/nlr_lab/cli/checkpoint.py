@@ -1,4 +1,4 @@
-"""What the commands on trained models share: where the model lies, and where it runs."""
+"""Where a trained model lies and how it is opened, for the commands on trained models."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from nonlinear_lowrank.errors import UserError
 
 
 def find_model(path: str, *, adapters: bool = False) -> Path:
-    """The model folder behind what a user names: the folder itself, or the run folder that one was trained into.
+    """Return the model folder that a user names: the folder itself, or the `model` of a run folder.
 
     Args:
         path: as it was typed.
@@ -29,20 +29,24 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
                 raise UserError(f"{place} holds an adapter, no model; merge it first: nlr merge {place} OUT")
             return place
     if (folder / "recipe.json").exists():
-        raise UserError(f"the run in {path} has not finished; go on with nlr train ... --out {path} --resume")
+        raise UserError(f"the run in {path} has not finished; resume with nlr train ... --out {path} --resume")
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
 
 
 def find_recipe_file(folder: Path) -> Path | None:
-    """recipe.json of the run that made a model folder: beside `model`, or above `checkpoints/step-N`."""
-    for place in (folder, folder.parent, folder.parent.parent):
-        if (place / "recipe.json").exists():
-            return place / "recipe.json"
-    return None
+    """Return recipe.json of the run that made a model folder: beside `model`, or above `checkpoints/step-N`."""
+    places = (folder, folder.parent, folder.parent.parent)
+    return next((place / "recipe.json" for place in places if (place / "recipe.json").exists()), None)
+
+
+def check_parent(path: str | Path | None, option: str) -> None:
+    """Raise UserError where the folder of a file that is to be written is not there."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UserError(f"no such folder: {Path(path).parent} ({option})")
 
 
 def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:
-    """The causal language model of a folder, on a device; an adapter is on its base model, not merged.
+    """Return the causal language model of a folder, on a device; an adapter is on its base model, not merged.
 
     See `hub.load_model` and `hub.adapter.load_causal_adapter` for what is refused.
 
@@ -69,7 +73,7 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
 
 
 def open_tokenizer(folder: Path, base: str | None = None) -> Any:
-    """The tokenizer of a model's or an adapter's folder."""
+    """Return the tokenizer of a model's or an adapter's folder."""
     from nonlinear_lowrank.hub import load_tokenizer
     from nonlinear_lowrank.hub.adapter import is_adapter, load_adapter_tokenizer
 

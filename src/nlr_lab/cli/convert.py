@@ -13,7 +13,8 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Options of `nlr convert`."""
+    """Add branches to a trained checkpoint, or make its activations rational functions; the dense weights stay as
+    they are."""
 
     input: Positional[str]
     """A plain model's folder."""
@@ -50,7 +51,7 @@ class ConvertOptions:
     include: tuple[str, ...] = ()
     """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()
-    """Regular expressions of names to leave alone."""
+    """Regular expressions of names to skip."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in the output folder first."""
 
@@ -63,14 +64,8 @@ _FIELDS = {
 
 
 def run(arguments: list[str]) -> None:
-    """Converts and prints by how much the logits moved."""
-    options = parse(
-        ConvertOptions,
-        arguments,
-        command="convert",
-        description="Add branches to a trained checkpoint, or make its activations rational functions; the dense "
-        "weights stay as they are.",
-    )
+    """Convert and print by how much the logits moved."""
+    options = parse(ConvertOptions, arguments, command="convert")
     _check_method(options)
     folder = find_model(options.input)
 
@@ -95,11 +90,11 @@ def run(arguments: list[str]) -> None:
 
 
 def _check_method(options: ConvertOptions) -> None:
-    """Refuses what is given for another method: it would do nothing."""
+    """Refuse what is given for another method: it would do nothing."""
     defaults = {each.name: each.default for each in fields(ConvertOptions)}
     others = {"noble": (*_FIELDS["rational"],), "rational": (*_FIELDS["noble"], "up_init")}[options.method]
     if options.rank_ratio is not None and options.rank != defaults["rank"]:
         raise UserError("--rank-ratio takes the place of --rank; give one of them")
     for name in others:
         if getattr(options, name) != defaults[name]:
-            raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; omit it")

@@ -9,14 +9,16 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
-from .checkpoint import find_model, find_recipe_file, open_language_model, open_tokenizer
+from .checkpoint import check_parent, find_model, find_recipe_file, open_language_model, open_tokenizer
 from .options import parse
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Options of `nlr evaluate`."""
+    """Perplexity and bits per byte on held-out text, and lm-eval's tasks; of other models, the numbers of their
+    recipe's held-out data."""
 
     checkpoint: Positional[str]
     """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
@@ -60,79 +62,60 @@ class EvaluateOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Evaluates and prints one line a number."""
-    options = parse(
-        EvaluateOptions,
-        arguments,
-        command="evaluate",
-        description="Perplexity and bits per byte on held-out text, and lm-eval's tasks; of other models, the numbers "
-        "of their recipe's held-out data.",
-    )
+    """Evaluate and print one line a number."""
+    options = parse(EvaluateOptions, arguments, command="evaluate")
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
     recipe = None if options.text is not None or options.tasks else _other_recipe(folder)
     if recipe is not None:
-        _run_held_out(recipe, folder, options)
-        return
-    if options.split is not None:
+        results = _score_held_out(recipe, folder, options)
+    elif options.split is not None:
         raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --text and --tasks")
-    local, named = _find_tasks(options)
-
-    model = open_language_model(folder, options.device, options.base)
-    # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
-    tokenizer: Any = open_tokenizer(folder, options.base) if options.text is not None or options.tasks else None
-    results: dict[str, Any] = {"checkpoint": options.checkpoint}
-    if options.text is not None or not options.tasks:
-        if options.text is None:
-            name, score = _score_held_out(model, folder, options)
-        else:
-            name, score = options.text, _score_text(model, tokenizer, options)
-        print(f"{name}: {score}")
-        results["text"] = {"source": name, **score.to_json()}
-    if options.tasks:
-        from nlr_lab.evaluation.table import task_table
-
-        results["tasks"] = _score_tasks(model, tokenizer, local, named, options)
-        results["settings"] = _settings(options)
-        results["data"] = [asdict(file) for file in local.files]
-        print("\n".join(task_table(results["tasks"], local.hidden)))
-    results["versions"] = _versions()
-    _write(results, options)
-
-
-def _write(results: dict[str, Any], options: EvaluateOptions) -> None:
+    else:
+        results = _score_language_model(folder, options)
+    results = {"checkpoint": options.checkpoint, **results, "versions": _versions()}
     if options.output is not None:
         Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
+def _check(options: EvaluateOptions) -> None:
+    """Refuse what can be refused before a model is loaded."""
+    for name, least in (("sequence_length", 2), ("limit", 1), ("batch_size", 1), ("beams", 1), ("num_fewshot", 0)):
+        if (value := getattr(options, name)) is not None:
+            check_integer(f"--{name.replace('_', '-')}", value, minimum=least)
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise UserError(f"no such folder: {options.include_path} (--include-path)")
+    for name in ("include_path", "data", "num_fewshot", "limit"):
+        if getattr(options, name) is not None and not options.tasks:
+            raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
+    check_parent(options.output, "--output")
+
+
 def _other_recipe(folder: Path) -> Any:
-    """The recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
+    """Return the recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
     from nlr_lab.training.recipe import Recipe
     from nonlinear_lowrank.hub.adapter import is_adapter
+    from nonlinear_lowrank.hub.loading import check_causal
 
     file = find_recipe_file(folder)
     if file is None:
         return None
     recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
-    continues = hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens")
-    # An adapter that lies there is peft's own, on what the recipe made.
-    return None if continues and (is_adapter(folder) or _is_causal(folder)) else recipe
+    if not (hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens")):
+        return recipe
+    if not is_adapter(folder):  # one that lies there is peft's own, on what the recipe made
+        try:
+            check_causal(folder)
+        except UserError:
+            return recipe
+    return None
 
 
-def _is_causal(folder: Path) -> bool:
-    from nonlinear_lowrank.hub.loading import check_causal
-
-    try:
-        check_causal(folder)
-    except UserError:
-        return False
-    return True
-
-
-def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
+def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
     """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
     from nlr_lab.evaluation.held_out import score_saved
     from nlr_lab.runtime.resources import choose_device
+
     scores = score_saved(
         recipe.task,
         folder,
@@ -147,27 +130,36 @@ def _run_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> None:
     others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
     where = "held-out data" if options.split is None else f"split {options.split} of the data"
     print(f"{where} of {recipe.name}: {'   '.join([*others, loss])}")
-    result = {"checkpoint": options.checkpoint, "split": options.split, "held_out": scores, "versions": _versions()}
-    _write(result, options)
+    return {"split": options.split, "held_out": scores}
 
 
-def _check(options: EvaluateOptions) -> None:
-    """What can be refused before a model is loaded."""
-    for name, least in (("sequence_length", 2), ("limit", 1), ("batch_size", 1), ("beams", 1), ("num_fewshot", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(f"no such folder: {options.include_path} (--include-path)")
-    for name in ("include_path", "data", "num_fewshot", "limit"):
-        if getattr(options, name) is not None and not options.tasks:
-            raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
-        raise UserError(f"no such folder: {Path(options.output).parent} (--output)")
+def _score_language_model(folder: Path, options: EvaluateOptions) -> dict[str, Any]:
+    local, named = _find_tasks(options)
+    model = open_language_model(folder, options.device, options.base)
+    # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
+    tokenizer: Any = open_tokenizer(folder, options.base) if options.text is not None or options.tasks else None
+    results: dict[str, Any] = {}
+    if options.text is not None or not options.tasks:
+        if options.text is not None:
+            name, score = options.text, _score_text(model, tokenizer, options)
+        else:
+            name, score = _score_own_text(model, folder, options)
+        print(f"{name}: {score}")
+        results["text"] = {"source": name, **score.to_json()}
+    if options.tasks:
+        from nlr_lab.evaluation.table import task_table
+
+        kept = ["num_fewshot", "limit", "batch_size", "format"]
+        kept += ["prompt", "beams"] if options.format == "generate" else []
+        results["tasks"] = _score_tasks(model, tokenizer, local, named, options)
+        results["settings"] = {each: getattr(options, each) for each in kept}
+        results["data"] = [asdict(file) for file in local.files]
+        print("\n".join(task_table(results["tasks"], local.hidden)))
+    return results
 
 
 def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
-    """Local tasks, with their rows read and checked, and the names that are lm-eval's own."""
+    """Return local tasks, with their rows read and checked, and the names that are lm-eval's own."""
     from nlr_lab.evaluation import LocalTasks, find_local_tasks
     from nlr_lab.evaluation.commonsense import NAMES
     from nlr_lab.evaluation.local import is_local
@@ -225,31 +217,22 @@ def _show_progress(done: int, total: int) -> None:
         print(f"\r{done:,} of {total:,} questions", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _settings(options: EvaluateOptions) -> dict[str, Any]:
-    """What the scores of tasks depend on beside model, data and versions."""
-    settings: dict[str, Any] = {"num_fewshot": options.num_fewshot, "limit": options.limit}
-    settings |= {"batch_size": options.batch_size, "format": options.format}
-    if options.format == "generate":
-        settings |= {"prompt": options.prompt, "beams": options.beams}
-    return settings
-
-
 def _versions() -> dict[str, str]:
-    from importlib import metadata
+    from importlib.metadata import PackageNotFoundError, version
 
     from nlr_lab.runtime.environment import versions
 
     found = versions()
     for package in ("lm_eval", "peft"):
         try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             continue
     return found
 
 
-def _score_held_out(model: Any, folder: Path, options: EvaluateOptions) -> tuple[str, Any]:
-    """The evaluation sequences that the checkpoint's training measured itself on."""
+def _score_own_text(model: Any, folder: Path, options: EvaluateOptions) -> tuple[str, Any]:
+    """Score the evaluation sequences that the checkpoint's training measured itself on."""
     from nlr_lab.evaluation import score_sequences
     from nlr_lab.training.recipe import Recipe
 

@@ -7,7 +7,7 @@ from tyro.conf import Positional
 
 from nonlinear_lowrank.errors import UserError
 
-from .checkpoint import find_model, open_language_model, open_tokenizer
+from .checkpoint import check_parent, find_model, open_language_model, open_tokenizer
 from .options import parse
 
 _SHOWN = 10  # classes that are drawn where none is named
@@ -42,13 +42,8 @@ class GenerateOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Prints the prompt and its continuation as it is generated, or writes a picture."""
-    options = parse(
-        GenerateOptions,
-        arguments,
-        command="generate",
-        description="Continue a prompt with a trained language model, or draw images with one of image tokens.",
-    )
+    """Print the prompt and its continuation as it is generated, or write a picture."""
+    options = parse(GenerateOptions, arguments, command="generate")
     folder = find_model(options.checkpoint, adapters=True)
     if (folder / "image_tokenizer.json").is_file():
         _draw(folder, options)
@@ -82,8 +77,7 @@ def _draw(folder: Path, options: GenerateOptions) -> None:
         raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
     out = Path("samples.png" if options.out is None else options.out)
     each = 8 if options.images is None else options.images
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"no such folder: {out.parent} (--out)")
+    check_parent(out, "--out")
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--out must end in .png, .jpg or .webp, not {out.name}")
 

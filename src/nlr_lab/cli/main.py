@@ -1,10 +1,10 @@
-"""The door: `nlr COMMAND ...`.
+"""Entry point: `nlr COMMAND ...`.
 
 This file knows the commands by name, and how an error leaves the program; each command is a file in
 this folder, imported only when it runs, since torch and the Trainer take seconds to import.
 
 Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 interrupted, one line that says
-how to go on; 1 a bug or a failing machine, one line that names a file with the traceback.
+how to resume; 1 a bug or a failing machine, one line that names a file with the traceback.
 """
 
 import contextlib
@@ -16,17 +16,18 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nlr_lab.recipes import KINDS, RECIPES
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 from . import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         arguments: what follows `nlr` on the command line; None takes it from sys.argv.
@@ -37,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with _plain_warnings():
-            return _dispatch(arguments)
+            _dispatch(arguments)
+    except SystemExit as leaving:  # --help, printed by tyro
+        return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
-        return _fail(f"interrupted; {_how_to_go_on(arguments)}", 130)
+        return _fail(f"interrupted; {_how_to_resume(arguments)}", 130)
     except BrokenPipeError:
         # The reader (`| head`) has gone. Without this, the interpreter complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -47,43 +50,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("NLR_DEBUG"):
             raise
-        if isinstance(error, UserError):
-            return _fail(str(error), 2)
-        if isinstance(error, OSError):
-            return _fail(_describe(error), 2)
-        return _fail(f"{type(error).__name__}: {error} (traceback in {_write_log(arguments)})", 1)
+        if isinstance(error, OSError) and error.strerror is not None:
+            # `No such file or directory: x` rather than `[Errno 2] No such file or directory: 'x'`.
+            return _fail(error.strerror + (f": {error.filename}" if error.filename is not None else ""), 2)
+        if isinstance(error, UserError | OSError):
+            return _fail(one_line(error, most=2000), 2)
+        if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
+            return _fail(f"{error.name} is needed here: pip install 'nonlinear-lowrank[lab]'", 2)
+        return _fail(f"{type(error).__name__}: {one_line(error)} (traceback in {_write_log(arguments)})", 1)
+    return 0
 
 
-def _dispatch(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+def _dispatch(arguments: Sequence[str]) -> None:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
         print(_help())
-        return 0
-    if arguments[0] == "--version":
+    elif name == "--version":
         from importlib.metadata import version
 
         print(f"nlr {version('nonlinear-lowrank')}")
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
+    elif name in COMMANDS:
+        # peft reads a name that transformers has renamed: nothing that a user of the command could fix.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        importlib.import_module(f".{name}", __package__).run(rest)
+    else:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
-    # peft reads a name that transformers has renamed: nothing that a user of the command could mend.
-    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
-    run: Callable[[list[str]], None] = importlib.import_module(f".{name}", __package__).run
-    try:
-        run(rest)
-    except SystemExit as leaving:  # --help, printed by tyro
-        return leaving.code if isinstance(leaving.code, int) else 0
-    return 0
 
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings as one line for who uses the command, without the place in the code that gave them."""
+    """Print warnings as one line, without the place in the code that gave them."""
     before = warnings.formatwarning
     if not os.environ.get("NLR_DEBUG"):
-        warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {_one_line(str(message))}\n"
+        warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {' '.join(str(message).split())}\n"
     try:
         yield
     finally:
@@ -92,7 +93,7 @@ def _plain_warnings() -> Iterator[None]:
 
 def _help() -> str:
     lines = ["usage: nlr COMMAND ...", "", "commands (nlr COMMAND --help for its options):"]
-    lines += [f"  {command.usage:<32} {command.summary}" for command in COMMANDS.values()]
+    lines += [f"  {usage:<32} {summary}" for usage, summary in COMMANDS.values()]
     for kind in KINDS:
         lines += ["", f"recipes (nlr {kind} RECIPE --help for its settings; every one can be given as an option):"]
         lines += [f"  {name:<32} {entry.summary}" for name, entry in RECIPES.items() if entry.command == kind]
@@ -101,32 +102,20 @@ def _help() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    # Messages of other libraries run over several lines; the promise is one.
-    print(f"nlr: {_one_line(message)}", file=sys.stderr)
+    print(f"nlr: {message}", file=sys.stderr)
     return code
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
-
-
-def _describe(error: OSError) -> str:
-    """`No such file or directory: x` rather than `[Errno 2] No such file or directory: 'x'`."""
-    if error.strerror is None:
-        return str(error) or type(error).__name__
-    return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
-
-
-def _how_to_go_on(arguments: Sequence[str]) -> str:
+def _how_to_resume(arguments: Sequence[str]) -> str:
     """What to type after Ctrl-C: the same command, with --resume where there is such a thing."""
     if not arguments or arguments[0] not in (*KINDS, "compare"):
         return "nothing was kept"
     again = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
-    return f"go on from the last checkpoint with: nlr {shlex.join(again)} --resume"
+    return f"resume from the last checkpoint with: nlr {shlex.join(again)} --resume"
 
 
 def _write_log(arguments: Sequence[str]) -> Path:
-    """The current traceback in a new file outside the user's folders."""
+    """Write the current traceback into a new file outside the user's folders."""
     path = Path(tempfile.mkdtemp(prefix="nlr-")) / "error.log"
     path.write_text(f"nlr {shlex.join(arguments)}\n\n{traceback.format_exc()}", encoding="utf-8")
     return path

@@ -11,7 +11,7 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """Options of `nlr merge`."""
+    """Put an adapter into the weights of its base model."""
 
     adapter: Positional[str]
     """An adapter's folder, or the run folder that `nlr finetune` wrote."""
@@ -24,10 +24,8 @@ class MergeOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Merges and prints how far the outputs of the written model are from the adapter's."""
-    options = parse(
-        MergeOptions, arguments, command="merge", description="Put an adapter into the weights of its base model."
-    )
+    """Merge and print how far the outputs of the written model are from the adapter's."""
+    options = parse(MergeOptions, arguments, command="merge")
     folder = find_model(options.adapter, adapters=True)
 
     from transformers.utils import logging

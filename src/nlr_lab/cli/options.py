@@ -31,7 +31,7 @@ def parse(
     arguments: Sequence[str],
     *,
     command: str,
-    description: str,
+    description: str | None = None,
     default: Options | None = None,
 ) -> Options:
     """Read a command line into a dataclass.
@@ -43,7 +43,7 @@ def parse(
         options: the dataclass; each field's documentation becomes its help.
         arguments: what follows the command's name.
         command: the words before the arguments, for the usage line.
-        description: printed above the options by --help.
+        description: printed above the options by --help; None: the dataclass's docstring.
         default: values of the fields that the command line does not name.
 
     Raises:
@@ -51,7 +51,7 @@ def parse(
         SystemExit: after --help was printed.
     """
     # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
-    description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description))
+    description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description or options.__doc__ or ""))
     known = [field.name for field in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
     nested = next((name for name in known if name.startswith("train.")), None)
     if nested is not None:
@@ -103,7 +103,7 @@ def parse_recipe(
         options[tuple(type(value) for value in own.values())],
         rest,
         command=f"{command} {name}",
-        description=recipe_function(name).__doc__ + (_AGAIN.format(command) if command in _REPEATED else ""),
+        description=(recipe_function(name).__doc__ or "") + (_AGAIN.format(command) if command in _REPEATED else ""),
         default=options(**defaults(recipe), **own),
     )
     chosen = {each: getattr(parsed, each) for each in nested}

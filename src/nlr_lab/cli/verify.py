@@ -11,21 +11,16 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of `nlr verify`."""
+    """Check a checkpoint: every hash of its manifest, headers of safetensors, NaN and infinite values, JSON files.
+    Reads everything and changes nothing."""
 
     checkpoint: Positional[str]
     """A checkpoint, a run or comparison folder, a model or adapter, or one .safetensors or .json file."""
 
 
 def run(arguments: list[str]) -> None:
-    """Prints a line for each fault and one of totals; faults end it with exit code 2."""
-    options = parse(
-        VerifyOptions,
-        arguments,
-        command="verify",
-        description="Check a checkpoint: every hash of its manifest, headers of safetensors, NaN and infinite values, "
-        "JSON files. Reads everything and changes nothing.",
-    )
+    """Print a line for each fault and one of totals; faults end it with exit code 2."""
+    options = parse(VerifyOptions, arguments, command="verify")
 
     from nonlinear_lowrank.hub.verify import verify
 

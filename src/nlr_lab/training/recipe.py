@@ -197,6 +197,11 @@ class Recipe:
             check_number("tune_lr", lr, above=0)
 
     @property
+    def arm_text(self) -> str:
+        """The arm's short form, read or not."""
+        return str(self.__dict__["arm"])
+
+    @property
     def lr(self) -> float:
         """The learning rate that the arm trains at."""
         return self.train.lr if self.arm.lr is None else self.arm.lr

@@ -45,7 +45,7 @@ def test_help_lists_every_command_and_recipe_in_one_line_each(capsys):
     assert code == 0
     assert err == ""
     for name, command in COMMANDS.items():
-        assert re.search(rf"^  {name} .*{re.escape(command.summary)}$", out, re.MULTILINE)
+        assert re.search(rf"^  {name} .*{re.escape(command[1])}$", out, re.MULTILINE)
     for name in RECIPES:
         assert re.search(rf"^  {name} ", out, re.MULTILINE)
     assert run(capsys)[1] == out
