@@ -95,7 +95,7 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
 
 test-deepspeed: $(DEEPSPEED)/.installed
-	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k deepspeed tests/lab/training/test_shards.py
+	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/lab/training/test_deepspeed.py
 
 # The seeds that failed are repeated by `make fuzz NLR_FUZZ=...`.
 fuzz: NLR_FUZZ ?= $(shell date +%s)

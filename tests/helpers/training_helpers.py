@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def make_recipe(arm: str | Arm = "noble:rank=4", dropout: float = 0.1, **train: 
         arm=Arm.parse(arm) if isinstance(arm, str) else arm,
         train=TrainConfig(**settings),
     )
+
+
+def cut_back(done: Path, out: Path, step: int) -> Path:
+    """Copy a finished run as a process leaves it that was killed right after the checkpoint of `step`."""
+    shutil.copytree(done, out)
+    (out / "result.json").unlink()
+    shutil.rmtree(out / "model")
+    for folder in (out / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    return out
 
 
 # --- functions for arms --------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 `nlr finetune --from RUN` does a run again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
+from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
-from .options import is_main_process, parse_recipe
-from .repeat import is_repetition, take_former
-from .run_options import RunOptions, Task, Train, run_recipe
+from .run_options import RunOptions, Task, Train, parse_run, run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +23,20 @@ class FinetuneOptions(RunOptions[Task, Train]):
 
 
 def run(arguments: list[str]) -> None:
-    """Tunes, and prints the score, where the adapter is and how it is loaded."""
-    former = None
-    if is_repetition(arguments):
-        former, options = take_former(arguments, "finetune")
-        recipe = former.recipe
-    else:
-        recipe, options = parse_recipe(
-            FinetuneOptions,
-            arguments,
-            command="finetune",
-            defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
-        )
+    """Tune; print the score, where the adapter is and how it is loaded."""
+    recipe, options, former = parse_run(FinetuneOptions, arguments, "finetune")
 
-    from pathlib import Path
-
-    from nlr_lab.training.recipe import Arm
     from nlr_lab.training.tuning import TUNINGS
     from nonlinear_lowrank.hub.usage import loading_code
 
-    arm = Arm.parse(options.arm) if former is None else recipe.arm
+    arm = recipe.arm
     if arm.grid:
         raise UserError(f"grid= is for nlr compare, which tries several rates; give the arm one: {arm.method}:lr=1e-4")
     if arm.method == "baseline":
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")
-    recipe = replace(recipe, arm=arm)
     result = run_recipe(recipe, options)
-    if not is_main_process():
+    if rank() != 0:
         return
     total, trained = result.parameters, result.trainable or result.parameters
     print(

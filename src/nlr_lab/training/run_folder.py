@@ -11,10 +11,11 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.storage import describe_disk_error, is_disk_error, staged_folder
 
-from .checkpoints import CheckpointedTrainer, is_adapted
+from .checkpoints import CheckpointedTrainer
 from .recipe import Recipe
 from .result import TrainResult
 from .run_card import origin_of
+from .weights import is_adapted
 
 RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 # RECIPE goes last: while it is there, the folder can still be resumed or overwritten.

@@ -1,56 +1,89 @@
-"""Optimizer and random states as safetensors and JSON: nothing is pickled."""
+"""Optimizer and random states as safetensors and JSON, for the checkpoints of any run: nothing is pickled."""
 
 import base64
 import json
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from nlr_lab.runtime.processes import rank
+
+_TENSORS, _GROUPS = "optimizer", "optimizer.json"
 
 
-def write_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes what get_optimizer_state_dict gave: tensors as "exp_avg/<parameter>", the rest as JSON."""
-    tensors, plain = {}, {}
-    for name, values in state["state"].items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{key}/{name}"] = value.contiguous()
-            else:
-                plain[f"{key}/{name}"] = value
-    save_file(tensors, folder / "optimizer.safetensors")
-    write_plain(folder / "optimizer.json", {"param_groups": state["param_groups"], "state": plain})
+def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write optimizer/*.safetensors, tensors as "exp_avg/<parameter>", and the groups as optimizer.json.
+
+    All processes call it. Each writes its own part, so no process need hold the whole.
+    """
+    state = get_optimizer_state_dict(model, optimizer)
+    tensors = {name: tensor.contiguous() for name, tensor in _tensors(state).items()}
+    with _plain_errors():
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder / _TENSORS), save_distributed=True))
+    if rank() == 0:
+        write_plain(folder / _GROUPS, state["param_groups"])
 
 
-def read_optimizer(folder: Path) -> dict[str, Any]:
-    """Reads it back, for set_optimizer_state_dict."""
-    saved = read_plain(folder / "optimizer.json")
-    state: dict[str, dict[str, Any]] = {}
-    for path, value in (*load_file(folder / "optimizer.safetensors").items(), *saved["state"].items()):
-        key, _, name = path.partition("/")
-        state.setdefault(name, {})[key] = value
-    groups = [
+def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what `write_optimizer` wrote, by any number of processes."""
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    read_tensors(folder / _TENSORS, _tensors(state))
+    state["param_groups"] = [
         {key: tuple(value) if key == "betas" else value for key, value in group.items()}  # JSON has no tuples
-        for group in saved["param_groups"]
+        for group in read_plain(folder / _GROUPS)
     ]
-    return {"state": state, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder's safetensors files."""
+    return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors, whole or sharded, from a folder's safetensors files. All processes call it."""
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{key}/{name}": tensor for name, own in state["state"].items() for key, tensor in own.items()}
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise the error of the process that failed, which torch wraps into a BaseException in every process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*in a single process")
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def write_plain(path: Path, data: Any) -> None:
-    """JSON that Python reads back exactly."""
+    """Write JSON that Python reads back exactly."""
     path.write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
 def read_plain(path: Path) -> Any:
-    """The contents of a JSON file."""
+    """Return the contents of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, numpy, torch and this process's device, as JSON values."""
+    """Return the random states of Python, numpy, torch and this process's device, as JSON values."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -63,7 +96,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Sets what `random_state` gave."""
+    """Set what `random_state` returned."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, numbers, *rest = state["numpy"]
@@ -74,7 +107,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python, numpy and torch on all devices."""
+    """Seed Python, numpy and torch on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 
 from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
+from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, run_training
-from nlr_lab.training.checkpoints import step_folders
-from nlr_lab.training.run import optimizer_groups
+from nlr_lab.training.model import optimizer_groups
+from nlr_lab.training.state_files import tensor_names
 from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
 from nonlinear_lowrank.analysis import part_of
 from nonlinear_lowrank.hub import load_model
@@ -211,14 +211,14 @@ def test_a_trained_composition_loads_in_a_fresh_process(tmp_path):
 def test_an_arm_has_its_own_optimizer(tmp_path):
     train(make_recipe(f"{BOTH},optimizer=muon"), tmp_path / "muon")
     train(make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"), tmp_path / "adamw")
-    state = load_file(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer.safetensors")
+    state = tensor_names(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer")
     by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
     ends = {name.partition("self_attn.")[2] or name.partition("mlp.")[2] for name in by_muon}
     assert ends == {
         *("q_proj.query_down", "q_proj.query_up"),
         *(f"{name}.dense.weight" for name in ("k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
     }
-    state = load_file(tmp_path / "adamw" / "checkpoints" / "step-000012" / "optimizer.safetensors")
+    state = tensor_names(tmp_path / "adamw" / "checkpoints" / "step-000012" / "optimizer")
     assert not [name for name in state if name.startswith("momentum_buffer/")]
     recipe = json.loads((tmp_path / "muon" / "recipe.json").read_text())["recipe"]
     assert (recipe["arm"]["optimizer"], recipe["train"]["optimizer"]) == ("muon", "adamw")

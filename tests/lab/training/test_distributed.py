@@ -1,22 +1,23 @@
-"""Training on two processes is training on one: DDP and FSDP2, branches and adapters, in float64; and on with another
-number of processes."""
+"""Training on two processes is training on one: DDP and FSDP2, branches and adapters, in float64; and a run resumes
+bit-exactly, or with another number of processes on the same curve."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import finetune_helpers
 from nlr_lab.runtime.processes import warn_of_restarts
-from nlr_lab.training import CheckpointedTrainer, TrainResult, run_training
+from nlr_lab.training import CheckpointedTrainer, DivergedError, TrainResult, run_training
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import load_model
 from processes_helpers import fsdp_environment, run_processes
-from training_helpers import FakeText, make_recipe
+from training_helpers import FakeText, cut_back, make_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -39,7 +40,14 @@ here.train_all(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
 
 def recipes(root):
     """{name: (recipe, prepared data or None)}."""
+    chain = (make_recipe(**CHAIN), FakeText())
     found = {"noble": (make_recipe("noble:rank=4", dropout=0.0, steps=6, eval_every=2), FakeText())}
+    found |= {
+        "chain": chain,
+        "again": chain,
+        "poisoned": (make_recipe("training_helpers:poison,at=7", gradient_accumulation=2), FakeText()),
+        "uneven": (make_recipe(batch_size=6, gradient_accumulation=2), FakeText()),
+    }
     task = finetune_helpers.instruction_task(root)
     for arm in ARMS:
         found[arm.partition(":")[0]] = (finetune_helpers.recipe(task, arm, steps=6, eval_every=2), None)
@@ -47,10 +55,15 @@ def recipes(root):
 
 
 def train_all(root, mode, names):
-    """Runs into root/mode; each notes what its optimizer and its parameters were."""
+    """Run into root/mode; each notes what its optimizer and its parameters were, or why it was stopped."""
+    rank, all_recipes = os.environ["RANK"], recipes(root)
     for name in names:
-        recipe, prepared = recipes(root)[name] if name != "chain" else (make_recipe(**CHAIN), FakeText())
+        recipe, prepared = all_recipes[name]
         folder, seen = root / mode / name, {}
+        if name == "again":  # the chain as if its last third had not been
+            if rank == "0":
+                cut_back(root / mode / "chain", folder, 8)
+            torch.distributed.barrier()
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "GlmDecoderLayer" if prepared else "LlamaDecoderLayer"
         save = CheckpointedTrainer._save_checkpoint
 
@@ -64,18 +77,17 @@ def train_all(root, mode, names):
         try:
             resume = (folder / "checkpoints").exists()
             run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
+        except DivergedError as error:
+            seen = {"diverged": error.step}
+        except UserError as error:
+            seen = {"refused": str(error)}
         finally:
             CheckpointedTrainer._save_checkpoint = save
-        (root / mode / f"{name}.json").write_text(json.dumps(seen))
+        (root / mode / f"{name}-{rank}.json").write_text(json.dumps(seen))
 
 
-def cut_back(folder: Path, step: int) -> None:
-    """As if the run had been stopped after this step."""
-    (folder / "result.json").unlink()
-    shutil.rmtree(folder / "model")
-    for checkpoint in (folder / "checkpoints").iterdir():
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
+def noted(root, mode, name, rank=0):
+    return json.loads((root / mode / f"{name}-{rank}.json").read_text())
 
 
 def result(root, mode, name):
@@ -101,39 +113,40 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_are_one(root, mode, monkeypatch):
-    names = ["noble", "sine-lora", "nora"]
-    if mode == "ddp":  # one more: a run of one process goes on with two
-        shutil.copytree(root / "alone" / "chain", root / "ddp" / "chain")
-        cut_back(root / "ddp" / "chain", 4)
-        names.append("chain")
+def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
+    cut_back(root / "alone" / "chain", root / mode / "chain", 4)  # a run of one process goes on with two
     for name, value in (fsdp_environment("") if mode == "fsdp2" else {}).items():
         monkeypatch.setenv(name, value)
-    run_processes(SCRIPT, root, mode, *names)
+    run_processes(SCRIPT, root, mode, "noble", "sine-lora", "nora", "chain", "again", "poisoned", "uneven")
     for name in ("noble", "sine-lora", "nora"):
         want, found = result(root, "alone", name), result(root, mode, name)
         assert_same(found.curve, want.curve)
         assert_same(found.train_curve, want.train_curve)
-        ours, theirs = (json.loads((root / each / f"{name}.json").read_text()) for each in ("alone", mode))
+        assert found.parameters == want.parameters
+        ours, theirs = noted(root, "alone", name), noted(root, mode, name)
         assert theirs["groups"] == ours["groups"]
         assert len({rate for rate, *_ in ours["groups"]}) > 1 or name != "noble"
         assert ("DTensor" in theirs["kinds"]) == (mode == "fsdp2")
-    if mode == "ddp":
-        check_chain(root)
+    for rank in (0, 1):
+        assert noted(root, mode, "poisoned", rank) == {"diverged": 4}, "two micro-batches a step"
+        assert "does not split over 2 processes" in noted(root, mode, "uneven", rank)["refused"]
+    assert not (root / mode / "uneven").exists()
 
-
-def check_chain(root):
-    """1 -> 2 -> 1 processes is the same curve as 1 all along."""
-    want = result(root, "alone", "chain")
-    assert_same(result(root, "ddp", "chain").curve, want.curve)
-    shutil.copytree(root / "ddp" / "chain", root / "again")
-    cut_back(root / "again", 8)
+    assert_same(result(root, mode, "chain").curve, result(root, "alone", "chain").curve)
+    weights = load_file(root / mode / "chain" / "model" / "model.safetensors")
+    for name, value in load_file(root / mode / "again" / "model" / "model.safetensors").items():
+        assert torch.equal(value, weights[name]), name
+    checkpoint = root / mode / "chain" / "checkpoints" / "step-000008"
+    assert len(list(checkpoint.glob("optimizer/*.safetensors"))) == 2, "each process writes its part"
+    assert load_model(checkpoint) is not None
+    monkeypatch.undo()
+    cut_back(root / mode / "chain", root / mode / "back", 8)  # and of two with one
     torch.set_default_dtype(torch.float64)
     try:
-        back = run_training(make_recipe(**CHAIN), root / "again", prepared=FakeText(), quiet=True, resume=True)
+        back = run_training(make_recipe(**CHAIN), root / mode / "back", prepared=FakeText(), quiet=True, resume=True)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert_same(back.curve, want.curve)
+    assert_same(back.curve, result(root, "alone", "chain").curve)
 
 
 ELASTIC = """
@@ -153,7 +166,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path, monkeypatch):
+def test_killed_process_is_started_again_and_nothing_is_lost(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # see docs/distributed.md
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))

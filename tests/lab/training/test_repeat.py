@@ -234,7 +234,7 @@ def test_what_has_changed_is_named(trained, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--from", "{run}", "--out", "{run}"], "is the run itself"),
-        (["llm-demo", "--from", "{run}", "--out", "{new}"], "leave llm-demo out"),
+        (["llm-demo", "--from", "{run}", "--out", "{new}"], "omit llm-demo"),
         (["--from", "{run}", "--out", "{new}", "--lr", "1"], "--lr"),
         (["--from", "{run}"], "--out"),
         (["--from", "{run}/model", "--out", "{new}"], "is no run folder"),

@@ -1,0 +1,116 @@
+"""What DeepSpeed needs beside Trainer.
+
+Its engine splits the optimizer's state into flat buffers and can only pickle them. Reading a pickle can run code: its
+checkpoints are written and read with `allow_torch_checkpoints` alone, from the run's own folder, with no link in it,
+after every file's hash was found to be the manifest's, and by as many processes as wrote them.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import strtobool
+
+from nlr_lab.runtime.processes import in_every_process, on_first_process
+from nlr_lab.runtime.storage import read_manifest
+from nonlinear_lowrank.errors import UserError
+
+PICKLED = (
+    "DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints (reading a pickle can run code: only for runs "
+    "of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+)
+_LATEST = "latest"  # its engine writes it into every checkpoint
+
+
+def is_launched() -> bool:
+    """Whether accelerate launch was told to use DeepSpeed."""
+    return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
+
+
+def check_engine(*, muon: bool, allowed: bool) -> None:
+    """Raise UserError where DeepSpeed cannot be used, or would spoil the run."""
+    if not is_launched():
+        return
+    if not allowed:
+        raise UserError(PICKLED)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("DeepSpeed is not installed: pip install 'nonlinear-lowrank[deepspeed]', or use FSDP2")
+    if muon:
+        raise UserError("Muon needs whole matrices, which DeepSpeed flattens; omit it, or use FSDP2")
+
+
+def configure(plugin: Any, *, bf16: bool) -> None:
+    """Make DeepSpeed's setting of bfloat16 ours: autocast.
+
+    Raises:
+        UserError: its configuration has half-precision weights.
+    """
+    settings = plugin.hf_ds_config.config
+    for name in ("bf16", "fp16"):
+        if settings.get(name, {}).get("enabled") in (True, "true"):
+            raise UserError(
+                f"DeepSpeed's {name} casts all weights, frequencies and phases with them; take it out of its "
+                "configuration and give --train.bf16, which is autocast"
+            )
+    if bf16:
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+
+
+def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processes: int) -> None:
+    """Refuse a checkpoint that this engine cannot or must not read. All processes call it.
+
+    Args:
+        folder: the checkpoint.
+        checkpoints: the run's folder of them.
+        deepspeed: whether DeepSpeed trains.
+        processes: how many there are.
+
+    Raises:
+        UserError: it is of another engine or number of processes; or it is pickled, and damaged, elsewhere or behind
+            a link.
+    """
+    pickled = (folder / _LATEST).is_file()
+    if deepspeed != pickled:
+        raise UserError(
+            f"{folder} was {'' if pickled else 'not '}written by DeepSpeed; resume with the engine the run began "
+            "with, or start anew"
+        )
+    if not pickled:
+        return
+    if folder.resolve().parent != checkpoints.resolve() or any(each.is_symlink() for each in folder.rglob("*")):
+        raise UserError(f"{folder} is not in the run's own folder, or has links; pickles are read from nowhere else")
+    written_by = on_first_process(lambda: read_manifest(folder))["processes"]
+    if written_by != processes:
+        raise UserError(
+            f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}; start as many"
+        )
+
+
+def write_engine(engine: Any, folder: Path, *, adapted: bool) -> None:
+    """Write the engine's checkpoint. All processes call it."""
+    in_every_process(lambda: engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted))
+
+
+def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return the whole state dict on the CPU, gathered parameter by parameter; empty where it is not kept."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    seen: dict[int, torch.Tensor] = {}  # tied ones stay one
+    found = {}
+    for name, value in model.state_dict().items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            whole = value
+        elif id(parameter) in seen:
+            whole = seen[id(parameter)]
+        else:
+            with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+                whole = parameter.detach().cpu().clone() if keep else value
+            seen[id(parameter)] = whole
+        if keep:
+            found[name] = whole
+    return found
