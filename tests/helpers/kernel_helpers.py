@@ -4,13 +4,15 @@ import importlib
 
 import torch
 
+from nonlinear_lowrank.methods.noble.op import noble_linear
+from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
 from nonlinear_lowrank.ops.kernels import load
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
-CALLERS = ("noble.op", "rational.gpu", "sine.op")
-"""Modules of `methods` that ask for kernels."""
+CALLERS = ("methods.noble.op", "methods.rational.gpu", "ops.sine")
+"""Modules that ask for kernels."""
 
 
 def route(monkeypatch, calls):
@@ -21,7 +23,7 @@ def route(monkeypatch, calls):
         return load(name)
 
     for file in CALLERS:
-        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.methods.{file}"), "kernels", chosen)
+        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.{file}"), "kernels", chosen)
 
 
 def with_gradients(function, leaves, dy):
@@ -49,3 +51,20 @@ def rational_pair(form, tails, gated):
         return lambda *tensors: function(*tensors, form, tails)
 
     return (by(rational_gated), by(rational_gated_reference)) if gated else (by(rational), by(rational_reference))
+
+
+def cosnet_leaves(tokens, d_in, d_out, rank):
+    """x, not contiguous, weight, and the tensors of a branch."""
+    leaves = [torch.randn(d_in, tokens).t(), torch.randn(d_out, d_in) / d_in**0.5]
+    leaves += [torch.randn(rank, d_in) / d_in**0.5, torch.randn(d_out, rank), torch.randn(rank, rank) / rank**0.5]
+    leaves += [*(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
+    return [each.detach().requires_grad_() for each in leaves]
+
+
+def cosnet_pair():
+    """The fast NOBLE linear and the plain one, of flat tensors."""
+
+    def by(function):
+        return lambda x, weight, *flat: function(x, weight, None, Branch.of_flat(flat, "cosine"))
+
+    return by(noble_linear), by(noble_linear_reference)

@@ -12,7 +12,7 @@ from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -29,15 +29,15 @@ def adapted(base, **options):
     return get_peft_model(nn.Sequential(base), config).eval().base_model.model[0]
 
 
-def branch(layer, name="default"):
-    """down, up, mixes, frequencies, phases of an adapter, float64."""
+def branch(layer, name="default", activation="cosine"):
+    """The branch of an adapter, float64."""
     tensors = [
         getattr(layer, f"nlr_noble_{each}")[name].detach().double()
         if name in getattr(layer, f"nlr_noble_{each}")
         else ()
         for each in ("down", "up", "mix", "frequency", "phase")
     ]
-    return [*tensors[:2], *(list(each) for each in tensors[2:])]
+    return Branch(*tensors[:2], *(list(each) for each in tensors[2:]), activation)
 
 
 def weight_and_bias(base):
@@ -53,7 +53,7 @@ def test_is_the_papers_formula_beside_the_frozen_layer(make, activation, depth):
     base = make()
     layer = adapted(base, activation=activation, depth=depth)
     x = torch.randn(3, 5, 12)
-    expected = noble_linear_reference(x.double(), *weight_and_bias(base), *branch(layer), activation)
+    expected = noble_linear_reference(x.double(), *weight_and_bias(base), branch(layer, activation=activation))
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -63,7 +63,7 @@ def test_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
     layer = adapted(base)
     x = torch.randn(2, 12, 5, 6)
     pixels = x[:, :, ::stride, ::stride].movedim(1, -1).double()
-    expected = noble_linear_reference(pixels, *weight_and_bias(base), *branch(layer)).movedim(-1, 1)
+    expected = noble_linear_reference(pixels, *weight_and_bias(base), branch(layer)).movedim(-1, 1)
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer(x[0]), layer(x)[0])
 
@@ -76,8 +76,8 @@ def test_several_adapters_add_their_branches():
     model.base_model.set_adapter(["default", "other"])
     layer, x = model.base_model.model[0], torch.randn(7, 12)
     zero = torch.zeros(10, 12, dtype=torch.float64)
-    expected = base(x).double() + noble_linear_reference(x.double(), zero, None, *branch(layer))
-    expected += noble_linear_reference(x.double(), zero, None, *branch(layer, "other"), "gelu")
+    expected = base(x).double() + noble_linear_reference(x.double(), zero, None, branch(layer))
+    expected += noble_linear_reference(x.double(), zero, None, branch(layer, "other", "gelu"))
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_dropout_is_on_the_branchs_input_and_in_training_only():
 def test_init_is_the_papers_but_for_the_zero_up():
     torch.manual_seed(0)
     layer = adapted(nn.Linear(512, 256), r=128, depth=3, init_weights=True)
-    down, up, mixes, frequencies, phases = branch(layer)
+    down, up, mixes, frequencies, phases, _ = branch(layer)
     assert down.std() == pytest.approx(512**-0.5, rel=0.02)
     assert not up.any()
     bound = (6 / 256) ** 0.5

@@ -1,99 +1,62 @@
-"""The NOBLE operator: every bottleneck of Table 5 against the float64 formula."""
+"""NOBLE's operator: every bottleneck of Table 5 against the float64 formula."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear, noble_linear_reference
-
-BOTTLENECKS = [
-    *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
-    ("cosine", 3),
-]
-
-
-def make_inputs(activation, depth, *, batch=(3, 5), d_in=12, d_out=10, r=4, bias=True, dtype=torch.float64):
-    """A fresh random case; tensors are leaves that require grad."""
-
-    def leaf(*shape, scale=1.0):
-        return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
-
-    cosine = activation == "cosine"
-    return {
-        "x": leaf(*batch, d_in),
-        "weight": leaf(d_out, d_in, scale=d_in**-0.5),
-        "bias": leaf(d_out) if bias else None,
-        "down": leaf(r, d_in, scale=d_in**-0.5),
-        "up": leaf(d_out, r, scale=r**-0.5),
-        "mixes": [leaf(r, r, scale=r**-0.5) for _ in range(depth - 1)],
-        "frequencies": [leaf(r) for _ in range(depth if cosine else 0)],
-        "phases": [leaf(r) for _ in range(depth if cosine else 0)],
-    }
+from noble_helpers import BOTTLENECKS, changed, leaf, make_branch, make_linear, outputs_and_gradients, tensors
+from nonlinear_lowrank import NobleConfig, NobleLinear
+from nonlinear_lowrank.methods.noble import op
+from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear
+from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 
-def tensors(case):
-    flat = []
-    for value in case.values():
-        flat += value if isinstance(value, list) else [] if value is None else [value]
-    return flat
+def assert_equal_to_reference(function, arguments, dy, **slack):
+    expected = outputs_and_gradients(noble_linear_reference, arguments, dy)
+    for ours, reference in zip(outputs_and_gradients(function, arguments, dy), expected, strict=True):
+        torch.testing.assert_close(ours, reference, **slack)
 
 
-def cast(case, dtype):
-    def one(tensor):
-        return tensor.detach().to(dtype).requires_grad_()
-
-    return {
-        name: [one(each) for each in value] if isinstance(value, list) else None if value is None else one(value)
-        for name, value in case.items()
-    }
-
-
-def outputs_and_gradients(function, case, activation, dy):
-    y = function(**case, activation=activation)
-    return [y, *torch.autograd.grad(y, tensors(case), dy.to(y.dtype))]
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_matches_the_plain_formula_in_float64(activation, depth, bias):
-    case = make_inputs(activation, depth, bias=bias)
+def test_operator_equals_the_plain_formula_in_float64(activation, depth, bias):
+    arguments = make_linear(activation, depth, bias=bias)
     dy = torch.randn(3, 5, 10, dtype=torch.float64)
-    lean = outputs_and_gradients(noble_linear, case, activation, dy)
-    plain = outputs_and_gradients(noble_linear_reference, case, activation, dy)
-    for ours, reference in zip(lean, plain, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+    assert_equal_to_reference(noble_linear, arguments, dy, rtol=1e-10, atol=1e-10)
 
 
 def test_cosnet_is_the_papers_equation():
-    case = make_inputs("cosine", 2)
+    x, weight, bias, branch = make_linear()
     with torch.no_grad():
-        h = case["x"] @ case["down"].T
-        c1 = torch.cos(case["frequencies"][0] * h + case["phases"][0])
-        c2 = torch.cos(case["frequencies"][1] * (c1 @ case["mixes"][0].T) + case["phases"][1])
-        expected = case["x"] @ case["weight"].T + case["bias"] + c2 @ case["up"].T
-        torch.testing.assert_close(noble_linear(**case), expected)
+        h = x @ branch.down.T
+        c1 = torch.cos(branch.frequencies[0] * h + branch.phases[0])
+        c2 = torch.cos(branch.frequencies[1] * (c1 @ branch.mixes[0].T) + branch.phases[1])
+        expected = x @ weight.T + bias + c2 @ branch.up.T
+        torch.testing.assert_close(noble_linear(x, weight, bias, branch), expected)
 
 
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_gradcheck(activation, depth):
-    case = make_inputs(activation, depth, batch=(3,), d_in=5, d_out=4, r=2)
-    lists = {name: len(value) for name, value in case.items() if isinstance(value, list)}
-
-    def function(*flat):
-        rest = iter(flat)
-        rebuilt = {name: [next(rest) for _ in range(lists[name])] if name in lists else next(rest) for name in case}
-        return noble_linear(**rebuilt, activation=activation)
-
-    assert torch.autograd.gradcheck(function, tensors(case))
+def test_gradients_pass_gradcheck(activation, depth):
+    flat, spec = tree_flatten(make_linear(activation, depth, batch=(3,), d_in=5, d_out=4, r=2))
+    assert torch.autograd.gradcheck(lambda *each: noble_linear(*tree_unflatten(each, spec)), flat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_no_worse_than_twice_the_plain_formulas_error(activation, depth, dtype):
-    case = make_inputs(activation, depth, batch=(64,), d_in=48, d_out=40, r=8, dtype=dtype)
+def test_error_is_at_most_twice_the_plain_formulas(activation, depth, dtype):
+    arguments = make_linear(activation, depth, batch=(64,), d_in=48, d_out=40, r=8, dtype=dtype)
     dy = torch.randn(64, 40, dtype=torch.float64).to(dtype)
-    exact = outputs_and_gradients(noble_linear_reference, cast(case, torch.float64), activation, dy)
-    lean = outputs_and_gradients(noble_linear, case, activation, dy)
-    plain = outputs_and_gradients(noble_linear_reference, case, activation, dy)
+    wide = changed(lambda each: cast(each, torch.float64), arguments)
+    exact = outputs_and_gradients(noble_linear_reference, wide, dy)
+    lean = outputs_and_gradients(noble_linear, arguments, dy)
+    plain = outputs_and_gradients(noble_linear_reference, arguments, dy)
     for ours, reference, truth in zip(lean, plain, exact, strict=True):
         scale = truth.abs().max()
         error, allowed = (ours - truth).norm() / scale, (reference - truth).norm() / scale
@@ -101,69 +64,54 @@ def test_no_worse_than_twice_the_plain_formulas_error(activation, depth, dtype):
 
 
 @pytest.mark.parametrize(("activation", "depth"), [("cosine", 2), ("gelu", 1)])
-def test_compiles_fullgraph_with_equal_gradients(activation, depth):
-    torch.compiler.reset()
-    case = make_inputs(activation, depth, dtype=torch.float32)
-    dy = torch.randn(3, 5, 10)
-    compiled = torch.compile(noble_linear, fullgraph=True, backend="aot_eager")
-    eager = outputs_and_gradients(noble_linear, case, activation, dy)
-    for ours, reference in zip(outputs_and_gradients(compiled, case, activation, dy), eager, strict=True):
+def test_compiled_operator_has_equal_gradients(activation, depth):
+    arguments, dy = make_linear(activation, depth, dtype=torch.float32), torch.randn(3, 5, 10)
+    run = compiled(noble_linear)
+    eager = outputs_and_gradients(noble_linear, arguments, dy)
+    for ours, reference in zip(outputs_and_gradients(run, arguments, dy), eager, strict=True):
         torch.testing.assert_close(ours, reference)
     with torch.no_grad():  # the inference path is the plain formula
-        torch.testing.assert_close(compiled(**case, activation=activation), eager[0].detach())
-
-
-def test_custom_ops_pass_opcheck():
-    case = make_inputs("cosine", 2, dtype=torch.float32)
-    with torch.no_grad():
-        arguments = dict(case.items()) | {"activation": "cosine"}
-        torch.library.opcheck(torch.ops.nonlinear_lowrank.noble_forward.default, tuple(arguments.values()))
-        given = {**arguments, "down": None, "h": torch.randn(3, 5, 4)}
-        torch.library.opcheck(torch.ops.nonlinear_lowrank.noble_forward.default, tuple(given.values()))
+        torch.testing.assert_close(run(*arguments), eager[0].detach())
 
 
 def test_noncontiguous_input_and_frozen_dense_weight():
-    case = make_inputs("cosine", 2, dtype=torch.float32)
-    case["weight"], case["bias"] = case["weight"].detach(), case["bias"].detach()
+    _, weight, bias, branch = make_linear(dtype=torch.float32)
     x = torch.randn(12, 5, 3, requires_grad=True)
-    case["x"] = x.permute(2, 1, 0)
-    y = noble_linear(**case)
-    torch.testing.assert_close(y, noble_linear_reference(**case))
-    gradient, dup = torch.autograd.grad(y.square().sum(), [x, case["up"]])
-    expected = torch.autograd.grad(noble_linear_reference(**case).square().sum(), [x, case["up"]])
-    torch.testing.assert_close((gradient, dup), expected, rtol=1e-4, atol=1e-4)
+    arguments = x.permute(2, 1, 0), weight.detach(), bias.detach(), branch
+    y, expected = noble_linear(*arguments), noble_linear_reference(*arguments)
+    torch.testing.assert_close(y, expected)
+    found, wanted = (torch.autograd.grad(each.square().sum(), [x, branch.up]) for each in (y, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_second_derivative_is_refused_not_wrong():
-    case = make_inputs("cosine", 2)
+def test_second_derivative_raises():
+    arguments = make_linear()
     with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(noble_linear(**case).sum(), case["x"], create_graph=True)
+        torch.autograd.grad(noble_linear(*arguments).sum(), arguments[0], create_graph=True)
 
 
 def test_autocast_gives_bfloat16_and_float32_gradients():
-    case = make_inputs("cosine", 2, batch=(32,), dtype=torch.float32)
+    arguments = make_linear(batch=(32,), dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = noble_linear(**case)
+        y = noble_linear(*arguments)
         assert y.dtype == torch.bfloat16
     y.float().square().mean().backward()
-    reference = noble_linear_reference(**case)
-    torch.testing.assert_close(y.float(), reference, rtol=0.05, atol=0.1)
-    assert all(each.grad.dtype == torch.float32 and each.grad.isfinite().all() for each in tensors(case))
+    torch.testing.assert_close(y.float(), noble_linear_reference(*arguments), rtol=0.05, atol=0.1)
+    assert all(each.grad.dtype == torch.float32 and each.grad.isfinite().all() for each in tensors(arguments))
 
 
-def test_same_loss_curve_as_the_reference_in_float64():
+def test_float32_loss_curve_is_the_references_in_float64():
     """50 AdamW steps of a small regression: relative 1e-4, and the loss really falls."""
     x = torch.randn(64, 12, dtype=torch.float64)
     target = torch.sin(2 * x @ torch.randn(12, 10, dtype=torch.float64))
-    start = make_inputs("cosine", 2)
+    _, *start = make_linear()
     curves = []
     for function, dtype in ((noble_linear, torch.float32), (noble_linear_reference, torch.float64)):
-        case = cast(start, dtype)
-        case.pop("x")
-        optimizer = torch.optim.AdamW(tensors(case), lr=1e-2)
+        own = changed(lambda each, dtype=dtype: cast(each, dtype), start)
+        optimizer = torch.optim.AdamW(tensors(own), lr=1e-2)
         curve = []
         for _ in range(50):
-            loss = (function(x.to(dtype), **case) - target.to(dtype)).square().mean()
+            loss = (function(x.to(dtype), *own) - target.to(dtype)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -173,40 +121,100 @@ def test_same_loss_curve_as_the_reference_in_float64():
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("activation", "depth", "compiled"),
-    [*((*bottleneck, False) for bottleneck in BOTTLENECKS), ("cosine", 2, True), ("gelu", 1, True)],
-)
-def test_branch_alone_is_the_linear_without_its_weight(activation, depth, compiled):
-    torch.compiler.reset()
-    case = make_inputs(activation, depth, bias=False)
-    dy = torch.randn(3, 5, 10, dtype=torch.float64)
-    zero = case | {"weight": torch.zeros(10, 12, dtype=torch.float64, requires_grad=True)}
-    y, dx, _, *dbranch = outputs_and_gradients(noble_linear_reference, zero, activation, dy)
-    alone = {name: value for name, value in case.items() if name not in ("weight", "bias")}
-    function = torch.compile(noble_branch, fullgraph=True, backend="aot_eager") if compiled else noble_branch
-    for ours, reference in zip(outputs_and_gradients(function, alone, activation, dy), [y, dx, *dbranch], strict=True):
+COMPILED = [*((*bottleneck, False) for bottleneck in BOTTLENECKS), ("cosine", 2, True), ("gelu", 1, True)]
+
+
+@pytest.mark.parametrize(("activation", "depth", "compile"), COMPILED)
+def test_branch_alone_is_the_linear_of_a_zero_weight(activation, depth, compile):
+    x, _, _, branch = make_linear(activation, depth)
+    dy, zero = torch.randn(3, 5, 10, dtype=torch.float64), torch.zeros(10, 12, dtype=torch.float64)
+    function = compiled(noble_branch) if compile else noble_branch
+    found = outputs_and_gradients(function, (x, branch), dy)
+    wanted = outputs_and_gradients(lambda x, branch: noble_linear_reference(x, zero, None, branch), (x, branch), dy)
+    for ours, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
     with torch.no_grad():
-        torch.testing.assert_close(function(**alone, activation=activation), y.detach())
+        torch.testing.assert_close(function(x, branch), wanted[0].detach())
+
+
+@pytest.mark.parametrize(("activation", "depth", "compile"), COMPILED)
+def test_given_h_is_differentiated_in_place_of_the_down_projection(activation, depth, compile):
+    x, weight, bias, branch = make_linear(activation, depth, down=False)
+    h, dy = leaf(3, 5, 4), torch.randn(3, 5, 10, dtype=torch.float64)
+    function = compiled(noble_linear) if compile else noble_linear
+    assert_equal_to_reference(function, (x, weight, bias, branch, h), dy, rtol=1e-10, atol=1e-10)
+    y = noble_branch(x, branch, h)
+    torch.testing.assert_close(x @ weight.T + bias + y, noble_linear_reference(x, weight, bias, branch, h))
+    dh = torch.autograd.grad(noble_linear_reference(x, weight, bias, branch, h), h, dy)
+    torch.testing.assert_close(torch.autograd.grad(y, h, dy), dh)
+
+
+# --- forms of the up and the down projection ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_joined_up_projection_is_as_exact_as_the_formula(monkeypatch, dtype, bias):
+    arguments, dy = make_linear(batch=(3, 7), d_out=40, bias=bias, dtype=dtype), torch.randn(3, 7, 40)
+    accumulated = outputs_and_gradients(noble_linear, arguments, dy)
+    monkeypatch.setattr(op, "JOIN_UP", True)
+    found, again = (outputs_and_gradients(noble_linear, arguments, dy) for _ in range(2))
+    assert not torch.equal(found[0], accumulated[0])  # it is the other form
+    reference = outputs_and_gradients(noble_linear_reference, arguments, dy)
+    exact, moved = (
+        outputs_and_gradients(noble_linear_reference, changed(change, arguments), dy)
+        for change in (lambda each: cast(each, torch.float64), jittered)
+    )
+    assert_as_good_as_plain(found, reference, exact, moved)
+    for one, other in zip(found, again, strict=True):
+        assert torch.equal(one, other)
+    in_graph = outputs_and_gradients(compiled(noble_linear), arguments, dy)
+    for one, other in zip(found, in_graph, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_branch_of_zero_leaves_the_output_to_the_bit_without_gradients(monkeypatch):
+    monkeypatch.setattr(op, "JOIN_UP", True)
+    layer, x = NobleLinear(12, 40, config=NobleConfig(rank=4)), torch.randn(21, 12)
+    torch.nn.init.zeros_(layer.noble_up)
+    with torch.no_grad():
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize(
-    ("activation", "depth", "compiled"),
-    [*((*bottleneck, False) for bottleneck in BOTTLENECKS), ("cosine", 2, True), ("silu", 2, True)],
+    ("tokens", "d_in", "d_out", "r", "device", "joined"),
+    [
+        (16_384, 1024, 5504, 64, "cuda", True),
+        (16_384, 1024, 1300, 64, "cuda", True),
+        (16_384, 1024, 1100, 64, "cuda", False),  # d_in + r >= T d_out / (T + d_out)
+        (1024, 1024, 5504, 64, "cuda", False),
+        (16_384, 1024, 5504, 63, "cuda", False),  # rows unaligned
+        (16_384, 1024, 5504, 64, "cpu", False),
+    ],
 )
-def test_a_product_that_is_given_is_differentiated_in_place_of_the_projection(activation, depth, compiled):
-    torch.compiler.reset()
-    case = make_inputs(activation, depth)
-    case |= {"down": None, "h": torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)}
-    dy = torch.randn(3, 5, 10, dtype=torch.float64)
-    lean = torch.compile(noble_linear, fullgraph=True, backend="aot_eager") if compiled else noble_linear
-    ours = outputs_and_gradients(lean, case, activation, dy)
-    plain = outputs_and_gradients(noble_linear_reference, case, activation, dy)
-    for left, right in zip(ours, plain, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
-    alone = {name: value for name, value in case.items() if name not in ("weight", "bias")}
-    dense = case["x"] @ case["weight"].T + case["bias"]
-    torch.testing.assert_close(noble_branch(**alone, activation=activation), plain[0] - dense)
-    dh = torch.autograd.grad(noble_branch(**alone, activation=activation), case["h"], dy)[0]
-    torch.testing.assert_close(dh, plain[-1])
+def test_up_projection_is_joined_where_that_moves_less(tokens, d_in, d_out, r, device, joined):
+    with FakeTensorMode(), torch.device(device), torch.profiler.profile() as calls:
+        x, u, weight, up = (torch.empty(*shape, dtype=torch.bfloat16) for shape in
+                            ((tokens, d_in), (tokens, r), (d_out, d_in), (d_out, r)))  # fmt: skip
+        op.main_plus_up(x, weight, None, u, up, training=True)
+    assert ("aten::cat" in {each.key for each in calls.key_averages()}) == joined
+
+
+@pytest.mark.parametrize(
+    ("tokens", "d_in", "r", "dtype", "fused"),
+    [
+        (131 * 64 + 1, 1024, 64, torch.bfloat16, True),
+        (131 * 64, 1024, 64, torch.bfloat16, False),  # a processor without a tile
+        (16_384, 1024, 128, torch.float16, True),
+        (16_384, 1024, 129, torch.bfloat16, False),
+        (16_384, 1024, 64, torch.float32, False),
+        (16_384, 1023, 64, torch.bfloat16, False),  # rows unaligned
+    ],
+)
+def test_down_projection_is_in_the_kernel_where_it_fills_a_gpu(monkeypatch, tokens, d_in, r, dtype, fused):
+    monkeypatch.setattr(op, "processors", lambda device: 132)
+    monkeypatch.setattr(op, "kernels", lambda *_: True)
+    with FakeTensorMode(), torch.device("cuda"):
+        branch = changed(lambda each: [torch.empty(each[0].shape, dtype=dtype)], make_branch(d_in=d_in, r=r))
+        found = op._down_kernel(torch.empty(tokens, d_in, dtype=dtype), branch.down, branch)
+    assert bool(found) == fused

@@ -12,11 +12,12 @@ import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.methods.noble import NobleConv1D, NobleLinear
 from nonlinear_lowrank.methods.noble.op import noble_branch
+from nonlinear_lowrank.methods.noble.reference import Branch
 from nonlinear_lowrank.methods.rational import RationalActivation
 from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_linear
-from nonlinear_lowrank.ops.sine import sine_delta_linear, sine_layer
+from nonlinear_lowrank.ops.sine import sine_layer
 from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
@@ -113,13 +114,17 @@ LAYERS = {
     "adapter-nora": nora,
     "adapter-nora-exact": lambda: nora(anchor="exact", lora_r=2, lora_target_modules=["0"]),
     "op-noble-branch": lambda: Single(
-        Formula(lambda x, w, up, down: noble_branch(x, down, up, [up[:4]], [w[0, :4], w[1, :4]], [w[2, :4], w[3, :4]]))
+        Formula(
+            lambda x, w, up, down: noble_branch(x, Branch(down, up, [up[:4]], w[:2, :4].unbind(), w[2:4, :4].unbind()))
+        )
     ),
     "op-lowrank": lambda: Single(Formula(lambda x, w, up, down: lowrank_linear(x, up, down, w[0], "relu", 2.0, 3.0))),
     "op-sine-transposed": lambda: Single(
         Formula(lambda x, w, up, down: sine_layer(x, w, w[0], [SineFactors(up, down, 2.0, 3.0)], transposed=True))
     ),
-    "op-sine-delta": lambda: Single(Formula(lambda x, w, up, down: sine_delta_linear(x, up, down, 2.0, 3.0))),
+    "op-sine-delta": lambda: Single(
+        Formula(lambda x, w, up, down: sine_layer(x, None, None, [SineFactors(up, down, 2.0, 3.0)], base=False))
+    ),
     "op-rational": lambda: Single(Formula(lambda x, w, up, down: rational(x, *coefficients(w)))),
     "op-rational-gated": lambda: Single(Formula(lambda x, w, up, down: rational_gated(x, x @ w, *coefficients(w)))),
 }

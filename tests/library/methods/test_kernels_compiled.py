@@ -25,13 +25,13 @@ def key(name, variant):
 
 def cases():
     for name, quick in QUICK.items():
-        left = set(quick)
+        missing = set(quick)
         for variant in load(OPERATORS[name]).variants():
-            chosen = key(name, variant) in left and "fp32" not in str(variant.signature.get("h"))
-            left -= {key(name, variant)} if chosen else set()
+            chosen = key(name, variant) in missing and "fp32" not in str(variant.signature.get("h"))
+            missing -= {key(name, variant)} if chosen else set()
             shape = "-".join(str(value) for value in variant.constants.values())
             yield pytest.param(variant, id=f"{variant.name}-{shape}", marks=[] if chosen else [pytest.mark.slow])
-        assert not left
+        assert not missing
 
 
 @pytest.mark.parametrize("variant", list(cases()))

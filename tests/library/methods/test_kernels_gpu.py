@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernel_helpers import compare, rational_pair, with_gradients
-from nonlinear_lowrank.methods.noble.down_form import use_down_form
-from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
+from kernel_helpers import compare, cosnet_leaves, cosnet_pair, rational_pair, with_gradients
+from nonlinear_lowrank.methods.noble import op as noble_op
 from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational_gated
-from nonlinear_lowrank.methods.sine.delta import SineFactors
-from nonlinear_lowrank.methods.sine.op import sine_layer, sine_layer_reference
+from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels, use_kernels
+from nonlinear_lowrank.ops.sine import sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 pytestmark = pytest.mark.gpu
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -21,18 +21,12 @@ def leaves_of(dtype, *tensors):
 
 @dtypes
 @pytest.mark.parametrize("rank", [16, 33, 64, 128, 200, 256])
-@pytest.mark.parametrize("form", ["separate", "fused"])
-def test_cosnet(dtype, rank, form):
-    tensors = [torch.randn(1037, 300), torch.randn(280, 300) / 17, torch.randn(rank, 300) / 17, torch.randn(280, rank)]
-    tensors += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
-    leaves = leaves_of(dtype, *tensors)
+@pytest.mark.parametrize("fused", [False, True])
+def test_noble(monkeypatch, dtype, rank, fused):
+    leaves = leaves_of(dtype, *cosnet_leaves(1037, 300, 280, rank))
     assert kernels("noble", *leaves) is not None
-
-    def by(function):
-        return lambda x, w, down, up, m, f1, f2, p1, p2: function(x, w, None, down, up, [m], [f1, f2], [p1, p2])
-
-    with use_down_form(form):
-        compare(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(1037, 280, device="cuda"))
+    monkeypatch.setattr(noble_op, "FUSE_DOWN", fused)
+    compare(*cosnet_pair(), leaves, torch.randn(1037, 280, device="cuda"))
 
 
 @dtypes

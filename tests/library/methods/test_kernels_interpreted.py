@@ -6,15 +6,18 @@ torch.empty is NaN here (conftest.py), shapes are odd and inputs are not contigu
 import pytest
 import torch
 
-from kernel_helpers import compare, rational_pair, route
-from nonlinear_lowrank.methods.noble.down_form import use_down_form
-from nonlinear_lowrank.methods.noble.group_op import noble_group, noble_group_reference
-from nonlinear_lowrank.methods.noble.op import noble_linear, noble_linear_reference
+from kernel_helpers import compare, cosnet_leaves, cosnet_pair, rational_pair, route
+from noble_helpers import changed, make_branch, outputs_and_gradients
+from nonlinear_lowrank.methods.noble import op as noble_op
+from nonlinear_lowrank.methods.noble.group_op import noble_group
+from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational
 from nonlinear_lowrank.methods.rational.reference import rational_reference
-from nonlinear_lowrank.methods.sine.delta import SineFactors
-from nonlinear_lowrank.methods.sine.op import effective_weight, sine_layer, sine_layer_reference
+from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import load
+from nonlinear_lowrank.ops.sine import effective_weights, sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors
+from rounding_helpers import cast
 
 triton = pytest.importorskip("triton")
 pytestmark = [
@@ -39,50 +42,29 @@ def compare_float32(fast, plain, leaves, dy):
 @pytest.mark.parametrize(
     ("rank", "tokens", "one_kernel"), [(5, 37, True), (33, 70, True), (7, 67, False), (140, 9, False)]
 )
-def test_cosnet(calls, monkeypatch, rank, tokens, one_kernel):
-    cosnet = load("noble")
+def test_noble(calls, monkeypatch, rank, tokens, one_kernel):
+    kernel = load("noble")
     if one_kernel:  # by default 16-bit numbers only; the interpreter knows float32 alone
-        chosen = cosnet.backward_variants
-        monkeypatch.setattr(cosnet, "backward_variants", lambda rank, dtype: chosen(rank, torch.bfloat16))
-        monkeypatch.setattr(cosnet, "processors", lambda device: 1)  # a program then has more than one tile
-    x = torch.randn(11, tokens).t()
-    leaves = [x, torch.randn(10, 11), torch.randn(10), torch.randn(rank, 11), torch.randn(10, rank)]
-    leaves += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
-
-    def by(function):
-        def run(x, weight, bias, down, up, mix, f1, f2, p1, p2):
-            return function(x, weight, bias, down, up, [mix], [f1, f2], [p1, p2])
-
-        return run
-
-    leaves = [each.detach().requires_grad_() for each in leaves]
-    compare_float32(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
-    assert calls == ["cosnet"] * 4
+        chosen = kernel.backward_variants
+        monkeypatch.setattr(kernel, "backward_variants", lambda rank, dtype: chosen(rank, torch.bfloat16))
+        monkeypatch.setattr(kernel, "processors", lambda device: 1)  # a program then has more than one tile
+    compare_float32(*cosnet_pair(), cosnet_leaves(tokens, 11, 10, rank), torch.randn(tokens, 10))
+    assert calls == ["noble"] * 4
 
 
 @pytest.mark.parametrize(("rank", "tokens", "d_in"), [(5, 37, 11), (33, 70, 75), (1, 1, 32), (128, 3, 40)])
-def test_cosnet_with_its_down_projection(calls, monkeypatch, rank, tokens, d_in):
-    cosnet, fused = load("noble"), []
-    whole = cosnet.down_forward
-    monkeypatch.setattr(cosnet, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
-    x = torch.randn(d_in, tokens).t()
-    leaves = [x, torch.randn(10, d_in), torch.randn(rank, d_in) / d_in**0.5, torch.randn(10, rank)]
-    leaves += [torch.randn(rank, rank) / rank**0.5, *(0.5 + torch.rand(2, rank)), *torch.randn(2, rank)]
-
-    def by(function):
-        def run(x, weight, down, up, mix, f1, f2, p1, p2):
-            return function(x, weight, None, down, up, [mix], [f1, f2], [p1, p2])
-
-        return run
-
-    leaves = [each.detach().requires_grad_() for each in leaves]
-    with use_down_form("fused"):
-        compare_float32(by(noble_linear), by(noble_linear_reference), leaves, torch.randn(tokens, 10))
-        with torch.no_grad():
-            assert by(noble_linear)(*(each[:0] if each is leaves[0] else each for each in leaves)).shape == (0, 10)
+def test_noble_with_its_down_projection(calls, monkeypatch, rank, tokens, d_in):
+    kernel, fused = load("noble"), []
+    whole = kernel.down_forward
+    monkeypatch.setattr(kernel, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
+    leaves = cosnet_leaves(tokens, d_in, 10, rank)
+    monkeypatch.setattr(noble_op, "FUSE_DOWN", True)
+    compare_float32(*cosnet_pair(), leaves, torch.randn(tokens, 10))
+    with torch.no_grad():
+        assert cosnet_pair()[0](leaves[0][:0], *leaves[1:]).shape == (0, 10)
     assert fused == [rank] * 3
-    with use_down_form("separate"):
-        by(noble_linear)(*leaves)
+    monkeypatch.setattr(noble_op, "FUSE_DOWN", False)
+    cosnet_pair()[0](*leaves)
     assert len(fused) == 3
 
 
@@ -156,7 +138,7 @@ def test_sine(calls, base, dora, transposed):
 def test_formed_weight_has_the_bits_of_training(calls):
     x, weight = torch.eye(9), torch.randn(7, 9)
     up, down = torch.randn(7, 3), torch.randn(3, 9)
-    formed = effective_weight(weight, up, down, 5.0, 3.0)
+    formed = effective_weights(weight, [SineFactors(up, down, 5.0, 3.0)])
     assert torch.equal(sine_layer(x, weight, None, [SineFactors(up, down, 5.0, 3.0)]), formed.t())
     torch.testing.assert_close(formed, weight + torch.sin(5.0 * up @ down) / 3.0)
     assert calls == ["sine"] * 2
@@ -167,32 +149,30 @@ def test_sine_and_cosine_of_large_arguments():
     phases = torch.cat([torch.linspace(-1e4, 1e4, 47), torch.linspace(-7, 7, 17)])
     rank = phases.numel()
     h, zero, one = torch.zeros(2, rank), torch.zeros(rank, rank), torch.ones(rank)
-    found = load("noble").forward(h, zero, [one, one], [zero[0], phases])
+    branch = Branch(None, zero, [zero], [one, one], [zero[0], phases])
+    found = load("noble").forward(h, branch)
     torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
-    *_, dphases = load("noble").backward(h, torch.ones(2, rank), zero, [one, one], [zero[0], phases])
-    torch.testing.assert_close(dphases[1].double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
+    *_, (*_, dphase) = load("noble").backward(h, torch.ones(2, rank), branch)
+    torch.testing.assert_close(dphase.double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
 
 
-def test_layers_of_one_input_by_the_kernels_of_each(calls):
+def test_noble_layers_of_one_input(calls):
     x, dys = torch.randn(9, 7), [torch.randn(9, 5), torch.randn(9, 11)]
-    widths, rank = (5, 11), 3
+    branches = [make_branch(d_in=7, d_out=width, r=3, dtype=torch.float32) for width in (5, 11)]
+    weights = [torch.randn(width, 7) for width in (5, 11)]
 
-    def leaves(dtype):
-        generator = torch.Generator().manual_seed(3)
-        shapes = [*((w, 7) for w in widths), *((rank, 7) for _ in widths), *((w, rank) for w in widths)]
-        shapes += [(rank, rank)] * 2 + [(rank,)] * 8
-        return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    def plain(x, weights, branches):
+        return [noble_linear_reference(x, weight, None, own) for weight, own in zip(weights, branches, strict=True)]
 
-    def run(function, dtype):
-        own = leaves(dtype)
-        weights, downs, ups, mixes = own[:2], own[2:4], own[4:6], [[own[6]], [own[7]]]
-        frequencies, phases = [own[8:10], own[10:12]], [own[12:14], own[14:16]]
-        ys = function(x.to(dtype), weights, [None, None], downs, ups, mixes, frequencies, phases)
-        return [*ys, *torch.autograd.grad(ys, own, [dy.to(dtype) for dy in dys])]
-
-    for found, want in zip(run(noble_group, torch.float32), run(noble_group_reference, torch.float64), strict=True):
-        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
-    assert calls == ["cosnet"] * 4
+    found = outputs_and_gradients(
+        lambda x, weights, branches: noble_group(x, weights, [None] * 2, branches),
+        changed(lambda each: cast(each, torch.float32), (x, weights, branches)),
+        dys,
+    )
+    wanted = outputs_and_gradients(plain, changed(lambda each: cast(each, torch.float64), (x, weights, branches)), dys)
+    for ours, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-4)
+    assert calls == ["noble"] * 4
 
 
 def test_the_kernels_that_ours_are_measured_against():

@@ -11,7 +11,6 @@ import model_helpers
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.noble.up_form import use_up_form
 
 
 def pair(config=None, dtype=torch.float64):
@@ -52,23 +51,6 @@ def test_losses_and_gradients_are_the_same(config):
     layers = len(together.model.layers)
     assert sizes == sorted([3, 3, 3, 2, 2] * layers)
     assert "computed with its neighbours" in repr(together)
-
-
-def test_the_joined_form_of_the_up_projections_is_the_same_sum():
-    alone, together = pair()
-    inputs = model_helpers.batch(alone)
-    with use_up_form("joined"):
-        logits = together(**inputs).logits
-    logits.sum().backward()
-    expected = alone(**inputs).logits
-    expected.sum().backward()
-    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-8)
-    for (name, each), other in zip(together.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(each.grad, other.grad, rtol=1e-4, atol=1e-7, msg=name)
-    _, together = pair(dtype=torch.float32)
-    with use_up_form("joined"):
-        logits = together(**inputs).logits
-    assert not torch.equal(logits, together(**inputs).logits)  # it was the other form
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

@@ -19,8 +19,8 @@ from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.methods.noble import layer as noble_layer
-from nonlinear_lowrank.methods.noble.op import noble_linear_reference
-from nonlinear_lowrank.methods.noble.sharing import qkv_groups
+from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.inputs import qkv_groups
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 SEPARATE = ("llama", "glm", "opt", "eurobert", "vit", "image_tokens")
@@ -151,7 +151,7 @@ def expected(model, x, memory=None):
 def test_nothing_is_left_over_after_a_pass():
     model = shared(Attention())
     model(torch.randn(2, 32))
-    assert model.q_proj.noble_shared._held is None
+    assert model.q_proj.noble_shared.hand_off._held is None
     model.q_proj(torch.randn(2, 32))
     again = copy.deepcopy(model)  # tensors of a graph cannot be copied
     assert again.v_proj.noble_shared.owner is again.q_proj

@@ -4,15 +4,23 @@ The drawn cases are those that the public functions produce: their mixtures of t
 transposed, sliced and expanded tensors.
 """
 
+import importlib
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+import nonlinear_lowrank as nlr
 from nonlinear_lowrank.methods.noble.reference import ACTIVATIONS
 from nonlinear_lowrank.methods.rational.op import FORMS, denominator_size
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+ROOT = Path(nlr.__file__).parent
+for file in ROOT.rglob("*.py"):
+    if "torch.library.Library(" in file.read_text(encoding="utf-8"):  # it registers ops
+        importlib.import_module(".".join(("nonlinear_lowrank", *file.relative_to(ROOT).with_suffix("").parts)))
+
 SAMPLE, ALL = 3, 36
 """Cases of each op in a run of the tests, and in a whole one: 14 x 36 = 504."""
 

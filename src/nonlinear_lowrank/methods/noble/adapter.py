@@ -35,6 +35,7 @@ from nonlinear_lowrank.validation import check_integer, check_share
 
 from .config import Activation
 from .op import noble_branch, noble_linear
+from .reference import Branch
 
 
 @dataclass
@@ -142,22 +143,20 @@ class NobleAdapterLinear(WeightLayer):
             config: NobleAdapterConfig = self.configs[name]
             branch = self._branch(name, x)
             if config.dropout > 0 and self.training:
-                y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), *branch)
+                y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), branch)
             elif y is None and self.base_is_plain():
-                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, *branch)  # type: ignore[arg-type]
+                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, branch)  # type: ignore[arg-type]
             else:
-                y = (self.base_layer(x) if y is None else y) + noble_branch(x, *branch)
+                y = (self.base_layer(x) if y is None else y) + noble_branch(x, branch)
         assert y is not None
         return y
 
-    def _branch(
-        self, name: str, x: Tensor
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], str]:
-        """The operators' arguments. Matrices are in the type of x; frequencies and phases keep theirs."""
+    def _branch(self, name: str, x: Tensor) -> Branch:
+        """The operators' argument. Matrices are in the type of x; frequencies and phases keep theirs."""
         config: NobleAdapterConfig = self.configs[name]
         mixes = self.nlr_noble_mix[name].to(x.dtype).unbind() if config.depth > 1 else ()
         cosine = config.activation == "cosine"
-        return (
+        return Branch(
             self.nlr_noble_down[name].to(x.dtype),
             self.nlr_noble_up[name].to(x.dtype),
             mixes,
@@ -202,7 +201,7 @@ class NobleAdapterConv2d(NobleAdapterLinear):
         pixels = x[..., :: base.stride[0], :: base.stride[1]].movedim(-3, -1)
         for name in names:
             dropout = self.configs[name].dropout if self.training else 0.0
-            y = y + noble_branch(F.dropout(pixels, dropout), *self._branch(name, x)).movedim(-1, -3)
+            y = y + noble_branch(F.dropout(pixels, dropout), self._branch(name, x)).movedim(-1, -3)
         return y
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .op import ACTIVATIONS
+from .reference import ACTIVATIONS
 
 _HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, precision, sine
 
-from .down_form import RANK as DOWN_RANK
-from .down_form import TOKENS
+from .op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS
+from .reference import Branch
 
 ONE_KERNEL_RANK = 128
 """Up to here backward is one kernel, for 16-bit numbers."""
@@ -198,7 +198,7 @@ def down_variant(d_in: int, rank: int, dtype: torch.dtype) -> Variant:
     own = pointer(dtype)
     arguments = {"x": own, "down": own, "mix": own, **_VECTORS, "h": own, "c2": own, "T": "i32"}
     block = power_of_2(rank, 16)
-    shape = {"D": d_in, "BT": TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
+    shape = {"D": d_in, "BT": FUSED_DOWN_TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
     return Variant(
         "cosnet with down", down_kernel, arguments, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 3, 2
     )
@@ -226,7 +226,7 @@ def variants() -> Iterator[Variant]:
     for rank in (16, 32, 64, 96, 128, 256):
         yield forward_variant(rank, torch.bfloat16)
         yield from backward_variants(rank, torch.bfloat16)
-        if rank <= DOWN_RANK:
+        if rank <= FUSED_DOWN_RANK:
             yield down_variant(1024, rank, torch.bfloat16)
     for rank in (64, 256):
         yield forward_variant(rank, torch.float32)
@@ -237,36 +237,32 @@ def _grid(variant: Variant, tokens: int, rank: int) -> tuple[int, int]:
     return triton.cdiv(tokens, variant.constants["BT"]), triton.cdiv(rank, variant.constants["BN"])
 
 
-def forward(h: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]) -> Tensor:
-    """c2 (T, r) in h's type; shapes in this file's docstring, two frequencies and two phases."""
+def forward(h: Tensor, branch: Branch) -> Tensor:
+    """Return c2 (T, r) in h's type."""
     tokens, rank = h.shape
     c2 = torch.empty_like(h, memory_format=torch.contiguous_format)
     if h.numel():
         variant = forward_variant(rank, h.dtype)
-        variant.launch(_grid(variant, tokens, rank), *_read(h, mix), *_vectors(frequencies, phases), c2, tokens)
+        variant.launch(_grid(variant, tokens, rank), h.contiguous(), *_read(branch), c2, tokens)
     return c2
 
 
-def down_forward(
-    x: Tensor, down: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """h = x down^T and c2 of it, both (T, r) in x's type; x (T, d_in), down (r, d_in), r <= `down_form.RANK`."""
-    (tokens, d_in), rank = x.shape, down.shape[0]
+def down_forward(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+    """Return h = x down^T and c2 of it, both (T, r) in x's type; x (T, d_in), r <= `op.FUSED_DOWN_RANK`."""
+    assert branch.down is not None
+    (tokens, d_in), rank = x.shape, branch.down.shape[0]
     h, c2 = (x.new_empty(tokens, rank) for _ in range(2))
     if h.numel():
         variant = down_variant(d_in, rank, x.dtype)
         grid = (triton.cdiv(tokens, variant.constants["BT"]),)
-        variant.launch(grid, *_read(x, down, mix), *_vectors(frequencies, phases), h, c2, tokens)
+        variant.launch(grid, x.contiguous(), branch.down.contiguous(), *_read(branch), h, c2, tokens)
     return h, c2
 
 
-def backward(
-    h: Tensor, du: Tensor, mix: Tensor, frequencies: list[Tensor], phases: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """c2, dh, dmix, dfrequencies, dphases out of h and the gradient du of c2, each in its parameter's type."""
+def backward(h: Tensor, du: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return c2, dh, and the gradients of M, f1, f2, p1, p2 in their types; du is the gradient of c2."""
     tokens, rank = h.shape
-    vectors = _vectors(frequencies, phases)
-    h, du, mix = _read(h, du, mix)
+    h, du, (mix, *vectors) = h.contiguous(), du.contiguous(), _read(branch)
     c2, dh = torch.empty_like(h), torch.empty_like(h)
     if not h.numel():
         dmix, sums = torch.zeros_like(mix), h.new_zeros(1, 4, rank, dtype=torch.float32)
@@ -287,16 +283,12 @@ def backward(
         inner.launch(_grid(inner, tokens, rank), h, dh2, mix, *vectors[:2], c1, dh, sums, tokens)
         dmix = dh2.t() @ c1
     df1, dp1, df2, dp2 = sums.sum(0)
-    dfrequencies = [each.to(like.dtype) for each, like in zip((df1, df2), frequencies, strict=True)]
-    dphases = [each.to(like.dtype) for each, like in zip((dp1, dp2), phases, strict=True)]
-    return c2, dh, dmix.to(mix.dtype), dfrequencies, dphases
+    parameters = (*branch.mixes, *branch.frequencies, *branch.phases)
+    gradients = (dmix, df1, df2, dp1, dp2)
+    return c2, dh, [each.to(like.dtype) for each, like in zip(gradients, parameters, strict=True)]
 
 
-def _read(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
-
-
-def _vectors(frequencies: list[Tensor], phases: list[Tensor]) -> list[Tensor]:
-    """f1, p1, f2, p2 in float32: r numbers each."""
-    (f1, f2), (p1, p2) = frequencies, phases
-    return [each.float().contiguous() for each in (f1, p1, f2, p2)]
+def _read(branch: Branch) -> list[Tensor]:
+    """Return M, then f1, p1, f2, p2 in float32, as kernels read them."""
+    (mix,), (f1, f2), (p1, p2) = branch.mixes, branch.frequencies, branch.phases
+    return [mix.contiguous(), *(each.float().contiguous() for each in (f1, p1, f2, p2))]

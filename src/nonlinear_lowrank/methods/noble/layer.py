@@ -30,7 +30,7 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +43,12 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
 
 from .config import NobleConfig
-from .group import NobleGroup
-from .op import bottleneck, noble_branch, noble_linear
-from .sharing import SharedDown
+from .op import noble_branch, noble_linear
+from .reference import Branch, bottleneck
+
+if TYPE_CHECKING:
+    from .group import NobleGroup
+    from .sharing import SharedDown
 
 _PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 
@@ -87,12 +90,10 @@ class _NobleBranch(MultiplierLayer, nn.Module):
         self.register_state_dict_post_hook(_with_plain_names)
         self.branch_enabled = True
         self.noble_shared: SharedDown | None = None
-        self.noble_place = 0
         self.noble_group: NobleGroup | None = None
-        self.noble_group_place = 0
-        self.noble_reduce: Callable[[Tensor], Tensor] | None = (
-            None  # h's parts over devices that each have some of d_in
-        )
+        self.noble_place = 0  # in either
+        # Sums h over devices that each have a part of d_in.
+        self.noble_reduce: Callable[[Tensor], Tensor] | None = None
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -109,13 +110,18 @@ class _NobleBranch(MultiplierLayer, nn.Module):
         self.register_parameter("noble_up_bias", parameter(d_out) if config.up_bias else None)
         self.register_parameter("noble_fusion", parameter(1) if config.fusion == "gated" else None)
 
-    def _branch_lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        depth, cosine = self.noble_config.depth, self.noble_config.activation == "cosine"
-        mixes = [getattr(self, f"noble_mix{k}") for k in range(1, depth)]
-        layers = range(1, depth + 1) if cosine else ()
-        frequencies = [getattr(self, f"noble_frequency{k}") for k in layers]
-        phases = [getattr(self, f"noble_phase{k}") for k in layers]
-        return mixes, frequencies, phases
+    def branch(self) -> Branch:
+        """Return the branch's tensors; `down` is None where another layer has it."""
+        depth = self.noble_config.depth
+        layers = range(1, depth + 1) if self.noble_config.activation == "cosine" else ()
+        return Branch(
+            self.noble_down,
+            self.noble_up,
+            [getattr(self, f"noble_mix{k}") for k in range(1, depth)],
+            [getattr(self, f"noble_frequency{k}") for k in layers],
+            [getattr(self, f"noble_phase{k}") for k in layers],
+            self.noble_config.activation,
+        )
 
     def reset_parameters(self) -> None:
         """Draws every tensor of the table in this file's docstring; the dense ones only from scratch."""
@@ -134,10 +140,10 @@ class _NobleBranch(MultiplierLayer, nn.Module):
             init.zeros_(self.noble_up)
         else:
             init.normal_(self.noble_up, std=config.up_scale / self.noble_rank**0.5)
-        mixes, frequencies, phases = self._branch_lists()
-        for mix in mixes:
+        branch = self.branch()
+        for mix in branch.mixes:
             init.xavier_uniform_(mix)
-        for frequency, phase in zip(frequencies, phases, strict=True):
+        for frequency, phase in zip(branch.frequencies, branch.phases, strict=True):
             init.uniform_(frequency, *config.frequency_range)
             init.normal_(phase, std=config.phase_std)
         for zero in (self.noble_up_bias, self.noble_fusion):
@@ -179,40 +185,32 @@ class _NobleBranch(MultiplierLayer, nn.Module):
         """(..., d_in) -> (..., d_out)."""
         if not self.branch_enabled:
             return self.dense(x)
-        if self.noble_group is not None and (y := self.noble_group.output(x, self.noble_group_place)) is not None:
+        if self.noble_group is not None and (y := self.noble_group.output(x, self.noble_place)) is not None:
             return y
-        config, lists = self.noble_config, self._branch_lists()
-        down: Tensor | None = self.noble_down
-        h: Tensor | None = None
-        given = x
+        config, branch, given, h = self.noble_config, self.branch(), x, None
         if self.noble_shared is not None:
-            down = None
             x, h = self.noble_shared.product(x, self.noble_place)
         elif self.noble_reduce is not None:
-            assert down is not None
-            h, down = self.noble_reduce(F.linear(x, down)), None
+            h = self.noble_reduce(F.linear(x, branch.down))  # type: ignore[arg-type]
         dropped = config.dropout > 0 and self.training
         plain = self.plain_dense()
         if config.fusion == "add" and not dropped and plain:
-            y = noble_linear(
-                x, self.dense_weight(), self.whole_bias(), down, self.noble_up, *lists, config.activation, h
-            )
+            y = noble_linear(x, self.dense_weight(), self.whole_bias(), branch, h)
             return y if config.scale == 1 else y * config.scale
         if dropped:
-            assert down is not None or h is not None
-            u = bottleneck(F.linear(x, down) if down is not None else h, *lists, config.activation)  # type: ignore[arg-type]
-            branch = F.linear(F.dropout(u, config.dropout), self.noble_up)
+            u = bottleneck(F.linear(x, branch.down) if h is None else h, branch)  # type: ignore[arg-type]
+            added = F.linear(F.dropout(u, config.dropout), self.noble_up)
         else:
-            branch = noble_branch(x, down, self.noble_up, *lists, config.activation, h)
+            added = noble_branch(x, branch, h)
         if self.noble_up_bias is not None:
-            branch = branch + self.noble_up_bias.to(branch.dtype)
+            added = added + self.noble_up_bias.to(added.dtype)
         y = F.linear(x, self.dense_weight(), self.bias) if plain else self.dense(given)
-        branch = branch.to(y.dtype)
+        added = added.to(y.dtype)
         if self.noble_fusion is None:
-            y = y + branch
+            y = y + added
         else:
             gate = torch.sigmoid(self.noble_fusion).to(y.dtype)
-            y = gate * y + (1 - gate) * branch
+            y = gate * y + (1 - gate) * added
         return y if config.scale == 1 else y * config.scale
 
     def extra_repr(self) -> str:

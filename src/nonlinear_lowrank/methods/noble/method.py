@@ -12,9 +12,7 @@ from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape
 
 from .config import NobleConfig
-from .group import group
 from .layer import NobleConv1D, NobleLinear
-from .sharing import checked_groups, share
 
 
 @register
@@ -69,9 +67,14 @@ class NobleMethod(Method):
     def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
         configs, groups = _settled(modules, config)
         layers = {name: _layer(module, configs[name]) for name, module in modules.items()}
-        for names in groups:
-            share([layers[name] for name in names])
+        if groups:
+            from .sharing import SharedDown
+
+            for names in groups:
+                SharedDown([layers[name] for name in names])
         if config.fuse_shared_inputs:
+            from .group import group
+
             group(layers)
         return layers
 
@@ -145,8 +148,10 @@ def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dic
     configs = dict.fromkeys(modules, config)
     if config.share_down == "none":
         return configs, []
+    from .sharing import shared_groups
+
     shapes = {name: linear_shape(module) for name, module in modules.items()}
-    groups = checked_groups(shapes)
+    groups = shared_groups(shapes)
     for names in groups:
         rank = min(config.rank_of(*shapes[name]) for name in names)
         configs |= dict.fromkeys(names, replace(config, rank=rank, rank_ratio=None))

@@ -1,205 +1,100 @@
-"""NOBLE's operator: a linear map plus a nonlinear low-rank branch (noble.txt, sections 3.1 and 3.2).
+"""NOBLE's operator: `reference.noble_linear_reference`, lean.
 
-    h = x down^T                                  (T, r)
-    u = bottleneck(h)                             (T, r)   CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
-    y = x weight^T + bias + u up^T                (T, d_out)
+It keeps only h (tokens x r) for backward beside what a plain linear keeps (its input): everything else in the branch is
+r wide and cheap to recompute. On NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under
+torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's partitioner would otherwise
+decide again what to keep, and keeps more.
 
-Shapes, here and below: x (..., d_in), weight (d_out, d_in), bias (d_out) or None, down (r, d_in),
-up (d_out, r), each mix (r, r), each frequency and phase (r). Where several branches share one down
-projection, `h` (..., r) is given and `down` is None. The last mix, frequency and phase may have some of
-the r rows alone, and up as many columns. A bottleneck of depth n has n activations
-and n - 1 mixes; frequencies and phases belong to the cosine only, and are empty lists otherwise.
-
-`noble_linear_reference` is the plain formula. `noble_linear` gives the same numbers and keeps only `h`
-for backward beside what a plain linear keeps (its input): everything else in the branch is r wide and
-cheap to recompute. On NVIDIA GPUs CosNet between its projections is a kernel of `triton/cosnet.py`.
-`noble_branch` is the branch alone, for a linear whose weight is not at hand (quantized).
-Under torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's
-partitioner would otherwise decide again what to keep, and keeps more.
+T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import kernels
+from nonlinear_lowrank.ops.kernels import kernels, processors
 from nonlinear_lowrank.ops.one_op import as_one_op
 from nonlinear_lowrank.ops.reshaped import reshaped
 
-from .down_form import chosen_down_form
-from .up_form import main_plus_up
+from .reference import LEAKY_SLOPE, Branch, activation_function, argument, bottleneck, noble_linear_reference, wide
 
-ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
-"""Names of a bottleneck's nonlinearity."""
+JOIN_UP: bool | None = None
+"""Whether training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
+where that moves fewer numbers, d_in + r < T d_out / (T + d_out), and rows are aligned. Never without gradients: a
+branch that starts at zero has to leave the plain output to the bit. Not measured yet (benchmarks/gpu.py, "forms")."""
 
-_LEAKY_SLOPE = 0.01
-_PLAIN = {
-    "tanh": torch.tanh,
-    "leaky_relu": lambda z: F.leaky_relu(z, _LEAKY_SLOPE),
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """At least float32: phases of low-precision arguments lose the cosine entirely."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def bottleneck_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """One of `ACTIVATIONS` as a function of its argument."""
-    return torch.cos if name == "cosine" else _PLAIN[name]
-
-
-def bottleneck(
-    h: Tensor,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str,
-) -> Tensor:
-    """The branch between its two projections, as the plain differentiable formula.
-
-    Args:
-        h: (..., r).
-        mixes: depth - 1 matrices (r, r).
-        frequencies: depth vectors (r) for "cosine", else empty.
-        phases: like `frequencies`.
-        activation: one of `ACTIVATIONS`.
-
-    Returns:
-        (..., r) in the type of `h`. Arguments of the activations are float32 or wider.
-
-    Source: noble.txt, equation (2) and appendix A (5)-(7); other activations: Table 5.
-    """
-    u = h
-    for layer in range(len(mixes) + 1):
-        if layer > 0:
-            u = F.linear(u, mixes[layer - 1])
-        argument = _argument(u, frequencies, phases, layer, activation)
-        u = (torch.cos(argument) if activation == "cosine" else _PLAIN[activation](argument)).to(h.dtype)
-    return u
-
-
-def _argument(
-    z: Tensor, frequencies: Sequence[Tensor], phases: Sequence[Tensor], layer: int, activation: str
-) -> Tensor:
-    """What the activation itself is given, float32 or wider; a new tensor only for the cosine."""
-    if activation == "cosine":
-        return torch.addcmul(_wide(phases[layer]), _wide(z), _wide(frequencies[layer]))
-    return _wide(z)
-
-
-def noble_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str = "cosine",
-    h: Tensor | None = None,
-) -> Tensor:
-    """The plain formula, term by term; shapes in the module's docstring. Returns (..., d_out)."""
-    u = bottleneck(_product(x, down, h), mixes, frequencies, phases, activation)
-    return F.linear(x, weight, bias) + F.linear(u, up)
+FUSE_DOWN: bool | None = None
+"""Whether CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
+aligned rows, where a tile of tokens is there for every processor. Not measured yet (benchmarks/gpu.py, "forms")."""
+FUSED_DOWN_RANK = 128
+FUSED_DOWN_TOKENS = 64  # in a tile
 
 
 def noble_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str = "cosine",
-    h: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, branch: Branch, h: Tensor | None = None
 ) -> Tensor:
-    """`noble_linear_reference` that keeps only x and `h` (tokens x r) for backward.
+    """Return `x weight^T + bias + bottleneck(x down^T) up^T`.
 
-    Under autocast x, h and every matrix are in the autocast type, frequencies and phases stay as they
-    are. Second derivatives are refused with a RuntimeError (use the reference).
+    Under autocast x, h and every matrix are in the autocast type, frequencies and phases stay as they are.
+
+    Args:
+        x: (..., d_in).
+        weight: (d_out, d_in); None: the branch alone.
+        bias: (d_out), or None.
+        branch: of the weight's widths.
+        h: (..., r), in place of x down^T where several branches share one down projection.
 
     Returns:
         (..., d_out).
+
+    Raises:
+        RuntimeError: second derivatives are asked for (the reference has them).
     """
-    return _run(x, weight, bias, down, up, mixes, frequencies, phases, activation, h)
-
-
-def noble_branch(
-    x: Tensor,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str = "cosine",
-    h: Tensor | None = None,
-) -> Tensor:
-    """`bottleneck(x down^T) up^T`, kept for backward and cast as in `noble_linear`. Returns (..., d_out)."""
-    return _run(x, None, None, down, up, mixes, frequencies, phases, activation, h)
-
-
-def _product(x: Tensor, down: Tensor | None, h: Tensor | None) -> Tensor:
-    if down is None:
-        assert h is not None
-        return h
-    return F.linear(x, down)
-
-
-def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str,
-    h: Tensor | None,
-) -> Tensor:
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if (dtype := autocast_dtype(x)) is not None:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
         # each keep a copy of their own.
-        dtype = torch.get_autocast_dtype(device)
-        x, up = x.to(dtype), up.to(dtype)
-        weight, bias, down, h = (None if each is None else each.to(dtype) for each in (weight, bias, down, h))
-        mixes = [mix.to(dtype) for mix in mixes]
+        x, branch = x.to(dtype), branch.with_matrices(dtype)
+        weight, bias, h = (None if each is None else each.to(dtype) for each in (weight, bias, h))
+    if h is not None:
+        branch = branch._replace(down=None)
     if torch.is_grad_enabled():
-        y, _ = _NobleLinear.apply(x, weight, bias, down, up, h, activation, len(mixes), *mixes, *frequencies, *phases)
+        y, _ = _NobleLinear.apply(x, weight, bias, h, branch.activation, *branch.flat())
         return y
     if torch.compiler.is_compiling():
-        if weight is None:
-            return F.linear(bottleneck(_product(x, down, h), mixes, frequencies, phases, activation), up)
-        return noble_linear_reference(x, weight, bias, down, up, mixes, frequencies, phases, activation, h)
-    return _forward(x, weight, bias, down, up, list(mixes), list(frequencies), list(phases), activation, h)[0]
+        return noble_linear_reference(x, weight, bias, branch, h)
+    return _forward(x, weight, bias, h, branch.flat(), branch.activation)[0]
+
+
+def noble_branch(x: Tensor, branch: Branch, h: Tensor | None = None) -> Tensor:
+    """Return the branch alone, (..., d_out), for a linear whose weight is not at hand (quantized, hooked)."""
+    return noble_linear(x, None, None, branch, h)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the type that autocast gives a linear of this input, or None."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class _NobleLinear(torch.autograd.Function):
-    """Saves x, h and the parameters. Inputs: 6 tensors, activation, mixes, then the variable rest."""
+    """Saves x, h and the parameters."""
 
     @staticmethod
-    def forward(x, weight, bias, down, up, given, activation, n_mixes, *rest):
-        mixes, frequencies, phases = _split(rest, n_mixes)
+    def forward(x, weight, bias, given, activation, *tensors):
         run = _forward_op if as_one_op() else _forward
-        return run(x, weight, bias, down, up, mixes, frequencies, phases, activation, given, training=True)
+        return run(x, weight, bias, given, tensors, activation, training=True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _bias, down, up, given, activation, n_mixes, *rest = inputs
+        x, weight, _bias, given, ctx.activation, *tensors = inputs
         _, h = output
         ctx.mark_non_differentiable(h)
-        ctx.save_for_backward(x, h if given is None else given, weight, down, up, *rest)
-        ctx.activation, ctx.n_mixes = activation, n_mixes
+        ctx.save_for_backward(x, h if given is None else given, weight, *tensors)
 
     @staticmethod
     def backward(ctx, dy, _dh):
@@ -207,109 +102,38 @@ class _NobleLinear(torch.autograd.Function):
             raise RuntimeError(
                 "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
             )
-        x, h, weight, down, up, *rest = ctx.saved_tensors
-        mixes, frequencies, phases = _split(rest, ctx.n_mixes)
-        needs = ctx.needs_input_grad
+        x, h, weight, down, *others = ctx.saved_tensors
+        wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
+        wanted[0] &= weight is not None or down is not None  # else y does not depend on x
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        # Without a weight and a down projection the output does not depend on x.
-        wanted = [bool(needs[0]) and not (weight is None and down is None), bool(needs[1]), bool(needs[2])]
-        dx, dweight, dbias, *others = run(
-            dy, x, h, weight, down, up, mixes, frequencies, phases, ctx.activation, wanted
-        )
-        dbranch, dup, *drest = others
-        return (
-            dx if wanted[0] else None,
-            dweight if wanted[1] else None,
-            dbias if wanted[2] else None,
-            dbranch if down is not None else None,
-            dup,
-            dbranch if down is None else None,
-            None,
-            None,
-            *drest,
-        )
-
-
-def _split(rest: Sequence[Tensor], n_mixes: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """mixes, frequencies, phases out of one flat sequence (autograd takes no lists)."""
-    n_cosines = (len(rest) - n_mixes) // 2
-    mixes, cosines = list(rest[:n_mixes]), list(rest[n_mixes:])
-    return mixes, cosines[:n_cosines], cosines[n_cosines:]
+        found = run(dy, x, h, weight, [down, *others], ctx.activation, wanted)
+        dense = [each if want else None for each, want in zip(found, wanted, strict=False)]
+        dfirst, *dothers = found[3:]
+        return *dense, dfirst if down is None else None, None, None if down is None else dfirst, *dothers
 
 
 def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: list[Tensor],
-    frequencies: list[Tensor],
-    phases: list[Tensor],
+    h: Tensor | None,
+    tensors: Sequence[Tensor | None],
     activation: str,
-    h: Tensor | None = None,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """y (..., d_out) and h (tokens, r), empty where it was given; the up projection is accumulated into y in place, or
-    joined with the main product (`up_form`).
-
-    Between the products, steps are in place where they can be: on r-wide tensors the number of memory
-    passes, not of FLOPs, is the cost (the same in `_backward`).
-    """
-    x_TI = x.reshape(-1, x.shape[-1])
-    if (fast := _fused_kernel(x_TI, down, mixes, frequencies, phases, activation)) is not None:
-        h_TR, u_TR = fast.down_forward(x_TI, down, mixes[0], frequencies, phases)
+    """Return y (..., d_out) and h (T, r), which is empty where it was given."""
+    branch, x_TI = Branch.of_flat(tensors, activation), x.reshape(-1, x.shape[-1])
+    if branch.down is not None and (kernel := _down_kernel(x_TI, branch.down, branch)) is not None:
+        h_TR, u_TR = kernel.down_forward(x_TI, branch)
     else:
-        h_TR = _product(x_TI, down, h)
+        h_TR = F.linear(x, branch.down) if h is None else h  # type: ignore[arg-type]
         h_TR = h_TR.reshape(-1, h_TR.shape[-1])
-        u_TR = bottleneck_forward(h_TR, mixes, frequencies, phases, activation)
-    y_TO = F.linear(u_TR, up) if weight is None else main_plus_up(x_TI, weight, bias, u_TR, up, training=training)
-    return reshaped(y_TO, (*x.shape[:-1], up.shape[0])), h_TR if h is None else x.new_empty(0)
-
-
-def bottleneck_forward(
-    h_TR: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
-) -> Tensor:
-    """`bottleneck` (T, r) without autograd, by the kernel where it can be."""
-    if (fast := _kernel(h_TR, mixes, frequencies, phases, activation)) is not None:
-        return fast.forward(h_TR, mixes[0], frequencies, phases)
-    u_TR = h_TR
-    for layer in range(len(mixes) + 1):
-        if layer > 0:
-            u_TR = F.linear(u_TR, mixes[layer - 1])
-        argument = _argument(u_TR, frequencies, phases, layer, activation)
-        u_TR = (argument.cos_() if activation == "cosine" else _PLAIN[activation](argument)).to(h_TR.dtype)
-    return u_TR
-
-
-def _kernel(
-    h: Tensor, mixes: Sequence[Tensor], frequencies: Sequence[Tensor], phases: Sequence[Tensor], activation: str
-) -> ModuleType | None:
-    """`triton/cosnet.py` where this bottleneck is its formula and its numbers are a GPU's."""
-    if not _is_cosnet(mixes, activation, h.dtype, h.shape[-1]):
-        return None
-    return kernels("noble", h, *mixes, *frequencies, *phases)
-
-
-def _fused_kernel(
-    x: Tensor,
-    down: Tensor | None,
-    mixes: Sequence[Tensor],
-    frequencies: Sequence[Tensor],
-    phases: Sequence[Tensor],
-    activation: str,
-) -> ModuleType | None:
-    """The same module where it also takes the down projection."""
-    if down is None or down.dtype != x.dtype or not _is_cosnet(mixes, activation, x.dtype, down.shape[0]):
-        return None
-    (tokens, d_in), rank = x.shape, down.shape[0]
-    if chosen_down_form(tokens, d_in, rank, device=x.device, dtype=x.dtype) == "separate":
-        return None
-    return kernels("noble", x, down, *mixes, *frequencies, *phases)
-
-
-def _is_cosnet(mixes: Sequence[Tensor], activation: str, dtype: torch.dtype, rank: int) -> bool:
-    return activation == "cosine" and len(mixes) == 1 and mixes[0].dtype == dtype and mixes[0].shape[0] == rank
+        u_TR = bottleneck_forward(h_TR, branch)
+    if weight is None:
+        y_TO = F.linear(u_TR, branch.up)
+    else:
+        y_TO = main_plus_up(x_TI, weight, bias, u_TR, branch.up, training=training)
+    return reshaped(y_TO, (*x.shape[:-1], branch.up.shape[0])), h_TR if h is None else x.new_empty(0)
 
 
 def _backward(
@@ -317,104 +141,133 @@ def _backward(
     x: Tensor,
     h: Tensor,
     weight: Tensor | None,
-    down: Tensor | None,
-    up: Tensor,
-    mixes: list[Tensor],
-    frequencies: list[Tensor],
-    phases: list[Tensor],
+    tensors: Sequence[Tensor | None],
     activation: str,
-    wanted: list[bool],
+    wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of x, weight, bias, down (or of h where there is none), up, mixes, frequencies, phases; the bottleneck
-    is recomputed.
+    """Return the gradients of x, weight, bias, down (of h where there is none) and the branch's other tensors.
 
-    The first three are empty tensors where `wanted` says no: a frozen dense weight costs no product.
+    The first three are empty where `wanted` says no: a frozen dense weight costs no product.
     """
+    branch = Branch.of_flat(tensors, activation)
     dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
-    u, dh, dmixes, dfrequencies, dphases = bottleneck_backward(h_TR, dy_TO @ up, mixes, frequencies, phases, activation)
+    u, dh, dinner = bottleneck_backward(h_TR, dy_TO @ branch.up, branch)
     dup = dy_TO.t() @ u
     del u
 
     dx = dy.new_empty(0)
     if wanted[0]:
         if weight is None:
-            assert down is not None
-            dx_TI = dh @ down
+            dx_TI = dh @ branch.down  # type: ignore[operator]
         else:
             dx_TI = torch.mm(dy_TO, weight)
-            if down is not None:
-                dx_TI.addmm_(dh, down)
+            if branch.down is not None:
+                dx_TI.addmm_(dh, branch.down)
         dx = dx_TI.view(x.shape)
     dweight = dy_TO.t() @ x_TI if wanted[1] else dy.new_empty(0)
     dbias = dy_TO.sum(0) if wanted[2] else dy.new_empty(0)
     # Elementwise steps keep the layout of an h that is given; the op's results are contiguous.
-    dbranch = dh.reshape(h.shape).contiguous() if down is None else dh.t() @ x_TI
-    return [dx, dweight, dbias, dbranch, dup, *dmixes, *dfrequencies, *dphases]
+    dfirst = dh.reshape(h.shape).contiguous() if branch.down is None else dh.t() @ x_TI
+    return [dx, dweight, dbias, dfirst, dup, *dinner]
 
 
-def bottleneck_backward(
-    h: Tensor, du: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    """The bottleneck's output u (recomputed), and the gradients of h, mixes, frequencies and phases."""
-    if (fast := _kernel(h, mixes, frequencies, phases, activation)) is not None:
-        u, dh, dmix, dfrequencies, dphases = fast.backward(h, du, mixes[0], frequencies, phases)
-        return u, dh, [dmix], dfrequencies, dphases
-    return _bottleneck_backward(h, du, mixes, frequencies, phases, activation)
+def main_plus_up(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None, u_TR: Tensor, up: Tensor, *, training: bool
+) -> Tensor:
+    """Return `x weight^T + bias + u up^T` (T, d_out) without autograd, in one product or two (`JOIN_UP`)."""
+    (tokens, d_in), (d_out, rank) = x_TI.shape, up.shape
+    join = JOIN_UP
+    if join is None:
+        aligned = x_TI.dtype.itemsize * (d_in + rank) % 16 == 0  # for the matrix units
+        join = x_TI.is_cuda and aligned and (d_in + rank) * (tokens + d_out) < tokens * d_out
+    if training and join:
+        return F.linear(torch.cat((x_TI, u_TR), dim=1), torch.cat((weight, up), dim=1), bias)
+    return F.linear(x_TI, weight, bias).addmm_(u_TR, up.t())
 
 
-def _bottleneck_backward(
-    h: Tensor, du: Tensor, mixes: list[Tensor], frequencies: list[Tensor], phases: list[Tensor], activation: str
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+def bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
+    """Return `bottleneck` (T, r) without autograd, by the kernel where it can be."""
+    kernel = _kernel(h_TR, h_TR.shape[-1], branch)
+    return bottleneck(h_TR, branch) if kernel is None else kernel.forward(h_TR, branch)
+
+
+def bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return u (recomputed), the gradient of h, and those of mixes, frequencies and phases in one list."""
+    if (kernel := _kernel(h_TR, h_TR.shape[-1], branch)) is not None:
+        return kernel.backward(h_TR, du_TR, branch)  # type: ignore[no-any-return]
+    function, cosine = activation_function(branch.activation), branch.activation == "cosine"
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
-    u = h
-    for layer in range(len(mixes) + 1):
+    u = h_TR
+    for layer in range(len(branch.mixes) + 1):
         if layer > 0:
-            u = F.linear(u, mixes[layer - 1])
+            u = F.linear(u, branch.mixes[layer - 1])
         inputs.append(u)
-        arguments.append(_argument(u, frequencies, phases, layer, activation))
-        u = torch.cos(arguments[-1]) if activation == "cosine" else _PLAIN[activation](arguments[-1])
-        u = u.to(h.dtype)
+        arguments.append(argument(u, branch, layer))
+        u = function(arguments[-1]).to(h_TR.dtype)
         outputs.append(u)
 
+    du = du_TR
     dmixes: list[Tensor] = []
     dfrequencies: list[Tensor] = []
     dphases: list[Tensor] = []
-    for layer in reversed(range(len(mixes) + 1)):
-        if activation == "cosine":
-            du_wide = _wide(du)
+    for layer in reversed(range(len(branch.mixes) + 1)):
+        du_wide = wide(du)
+        if cosine:
+            frequency, phase = branch.frequencies[layer], branch.phases[layer]
             dargument = arguments[layer].sin_().mul_(du_wide).neg_()
-            dphases.insert(0, dargument.sum(0).to(phases[layer].dtype))
+            dphases.insert(0, dargument.sum(0).to(phase.dtype))
             # du is not needed again: its memory takes the product.
-            scaled = torch.mul(dargument, _wide(inputs[layer]), out=du_wide)
-            dfrequencies.insert(0, scaled.sum(0).to(frequencies[layer].dtype))
-            du = dargument.mul_(_wide(frequencies[layer])).to(h.dtype)
+            scaled = torch.mul(dargument, wide(inputs[layer]), out=du_wide)
+            dfrequencies.insert(0, scaled.sum(0).to(frequency.dtype))
+            du = dargument.mul_(wide(frequency)).to(h_TR.dtype)
         else:
-            du = _activation_gradient(_wide(du), arguments[layer], outputs[layer], activation).to(h.dtype)
+            du = _activation_gradient(du_wide, arguments[layer], outputs[layer], branch.activation).to(h_TR.dtype)
         if layer > 0:
             dmixes.insert(0, du.t() @ outputs[layer - 1])
-            du = du @ mixes[layer - 1]
-    return outputs[-1], du, dmixes, dfrequencies, dphases
+            du = du @ branch.mixes[layer - 1]
+    return outputs[-1], du, [*dmixes, *dfrequencies, *dphases]
 
 
 def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> Tensor:
     if activation == "tanh":
         return torch.ops.aten.tanh_backward(du, torch.tanh(z) if u.dtype != z.dtype else u)
     if activation == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(du, z, _LEAKY_SLOPE, False)
+        return torch.ops.aten.leaky_relu_backward(du, z, LEAKY_SLOPE, False)
     if activation == "gelu":
         return torch.ops.aten.gelu_backward(du, z)
     return torch.ops.aten.silu_backward(du, z)
 
 
+def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
+    """Return `kernel.py` where this bottleneck is its formula and its numbers are a GPU's."""
+    mixes = branch.mixes
+    cosnet = branch.activation == "cosine" and len(mixes) == 1 and mixes[0].shape[0] == rank
+    if not cosnet or any(each.dtype != x.dtype for each in (*mixes, *down)):
+        return None
+    return kernels("noble", x, *down, *mixes, *branch.frequencies, *branch.phases)
+
+
+def _down_kernel(x_TI: Tensor, down: Tensor, branch: Branch) -> ModuleType | None:
+    """Return the same where it also takes the down projection (`FUSE_DOWN`)."""
+    (tokens, d_in), rank = x_TI.shape, down.shape[0]
+    fuse = FUSE_DOWN
+    if fuse is None:
+        aligned = x_TI.dtype.itemsize == 2 and d_in % 8 == 0
+        fuse = x_TI.is_cuda and aligned and -(-tokens // FUSED_DOWN_TOKENS) >= processors(x_TI.device)
+    return _kernel(x_TI, rank, branch, down) if fuse and rank <= FUSED_DOWN_RANK else None
+
+
 # Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
 # layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_BRANCH = "Tensor? down, Tensor up, Tensor[] mixes, Tensor[] frequencies, Tensor[] phases, str activation"
 _LIBRARY.define(
-    f"noble_forward(Tensor x, Tensor? weight, Tensor? bias, {_BRANCH}, Tensor? h=None, bool training=False) "
-    "-> (Tensor, Tensor)"
+    "noble_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? h, Tensor?[] tensors, str activation, "
+    "bool training=False) -> (Tensor, Tensor)"
 )
-_LIBRARY.define(f"noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, {_BRANCH}, bool[] wanted) -> Tensor[]")
+_LIBRARY.define(
+    "noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, Tensor?[] tensors, str activation, bool[] wanted) "
+    "-> Tensor[]"
+)
 _LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
 _forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
@@ -422,16 +275,18 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x, weight, bias, down, up, mixes, frequencies, phases, activation, h=None, training=False):
+def _(x, weight, bias, h, tensors, activation, training=False):
+    down, up = tensors[:2]
     kept = x.new_empty(x.numel() // x.shape[-1], down.shape[0]) if h is None else x.new_empty(0)
     return x.new_empty(*x.shape[:-1], up.shape[0]), kept
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
-def _(dy, x, h, weight, down, up, mixes, frequencies, phases, activation, wanted):
+def _(dy, x, h, weight, tensors, activation, wanted):
+    down, *others = tensors
     return [
         x.new_empty(x.shape) if wanted[0] else dy.new_empty(0),
         dy.new_empty(weight.shape) if wanted[1] else dy.new_empty(0),
         dy.new_empty(weight.shape[0]) if wanted[2] else dy.new_empty(0),
-        *(each.new_empty(each.shape) for each in (h if down is None else down, up, *mixes, *frequencies, *phases)),
+        *(each.new_empty(each.shape) for each in (h if down is None else down, *others)),
     ]
