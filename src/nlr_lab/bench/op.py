@@ -31,7 +31,7 @@ from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_refer
 from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_gated
 from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
-from nonlinear_lowrank.ops.sine import sine_layer_reference
+from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 from .kat_rational import kat_rational

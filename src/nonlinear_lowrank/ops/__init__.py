@@ -1,1 +1,1 @@
-"""What the operators of several methods share: activations, the choice of kernels, custom ops."""
+"""Operators that several methods use, and what operators share."""

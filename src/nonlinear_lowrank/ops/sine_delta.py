@@ -1,7 +1,7 @@
 """One sine delta of a weight: its factors, its value, and its gradients (sine_lowrank.txt, equation (3)).
 
-What sine.py and sine_embedding.py share; formulas and shapes are in the docstring of sine.py. Product, phase and
-sine are float32 or wider whatever the types of the factors, autocast and the process's settings say.
+Formulas and shapes are those of `sine`. Product, phase and sine are float32 or wider whatever the types of the factors,
+autocast and the process's settings say.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SineFactors(NamedTuple):
-    """One delta: its factors and settings; shapes in the module's docstring."""
+    """One delta: its factors and settings."""
 
     up: Tensor
     down: Tensor
@@ -24,48 +24,47 @@ class SineFactors(NamedTuple):
     magnitude: Tensor | None = None
     """Given: the delta of sine-DoRA."""
 
-
-def sine_weight_reference(up: Tensor, down: Tensor, omega: float, gain: float) -> Tensor:
-    """`sin(omega * up @ down) / gain`, the plain differentiable formula.
-
-    Args:
-        up: (d_out, r).
-        down: (r, d_in).
-        omega: frequency, radians per unit of the product.
-        gain: divisor g.
-
-    Returns:
-        (d_out, d_in), float32 or wider.
-
-    Source: sine_lowrank.txt, equation (3).
-    """
-    dtype = wide_dtype(up, down)
-    with no_autocast(up):
-        return torch.sin(omega * (up.to(dtype) @ down.to(dtype))) / gain
+    @property
+    def amplitude(self) -> float:
+        """Of the sine."""
+        return self.scale / self.gain
 
 
 def dora_norm(weight: Tensor, *, transposed: bool = False) -> Tensor:
-    """Norms (d_out) of a plain weight's rows in float32 or wider: a magnitude that changes nothing."""
+    """Return the norms (d_out) of a plain weight's rows in float32 or wider: a magnitude that changes nothing."""
     with torch.no_grad():
         matrix = as_matrix(weight, transposed)
         return torch.linalg.vector_norm(matrix.to(wide_dtype(matrix)), dim=0 if transposed else 1)
 
 
 def as_matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """A weight of any shape as (d_out, d_in), or (d_in, d_out) where transposed."""
+    """Return a weight of any shape as (d_out, d_in), or (d_in, d_out) where transposed."""
     return weight if transposed else weight.reshape(weight.shape[0], -1)
 
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float32, or float64 where a tensor is."""
+    """Return float32, or float64 where a tensor is."""
     wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
+def compute_type(weight: Tensor | None, factors: Sequence[SineFactors]) -> torch.dtype:
+    """Return the type in which a weight with these deltas is formed."""
+    return wide_dtype(weight, *(tensor for each in factors for tensor in (each.up, each.down)))
+
+
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """A context without autocast on the tensor's device."""
+    """Return a context without autocast on the tensor's device."""
     device = tensor.device.type
     return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Return x in autocast's type: cast once, in front of an operator whose backward runs outside autocast."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 _PRECISION_LOCK = threading.Lock()
@@ -73,7 +72,7 @@ _PRECISION_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """float32 products in float32 and not in TF32 or bfloat16, whatever the process has set."""
+    """Form float32 products in float32 and not in TF32 or bfloat16, whatever the process has set."""
     backends: Any = torch.backends  # its modules are made at run time
     places = (backends.cuda.matmul, backends.mkldnn.matmul)
     with _PRECISION_LOCK:  # the settings are the process's, and backward has a thread for each device
@@ -110,11 +109,7 @@ class Delta:
 
     Args:
         weight: the plain weight as a matrix in its layout; needed with a magnitude.
-        up: (d_out, r).
-        down: (r, d_in).
-        magnitude: (d_out), or None.
-        omega: frequency.
-        amplitude: scale / gain.
+        factors: the delta's.
         transposed: whether the layout is (d_in, d_out).
         dtype: float32 or wider; everything is computed in it.
         multiply: the product of (d_out, r) and (r, d_in).
@@ -123,32 +118,28 @@ class Delta:
     def __init__(
         self,
         weight: Tensor | None,
-        up: Tensor,
-        down: Tensor,
-        magnitude: Tensor | None,
-        omega: float,
-        amplitude: float,
+        factors: SineFactors,
         *,
         transposed: bool,
         dtype: torch.dtype,
         multiply: Callable[[Tensor, Tensor], Tensor] = product,
     ) -> None:
-        self.up, self.down = up.to(dtype), down.to(dtype)
-        self.omega, self.amplitude, self.transposed = omega, amplitude, transposed
-        scaled = self.up * omega  # on the narrow side: one pass over the wide one less
+        self.up, self.down = factors.up.to(dtype), factors.down.to(dtype)
+        self.omega, self.amplitude, self.transposed = factors.omega, factors.amplitude, transposed
+        scaled = self.up * self.omega  # on the narrow side: one pass over the wide one less
         self.phase = multiply(self.down.t(), scaled.t()) if transposed else multiply(scaled, self.down)
-        self.dora = None if magnitude is None else _Direction(self, weight, magnitude)
+        self.dora = None if factors.magnitude is None else _Direction(self, weight, factors.magnitude)
 
     def sine(self, *, in_place: bool) -> Tensor:
         """amplitude * sin(phase); in the phase's memory if in_place."""
         return (self.phase.sin_() if in_place else self.phase.sin()).mul_(self.amplitude)
 
     def rows(self, per_row: Tensor) -> Tensor:
-        """(d_out) so that it multiplies rows in the layout."""
+        """Return (d_out) so that it multiplies rows in the layout."""
         return per_row if self.transposed else per_row[:, None]
 
     def value(self, *, keep_phase: bool = False) -> Tensor:
-        """The delta, a new tensor; it takes the phase's memory unless that is still needed."""
+        """Return the delta, a new tensor; it takes the phase's memory unless that is still needed."""
         sine = self.sine(in_place=not keep_phase)
         if self.dora is None:
             return sine
@@ -157,7 +148,7 @@ class Delta:
         return sine.mul_(self.rows(ratio)).add_(self.dora.weight * self.rows(ratio - 1))
 
     def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Of up and down, out of the gradient of the weight; overwrites the phase."""
+        """Return those of up and down, by the gradient of the weight; overwrites the phase."""
         dphase = self.phase.cos_().mul_(gradient)
         if self.dora is not None:
             dphase.mul_(self.rows(self.dora.ratio))
@@ -179,7 +170,7 @@ class _Direction:
         self.ratio = torch.where(self.norm > 0, magnitude.to(self.norm.dtype) / self.norm, 1.0)
 
     def magnitude_gradient(self, gradient: Tensor) -> Tensor:
-        """Of m (d_out), out of the gradient of the weight; overwrites the direction.
+        """Return that of m (d_out), by the gradient of the weight; overwrites the direction.
 
         The norm is a constant (DoRA, arXiv:2402.09353, section 4.3).
         """
@@ -188,14 +179,14 @@ class _Direction:
 
 
 def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
-    """The running sum ((base + first) + second) + ..., in the first delta's memory."""
+    """Return the running sum ((base + first) + second) + ..., in the first delta's memory."""
     if total is not None:
         return total.add_(value)
     return value if base is None else value.add_(base)
 
 
 def stochastic_bfloat16(total: Tensor, seed: int) -> Tensor:
-    """Rounded up or down at random so that the mean is the number: 16 random bits are added and 16 cut off."""
+    """Round up or down at random so that the mean is the number: 16 random bits are added and 16 cut off."""
     generator = torch.Generator(total.device).manual_seed(seed)
     noise = torch.randint(0, 1 << 16, total.shape, generator=generator, device=total.device, dtype=torch.int32)
     bits = total.float().contiguous().view(torch.int32)
@@ -203,44 +194,40 @@ def stochastic_bfloat16(total: Tensor, seed: int) -> Tensor:
     return rounded.to(torch.bfloat16)
 
 
-# How a list of deltas passes an op's border: flat, and with three numbers for each.
-
-
-def settings_of(factors: SineFactors) -> tuple[float, float, float]:
-    """omega, amplitude scale / gain, and whether there is a magnitude."""
-    return float(factors.omega), factors.scale / factors.gain, float(factors.magnitude is not None)
+# How a list of deltas passes autograd's border, which takes no lists, and an op's.
 
 
 def flatten(factors: Sequence[SineFactors]) -> tuple[list[Tensor], tuple[float, ...]]:
-    """ups, downs, magnitudes (of those that have one) in one list, and all settings."""
+    """Return ups, downs, magnitudes (of those that have one) in one list, and three settings for each delta."""
     flat = [each.up for each in factors] + [each.down for each in factors]
     flat += [each.magnitude for each in factors if each.magnitude is not None]
-    return flat, tuple(value for each in factors for value in settings_of(each))
+    settings = [(float(each.omega), each.amplitude, float(each.magnitude is not None)) for each in factors]
+    return flat, tuple(value for each in settings for value in each)
 
 
 def split(flat: Sequence[Tensor], settings: Sequence[float]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """ups, downs, magnitudes out of the one list (autograd takes no lists)."""
+    """Return ups, downs, magnitudes out of the one list."""
     n = len(settings) // 3
     return list(flat[:n]), list(flat[n : 2 * n]), list(flat[2 * n :])
 
 
 def unflatten(
     ups: Sequence[Tensor], downs: Sequence[Tensor], magnitudes: Sequence[Tensor], settings: Sequence[float]
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, float, float]]:
-    """up, down, magnitude, omega and amplitude of each delta."""
+) -> list[SineFactors]:
+    """Return the deltas; their scale is the amplitude, their gain 1."""
     rest = iter(magnitudes)
-    for index, (up, down) in enumerate(zip(ups, downs, strict=True)):
-        omega, amplitude, dora = settings[3 * index : 3 * index + 3]
-        yield up, down, next(rest) if dora else None, omega, amplitude
+    return [
+        SineFactors(up, down, omega, 1.0, amplitude, next(rest) if dora else None)
+        for up, down, omega, amplitude, dora in zip(
+            ups, downs, settings[::3], settings[1::3], settings[2::3], strict=True
+        )
+    ]
 
 
 def in_order(gradients: dict[int, Tensor], parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
-    """Every wanted gradient in its parameter's type, new empty tensors (an op may return none twice) for the rest."""
-    listed = []
-    for index, (parameter, want) in enumerate(zip(parameters, wanted, strict=True)):
-        if want and parameter is not None:
-            listed.append(gradients[index].to(parameter.dtype))
-        else:
-            device = next(each.device for each in parameters if each is not None)
-            listed.append(torch.empty(0, device=device))
-    return listed
+    """Return wanted gradients in their parameters' types, new empty tensors (an op returns none twice) for the rest."""
+    device = next(each.device for each in parameters if each is not None)
+    return [
+        gradients[index].to(parameter.dtype) if want and parameter is not None else torch.empty(0, device=device)
+        for index, (parameter, want) in enumerate(zip(parameters, wanted, strict=True))
+    ]

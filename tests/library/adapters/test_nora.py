@@ -400,7 +400,7 @@ def test_adapters_of_different_functions_cannot_be_active_together():
         ({"tails": "flat"}, "unknown tails"),
         ({"anchor": "yes"}, "unknown anchor"),
         ({"fit_range": -1.0}, "fit_range must be"),
-        ({"tuning": "all"}, "tuning must be one of 'low_rank', 'rational'"),
+        ({"tuning": "all"}, "unknown tuning 'all'; choose one of low_rank, rational"),
         ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; leave it out"),
         ({"numerator_only": True, "denominator_only": True}, "leave nothing to train together"),
         ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),

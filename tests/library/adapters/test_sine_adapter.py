@@ -212,7 +212,7 @@ def test_patterns_set_rank_and_omega_by_module():
     )  # fmt: skip
     model = get_peft_model(model_helpers.llama(), config)
     seen = {
-        name: (module.nlr_sine_lora_up["default"].shape[1], module._factors("default").omega)
+        name: (module.nlr_sine_lora_up["default"].shape[1], module.factors("default").omega)
         for name, module in model.named_modules()
         if hasattr(module, "nlr_sine_lora_up")
     }

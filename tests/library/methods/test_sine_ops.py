@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.sine.embedding import embedding_delta, sine_embedding, sine_embedding_reference
-from nonlinear_lowrank.ops import sine
-from nonlinear_lowrank.ops.sine import sine_layer, sine_layer_reference
-from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm, full_precision, sine_weight_reference
+from nonlinear_lowrank.methods.sine.embedding import embedding_delta, sine_embedding
+from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
+from nonlinear_lowrank.methods.sine.reference import sine_embedding_reference, sine_layer_reference
+from nonlinear_lowrank.ops.sine import effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm, full_precision
 from rounding_helpers import assert_close_by_norm
 
 D_IN, D_OUT, RANK = 12, 10, 3
@@ -73,24 +74,19 @@ def test_matches_the_plain_formula_in_float64(dora, base, bias, trained):
     assert_all_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_named_forms_are_the_papers_equations():
+def test_the_deltas_are_the_papers_equations():
     (plain, dora), x = make_factors([False, True]), leaf(4, D_IN)
     weight, bias = leaf(D_OUT, D_IN), leaf(D_OUT)
     with torch.no_grad():
         delta = 1.5 * torch.sin(plain.omega * plain.up @ plain.down) / math.sqrt(D_IN)
-        arguments = (plain.up, plain.down, plain.omega, plain.gain, plain.scale)
-        torch.testing.assert_close(sine.sine_linear(x, weight, bias, *arguments), x @ (weight + delta).T + bias)
-        torch.testing.assert_close(sine.sine_delta_linear(x, *arguments), x @ delta.T)
-        torch.testing.assert_close(sine.effective_weight(weight, *arguments), weight + delta)
+        torch.testing.assert_close(sine_layer(x, weight, bias, [plain]), x @ (weight + delta).T + bias)
+        torch.testing.assert_close(sine_layer(x, None, None, [plain], base=False), x @ delta.T)
+        torch.testing.assert_close(effective_weights(weight, [plain]), weight + delta)
         direction = weight + 1.5 * torch.sin(dora.omega * dora.up @ dora.down) / math.sqrt(D_IN)
         expected = dora.magnitude[:, None] * direction / direction.norm(dim=1, keepdim=True)
-        settings = (dora.omega, dora.gain, dora.scale)
-        y = sine.sine_dora_linear(x, weight, bias, dora.up, dora.down, dora.magnitude, *settings)
-        torch.testing.assert_close(y, x @ expected.T + bias)
-        only = sine.sine_dora_linear(x, weight, None, dora.up, dora.down, dora.magnitude, *settings, base=False)
-        torch.testing.assert_close(only, x @ (expected - weight).T)
-        formed = sine.effective_weight(weight, dora.up, dora.down, *settings, magnitude=dora.magnitude)
-        torch.testing.assert_close(formed, expected)
+        torch.testing.assert_close(sine_layer(x, weight, bias, [dora]), x @ expected.T + bias)
+        torch.testing.assert_close(sine_layer(x, weight, None, [dora], base=False), x @ (expected - weight).T)
+        torch.testing.assert_close(effective_weights(weight, [dora]), expected)
 
 
 @deltas
@@ -117,13 +113,16 @@ def test_1x1_convolution_is_the_same_map(dora, stride):
     assert_all_close(with_gradients(y, inputs, dy), with_gradients(expected, inputs, dy), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
-def test_gradcheck(base):
+@pytest.mark.parametrize("operator", ["merged", "delta", "embedding"])
+def test_gradcheck(operator):
     factors = make_factors([False, False], d_in=5, d_out=4, r=2)
     x, weight = leaf(3, 5), leaf(4, 5)
 
     def function(x, weight, *flat):
         rebuilt = [each._replace(up=flat[2 * i], down=flat[2 * i + 1]) for i, each in enumerate(factors)]
+        if operator == "embedding":
+            return sine_embedding(torch.tensor([[1, 3, 1], [0, 2, 2]]), weight, rebuilt)
+        base = operator == "merged"
         return sine_layer(x, weight if base else None, None, rebuilt, base=base)
 
     assert torch.autograd.gradcheck(function, (x, weight, *tensors(factors)))
@@ -138,26 +137,15 @@ def test_gradcheck_dora():
     )
 
 
-def test_gradcheck_embedding():
-    factors = make_factors([False, False], d_in=5, d_out=7, r=2)
-    indices = torch.tensor([[1, 3, 1], [0, 6, 6]])
-
-    def function(weight, *flat):
-        rebuilt = [each._replace(up=flat[2 * i], down=flat[2 * i + 1]) for i, each in enumerate(factors)]
-        return sine_embedding(indices, weight, rebuilt)
-
-    assert torch.autograd.gradcheck(function, (leaf(7, 5), *tensors(factors)))
-
-
 @pytest.mark.parametrize("r", [1, 8, 64])
 @pytest.mark.parametrize("rms", [1.0, 10.0, 30.0])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_delta_is_within_1e_5_of_float64(rms, r, transposed):
     (each,) = make_factors([False], d_in=300, d_out=200, r=r, rms=rms, dtype=torch.float32)
-    exact = each.scale * sine_weight_reference(each.up.double(), each.down.double(), each.omega, each.gain)
+    exact = each.scale * lowrank_weight(each.up.double(), each.down.double(), "sine", each.omega, each.gain)
     phase = (each.omega * each.up.double() @ each.down.double()).detach()
     assert 0.5 * rms < phase.square().mean().sqrt() < 2 * rms
-    formed = sine.sine_delta(None, each, transposed=transposed)
+    formed = sine_delta(None, each, transposed=transposed)
     assert formed.dtype == torch.float32
     error = (formed.t() if transposed else formed) - exact
     assert error.norm() / exact.norm() <= 1e-5
@@ -211,7 +199,7 @@ def test_merged_and_unmerged_have_equal_bits(dora, kind, dtype, autocast):
     weight = leaf(*shape, scale=0.1, dtype=dtype).detach()
     x = leaf(*((2, 64, 5, 6) if stride else (3, 7, 64)), dtype=dtype)
     transposed = kind == "conv1d"
-    formed = sine.effective_weights(weight, factors, transposed=transposed)
+    formed = effective_weights(weight, factors, transposed=transposed)
     assert formed.dtype == dtype
     assert formed.shape == weight.shape
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -237,7 +225,7 @@ def test_zero_up_changes_no_bit(dtype):
         factors[1].magnitude.copy_(dora_norm(weight))
     x = leaf(4, D_IN, dtype=dtype)
     assert torch.equal(sine_layer(x, weight, None, factors), F.linear(x, weight))
-    assert torch.equal(sine.effective_weights(weight, factors), weight)
+    assert torch.equal(effective_weights(weight, factors), weight)
     assert not sine_layer(x, weight, None, factors, base=False).any()
 
 
@@ -253,47 +241,28 @@ def test_rows_of_zeros_stay_finite():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+@pytest.mark.parametrize("kind", ["merged", "delta", "conv1d", "conv2d", "embedding"])
 @deltas
-def test_compiles_fullgraph_with_equal_gradients(dora, base):
+def test_compiles_fullgraph_with_equal_gradients(kind, dora):
     torch.compiler.reset()
     factors = make_factors(dora, dtype=torch.float32)
-    x, weight, bias = leaf(3, 5, D_IN, dtype=torch.float32), leaf(D_OUT, D_IN, dtype=torch.float32).detach(), None
-    flat = tensors(factors)
-
-    def function(x):
-        return sine_layer(x, weight, bias, factors, base=base)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    dy = torch.randn(3, 5, D_OUT)
-    eager = with_gradients(function(x), [x, *flat], dy)
-    for mine, other in zip(with_gradients(compiled(x), [x, *flat], dy), eager, strict=True):
-        assert torch.equal(mine, other)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), eager[0])
-
-
-@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "embedding"])
-def test_other_layers_compile_fullgraph(kind):
-    torch.compiler.reset()
-    factors = make_factors([False, True], dtype=torch.float32, d_out=20 if kind == "embedding" else D_OUT)
     stride = (1, 1) if kind == "conv2d" else None
-    shape = {"conv1d": (D_IN, D_OUT), "conv2d": (D_OUT, D_IN, 1, 1), "embedding": (20, D_IN)}[kind]
+    shape = {"conv1d": (D_IN, D_OUT), "conv2d": (D_OUT, D_IN, 1, 1)}.get(kind, (D_OUT, D_IN))
     weight = leaf(*shape, dtype=torch.float32).detach()
+    x = leaf(2, D_IN, 4, 4, dtype=torch.float32) if stride else leaf(2, 3, D_IN, dtype=torch.float32)
+    inputs = [x, *tensors(factors)]
+    if kind == "embedding":
+        x, inputs = torch.randint(0, D_OUT, (2, 6)), inputs[1:]
 
     def function(x):
         if kind == "embedding":
             return sine_embedding(x, weight, factors, padding_idx=1)
-        return sine_layer(x, weight, None, factors, transposed=kind == "conv1d", stride=stride)
+        base = kind != "delta"
+        return sine_layer(x, weight, None, factors, base=base, transposed=kind == "conv1d", stride=stride)
 
-    x = leaf(2, D_IN, 4, 4, dtype=torch.float32) if stride else leaf(2, 3, D_IN, dtype=torch.float32)
-    inputs = tensors(factors) + ([] if kind == "embedding" else [x])
-    if kind == "embedding":
-        x = torch.randint(0, 20, (2, 6))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    y = function(x)
-    dy = torch.randn_like(y)
-    eager = with_gradients(y, inputs, dy)
+    dy = torch.randn_like(function(x))
+    eager = with_gradients(function(x), inputs, dy)
     for mine, other in zip(with_gradients(compiled(x), inputs, dy), eager, strict=True):
         assert torch.equal(mine, other)
     with torch.no_grad():
@@ -343,12 +312,12 @@ def test_an_embedding_row_has_the_bits_of_the_merged_table(dora, dtype):
 def test_no_input_or_setting_makes_the_phase_narrow():
     """Autocast and reduced-precision products move no bit of the delta, and the settings come back."""
     (each,) = make_factors([False], d_in=64, d_out=64, r=16, rms=30.0, dtype=torch.float32)
-    expected = sine.sine_delta(None, each)
+    expected = sine_delta(None, each)
     x, dy = leaf(5, 64, dtype=torch.float32), torch.randn(5, 64)
     gradients = torch.autograd.grad(sine_layer(x, None, None, [each], base=False), tensors([each]), dy)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(sine.sine_delta(None, each), expected)
-        reference = each.scale * sine_weight_reference(each.up, each.down, each.omega, each.gain)
+        assert torch.equal(sine_delta(None, each), expected)
+        reference = each.scale * lowrank_weight(each.up, each.down, "sine", each.omega, each.gain)
         assert_close_by_norm(reference, expected, 1e-5)
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
@@ -357,7 +326,7 @@ def test_no_input_or_setting_makes_the_phase_narrow():
         for precision in ("high", "medium"):
             torch.set_float32_matmul_precision(precision)
             during = [setting.fp32_precision for setting in settings]
-            assert torch.equal(sine.sine_delta(None, each), expected)
+            assert torch.equal(sine_delta(None, each), expected)
             assert torch.get_float32_matmul_precision() == precision
             assert [setting.fp32_precision for setting in settings] == during
         reduced = torch.autograd.grad(y, tensors([each]), dy)
@@ -398,47 +367,23 @@ def test_autocast_gives_bfloat16_and_float32_gradients():
         assert each.grad.isfinite().all()
 
 
-def test_float64_stays_float64_under_autocast():
-    factors, x, weight = make_factors([False]), leaf(4, D_IN), leaf(D_OUT, D_IN)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = sine_layer(x, weight, None, factors)
-    torch.testing.assert_close(y, sine_layer_reference(x, weight, None, factors), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["merged", "delta", "embedding"])
 @deltas
-def test_keeps_x_alone(dora, base, backend):
+def test_keeps_its_input_alone(dora, kind, backend):
     torch.compiler.reset()
     factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
-    x, weight, bias = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64), torch.randn(48)
+    weight, bias = torch.randn(48, 64), torch.randn(48)
+    x = torch.randint(0, 48, (3, 8)) if kind == "embedding" else leaf(7, 64, dtype=torch.float32)
 
     def function(x):
-        return sine_layer(x * 1, weight, bias, factors, base=base)
+        if kind == "embedding":
+            return sine_embedding(x, weight, factors)
+        return sine_layer(x * 1, weight, bias, factors, base=kind == "merged")
 
     run = torch.compile(function, backend=backend, fullgraph=True) if backend else function
     assert saved_bytes(run, x, parameters=[weight, bias, *tensors(factors)]) == x.nbytes
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_embedding_keeps_indices_alone(backend):
-    torch.compiler.reset()
-    factors = make_factors([False, True], d_out=50, dtype=torch.float32)
-    weight, indices = torch.randn(50, D_IN), torch.randint(0, 50, (3, 8))
-
-    def function(indices):
-        return sine_embedding(indices, weight, factors)
-
-    run = torch.compile(function, backend=backend, fullgraph=True) if backend else function
-    assert saved_bytes(run, indices, parameters=[weight, *tensors(factors)]) == indices.nbytes
-
-
-def test_the_plain_formula_keeps_far_more():
-    """The counter must be able to say no."""
-    factors = make_factors([False], d_in=64, d_out=48, dtype=torch.float32)
-    x, weight = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64)
-    kept = saved_bytes(lambda x: sine_layer_reference(x, weight, None, factors), x, parameters=tensors(factors))
-    assert kept >= x.nbytes + 2 * weight.nbytes
 
 
 @pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
@@ -477,24 +422,15 @@ def test_noncontiguous_input():
 
 def test_runs_on_meta():
     factors = make_factors([False, True], dtype=torch.float32)
-    there = [
-        each._replace(
-            **{
-                name: getattr(each, name).detach().to("meta").requires_grad_()
-                for name in ("up", "down", "magnitude")
-                if getattr(each, name) is not None
-            }
-        )
-        for each in factors
-    ]
+    there = []
+    for each in factors:
+        given = {name: tensor for name, tensor in each._asdict().items() if isinstance(tensor, torch.Tensor)}
+        there.append(each._replace(**{name: torch.empty_like(each, device="meta") for name, each in given.items()}))
+    for each in tensors(there):
+        each.requires_grad_()
     x = torch.empty(6, D_IN, device="meta", requires_grad=True)
-    weight = torch.empty(D_OUT, D_IN, device="meta")
-    y = sine_layer(x, weight, None, there)
-    y.sum().backward()
+    sine_layer(x, torch.empty(D_OUT, D_IN, device="meta"), None, there).sum().backward()
     assert [each.grad.shape for each in tensors(there)] == [each.shape for each in tensors(factors)]
-    assert (
-        saved_bytes(lambda x: sine_layer(x, weight, None, there), x, parameters=[weight, *tensors(there)]) == x.nbytes
-    )
 
 
 def test_second_derivatives_are_refused_not_wrong():
@@ -506,54 +442,15 @@ def test_second_derivatives_are_refused_not_wrong():
         torch.autograd.grad(rows.sum(), factors[0].up, create_graph=True)
 
 
-def test_same_loss_curve_as_the_formula_in_float64():
-    """50 AdamW steps on a small regression: relative 1e-4, and the loss really falls."""
-    x = torch.randn(64, D_IN, dtype=torch.float64)
-    weight = torch.randn(D_OUT, D_IN, dtype=torch.float64)
-    target = x @ (weight + 0.3 * torch.randn(D_OUT, D_IN, dtype=torch.float64)).T
-    start = make_factors([True], rms=1.0)
-    with torch.no_grad():
-        start[0].up.zero_()
-        start[0].magnitude.copy_(weight.norm(dim=1))
-    curves = []
-    for function, dtype in ((sine_layer, torch.float32), (sine_layer_reference, torch.float64)):
-        factors = cast(start, dtype)
-        optimizer = torch.optim.AdamW(tensors(factors), lr=3e-2)
-        curve = []
-        for _ in range(50):
-            loss = (function(x.to(dtype), weight.to(dtype), None, factors) - target.to(dtype)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(loss.item())
-        curves.append(torch.tensor(curve, dtype=torch.float64))
-    assert curves[1][-1] < 0.9 * curves[1][0]
-    torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
-@deltas
-def test_inductor_keeps_x_alone(dora):
-    torch.compiler.reset()
-    factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
-    x, weight, dy = leaf(7, 64, dtype=torch.float32), torch.randn(48, 64), torch.randn(7, 48)
-    run = torch.compile(lambda x: sine_layer(x * 1, weight, None, factors), backend="inductor", fullgraph=True)
-    assert saved_bytes(run, x, parameters=[weight, *tensors(factors)]) == x.nbytes
-    inputs = [x, *tensors(factors)]
-    expected = with_gradients(sine_layer(x, weight, None, factors), inputs, dy)
-    assert_all_close(with_gradients(run(x), inputs, dy), expected)
-
-
 def test_stochastic_rounding_keeps_the_mean():
     """A delta of a tenth of bfloat16's step is lost to nearest, and kept in the mean over seeds."""
     weight = torch.full((4, 64), 1.0, dtype=torch.bfloat16)
     up, down = torch.ones(4, 1), torch.ones(1, 64)
     delta = 0.1 * 2**-7  # the step above 1 is 2^-7
-    settings = (math.pi / 2, 1.0, delta)  # sin(pi / 2) = 1
-    assert torch.equal(sine.effective_weight(weight, up, down, *settings), weight)
-    drawn = [sine.effective_weight(weight, up, down, *settings, seed=seed) for seed in range(60)]
-    assert all(torch.equal(drawn[7], sine.effective_weight(weight, up, down, *settings, seed=7)) for _ in range(2))
+    factors = [SineFactors(up, down, math.pi / 2, 1.0, delta)]  # sin(pi / 2) = 1
+    assert torch.equal(effective_weights(weight, factors), weight)
+    drawn = [effective_weights(weight, factors, seed=seed) for seed in range(60)]
+    assert torch.equal(drawn[7], effective_weights(weight, factors, seed=7))
     mean = torch.stack(drawn).double().mean() - 1
     # 15,360 draws of 2^-7 with probability 0.1: standard deviation 0.0024 of a step
     assert abs(mean - delta) < 5 * 0.0024 * 2**-7

@@ -2,21 +2,19 @@
 
     P' / Q' with coefficients theta + A B, by groups of channels; theta is fitted to the activation that is replaced
 
-The layer is in `nora_activation`, the settings in `nora_config`. NoRA++ (lora_r > 0) adds LoRA on linears, see
-`nora_lora`. Merging makes an activation a `layers.RationalActivation` with the shift in its coefficients, and the
-model one that `save_pretrained` and the Auto classes know (`hub`).
+The layers are in `adapter_layers`, the settings in `adapter_config`. NoRA++ (lora_r > 0) adds LoRA on linears. Merging
+makes an activation a `RationalActivation` with the shift in its coefficients, and the model one that `save_pretrained`
+and the Auto classes know (`hub`).
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from peft.tuners.tuners_utils import (
-    _ExcludedModule,
-    _maybe_include_all_linear_layers,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import _ExcludedModule, _maybe_include_all_linear_layers, check_target_module_exists
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
@@ -29,14 +27,68 @@ from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.targets import output_head_names
 
-from .adapter_activation import NoraActivation
 from .adapter_config import ALL_ACTIVATIONS, ALL_LINEAR, NoraConfig
-from .adapter_lora import NoraLoraLinear, NoraSineLinear
-from .adapter_report import NoraReport
+from .adapter_layers import NoraActivation, NoraLoraLinear, NoraSineLinear
 from .layer import RationalActivation, RationalConfig
 from .sites import Survey, survey
 
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
+
+
+@dataclass(frozen=True)
+class NoraReport:
+    """What a NoRA adapter did to a model. `print(report)` gives the readable form."""
+
+    adapter: str
+    activations: Mapping[str, str]
+    """Modules that became rational functions, and which; the error of the fit is in it."""
+    linears: Sequence[str]
+    """Modules with LoRA."""
+    skipped: Mapping[str, str]
+    """Activations that stay as they are, and why."""
+    functional: Mapping[str, str]
+    """Modules that call an activation as a function, where nothing can be swapped; "" is the model itself."""
+    trainable: int
+    """Trained numbers, without modules_to_save and biases."""
+
+    def __str__(self) -> str:
+        lora = f", {len(self.linears)} linears have LoRA" if self.linears else ""
+        functional = {name or "the model": f"{why}; it cannot be swapped" for name, why in self.functional.items()}
+        return "\n".join(
+            [
+                f"NoRA{'++' if self.linears else ''} {self.adapter!r}: {len(self.activations)} activations became "
+                f"rational functions{lora}; {self.trainable:,} trained parameters",
+                *(f"  rational   {row}" for row in _folded(self.activations)),
+                *(f"  LoRA       {row}" for row in _folded(dict.fromkeys(self.linears, ""))),
+                *(f"  skipped    {row}" for row in _folded(self.skipped)),
+                *(f"  functional {row}" for row in _folded(functional)),
+            ]
+        )
+
+
+def _folded(rows: Mapping[str, str]) -> list[str]:
+    """Return "name x 12: why" for each, the layers' numbers folded to ranges."""
+    number = re.compile(r"\.(\d+)(?=\.|$)")
+    groups: dict[tuple[str, str], list[list[int]]] = {}
+    for name, why in rows.items():
+        groups.setdefault((number.sub(".{}", name), why), []).append([int(each) for each in number.findall(name)])
+    return [
+        name.format(*(_ranges(sorted(set(numbers))) for numbers in zip(*found, strict=True)))
+        + (f" x {len(found)}" if len(found) > 1 else "")
+        + (f": {why}" if why else "")
+        for (name, why), found in groups.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 @register_adapter(NoraConfig)
@@ -47,58 +99,51 @@ class NoraModel(AdapterModel):
     layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
 
     def report(self, adapter_name: str = "default") -> NoraReport:
-        """What an adapter replaced, what it left and why; `print` it.
-
-        Raises:
-            UserError: there is no adapter of that name.
-        """
+        """Return what an adapter replaced, what is skipped and why; raise UserError where there is no such adapter."""
         if adapter_name not in self.peft_config:
             raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
         layers = {name: each for name, each in self.model.named_modules() if isinstance(each, AdapterLayer)}
         mine = {name: layer for name, layer in layers.items() if adapter_name in layer.configs}
-        activations = {name: layer for name, layer in mine.items() if isinstance(layer, NoraActivation)}
+        activations = {
+            name: self._described(layer, adapter_name)
+            for name, layer in mine.items()
+            if isinstance(layer, NoraActivation)
+        }
         seen = survey(self.model)
-        config: Any = self.peft_config[adapter_name]
-        functions = {}
-        for name, layer in activations.items():
-            settings = layer.rational(adapter_name)
-            groups = layer.configs[adapter_name].groups
-            if isinstance(layer.original(), RationalActivation):
-                what = f"its own coefficients ({settings.activation}, {settings.form})"
-            else:
-                what = f"{config.fit(layer.formula)}, {settings.tails} tails, anchor {settings.anchor}"
-            functions[name] = f"{what}, {groups} groups of {layer.width or '?'} channels"
+        skipped = dict.fromkeys(seen.sites, "not asked for") | seen.skipped()
         return NoraReport(
             adapter=adapter_name,
-            activations=functions,
+            activations=activations,
             linears=[name for name in mine if name not in activations],
-            skipped={
-                name: why
-                for name, why in (dict.fromkeys(seen.sites, "not asked for") | seen.skipped()).items()
-                if name not in activations
-            },
+            skipped={name: why for name, why in skipped.items() if name not in activations},
             functional=seen.functional,
             trainable=sum(
-                tensor.numel()
+                getattr(layer, tensors)[adapter_name].numel()
                 for layer in mine.values()
                 for tensors in layer.adapter_layer_names
-                for name, tensor in getattr(layer, tensors).items()
-                if name == adapter_name
+                if adapter_name in getattr(layer, tensors)
             ),
         )
+
+    def _described(self, layer: NoraActivation, adapter_name: str) -> str:
+        settings, config = layer.rational(adapter_name), layer.configs[adapter_name]
+        if isinstance(layer.original(), RationalActivation):
+            what = f"its own coefficients ({settings.activation}, {settings.form})"
+        else:
+            what = f"{config.fit(layer.formula)}, {settings.tails} tails, anchor {settings.anchor}"
+        return f"{what}, {config.groups} groups of {layer.width or '?'} channels"
 
     # Targets.
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As in `AdapterModel`; says what was replaced and what was left, where the adapter is a new one."""
+        """See `AdapterModel`; also print the report of a new adapter."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         loaded = self._targets_are_given or kwargs.get("low_cpu_mem_usage")
-        config = self.peft_config[adapter_name]
-        if not (config.inference_mode or loaded) and int(os.environ.get("RANK", 0)) == 0:
+        if not (self.peft_config[adapter_name].inference_mode or loaded) and os.environ.get("RANK", "0") == "0":
             print(self.report(adapter_name))
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
-        """Nothing is to be filled in for activations; for LoRA peft's choice for the model's type, where it has one."""
+        """Fill in peft's choice of LoRA's modules for the model's type, where it has one."""
         if peft_config.lora_r and peft_config.lora_target_modules is None:
             known = self.target_module_mapping.get(model_config.get("model_type"), ALL_LINEAR)
             peft_config.lora_target_modules = known if isinstance(known, str) else set(known)
@@ -110,28 +155,27 @@ class NoraModel(AdapterModel):
         super()._prepare_model(peft_config, model)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
-        proxy = _activation_proxy(peft_config, key)
+        matched = check_target_module_exists(_activation_proxy(peft_config, key), key)
         site = self._survey.sites.get(key)
         if site and not (site.skipped and peft_config.target_modules == ALL_ACTIVATIONS):
-            return check_target_module_exists(proxy, key)
+            return matched
         if self._linears is not None:
             return check_target_module_exists(self._linears, key)
-        return check_target_module_exists(proxy, key) if _is_excluded(proxy, key) else False
+        return isinstance(matched, _ExcludedModule) and matched
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
-        """As in `AdapterModel`, for activations and, in NoRA++, linears.
+        """See `AdapterModel`; activations and, in NoRA++, linears.
 
         Raises:
             UserError: a name matches nothing, or something that is no activation.
         """
-        seen: Survey = self._survey
-        found = {
-            name: module
-            for name, module in model.named_modules()
-            if name and not isinstance(result := self._check_target_module_exists(config, name), _ExcludedModule)
-            if result
-        }
-        activations = [name for name in found if name in seen.sites]
+        seen = self._survey
+        found = {}
+        for name, module in model.named_modules():
+            matched = name and self._check_target_module_exists(config, name)
+            if matched and not isinstance(matched, _ExcludedModule):
+                found[name] = module
+        activations = found.keys() & seen.sites.keys()
         if not activations:
             raise NoTargetError(_nothing_found(config, model, seen))
         if config.lora_r and len(found) == len(activations):
@@ -147,7 +191,7 @@ class NoraModel(AdapterModel):
         return found
 
     def check_target(self, name: str, base: nn.Module, config: NoraConfig) -> None:
-        """Also that an activation is used, and that the groups divide its width."""
+        """See `AdapterModel`; also that an activation is used, and that the groups divide its width."""
         site = self._survey.sites.get(name)
         wrapped = self.model.get_submodule(name)
         if site is None:
@@ -170,7 +214,7 @@ class NoraModel(AdapterModel):
                 )
 
     def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
-        """As in `AdapterModel`."""
+        """See `AdapterModel`."""
         site = next((site for site in self._survey.sites.values() if site.module is base), None)
         if site is not None:
             return NoraActivation(base, site)
@@ -182,10 +226,8 @@ class NoraModel(AdapterModel):
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         # One activation may serve in several places; peft sees the first.
         for module in list(self.model.modules()):
-            if module is new_module:
-                continue
             for name, each in list(module._modules.items()):
-                if each is child:
+                if each is child and module is not new_module:
                     setattr(module, name, new_module)
 
     # Merging.
@@ -207,14 +249,12 @@ class NoraModel(AdapterModel):
 
 
 def _activation_proxy(config: NoraConfig, key: str) -> Any:
-    """What peft's matching takes: the fields it reads, with the activation itself where all are wanted."""
+    """Return what peft's matching takes: the fields it reads, with the activation itself where all are wanted."""
     everything = config.target_modules == ALL_ACTIVATIONS
+    read = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
     return SimpleNamespace(
         target_modules={key.rpartition(".")[2]} if everything else config.target_modules,
-        exclude_modules=config.exclude_modules,
-        modules_to_save=config.modules_to_save,
-        layers_to_transform=config.layers_to_transform,
-        layers_pattern=config.layers_pattern,
+        **{name: getattr(config, name) for name in read},
     )
 
 
@@ -229,30 +269,21 @@ def _lora_proxy(config: NoraConfig, model: nn.Module) -> Any:
     return proxy
 
 
-def _is_excluded(proxy: Any, key: str) -> bool:
-    return isinstance(check_target_module_exists(proxy, key), _ExcludedModule)
-
-
 def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
-    if config.target_modules == DUMMY_TARGET_MODULES or seen.sites:
-        asked = f"target_modules={_listed(config.target_modules)}"
-        limits = "".join(
-            f", {limit}={getattr(config, limit)!r}"
-            for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-            if getattr(config, limit)
-        )
-        linears = {
-            name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)
-        }
-        hint = "; linears are for lora_target_modules, with lora_r (NoRA++)"
-        asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
-        return f"{asked}{limits} match no activation of {type(model).__name__}; {_names(seen)}" + (
-            hint if asks_for_linears else ""
-        )
-    reasons = [f"{name} ({why})" for name, why in seen.unfit.items()]
-    reasons += [f"{name or 'the model'} ({why})" for name, why in seen.functional.items()]
-    found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
-    return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
+    if config.target_modules != DUMMY_TARGET_MODULES and not seen.sites:
+        reasons = [f"{name or 'the model'} ({why})" for name, why in (seen.unfit | seen.functional).items()]
+        found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
+        return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
+    limits = "".join(
+        f", {limit}={getattr(config, limit)!r}"
+        for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+        if getattr(config, limit)
+    )
+    linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)}
+    asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
+    hint = "; linears are for lora_target_modules, with lora_r (NoRA++)" if asks_for_linears else ""
+    asked = f"target_modules={_listed(config.target_modules)}{limits}"
+    return f"{asked} match no activation of {type(model).__name__}; {_names(seen)}{hint}"
 
 
 def _names(seen: Survey) -> str:

@@ -1,13 +1,14 @@
 """Settings of NoRA and NoRA++."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.activations import KIND
-from nonlinear_lowrank.validation import check_integer, check_number, check_share
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
 from .fit import RationalFit, check_range
 from .layer import Anchor, Form, RationalConfig, Tails
@@ -18,7 +19,6 @@ ALL_LINEAR = "all-linear"
 """As `lora_target_modules`: every linear but heads."""
 
 Tuning = Literal["low_rank", "rational", "zero_init", "gelu_init", "constants"]
-TUNINGS = ("low_rank", "rational", "zero_init", "gelu_init", "constants")
 
 
 @dataclass
@@ -102,8 +102,7 @@ class NoraConfig(AdapterConfig):
         self.degrees = settings.degrees
         if not isinstance(self.fit_range, int | float):
             self.fit_range = check_range(self.fit_range)  # JSON has lists only
-        if self.tuning not in TUNINGS:
-            raise UserError(f"tuning must be one of {', '.join(map(repr, TUNINGS))}, got {self.tuning!r}")
+        check_choice("tuning", self.tuning, get_args(Tuning))
         self._check_combinations()
         check_number("init_std", self.init_std, above=0)
         check_integer("lora_r", self.lora_r, minimum=0)
@@ -131,11 +130,11 @@ class NoraConfig(AdapterConfig):
             raise UserError(f"{name} is for NoRA++; set lora_r above 0 too")
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """As in `AdapterConfig`."""
+        """See `AdapterConfig`."""
         check_integer(where, value, minimum=1)
 
     def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:
-        """The rational activation that stands for a formula under these settings."""
+        """Return the rational activation that stands for a formula under these settings."""
         return RationalConfig(
             activation=formula,
             groups=self.groups,
@@ -148,24 +147,15 @@ class NoraConfig(AdapterConfig):
         )
 
     def fit(self, formula: str) -> RationalFit:
-        """The coefficients for a formula: those in `fits`, else fitted now and put there."""
+        """Return the coefficients for a formula: those in `fits`, else fitted now and put there."""
         kind = KIND[formula]
         if kind not in self.fits:
             fit = self.rational(formula).fit()
-            self.fits[kind] = {
-                "numerator": list(fit.numerator),
-                "denominator": list(fit.denominator),
-                "error": fit.error,
-            }
+            sides = {side: list(getattr(fit, side)) for side in ("numerator", "denominator")}
+            self.fits[kind] = {**sides, "error": fit.error}
         known = self.fits[kind]
-        return RationalFit(
-            kind,
-            self.form,
-            check_range(self.fit_range),
-            tuple(known["numerator"]),
-            tuple(known["denominator"]),
-            known["error"],
-        )
+        coefficients = tuple(known["numerator"]), tuple(known["denominator"])
+        return RationalFit(kind, self.form, check_range(self.fit_range), *coefficients, known["error"])
 
     def _check_fit(self, kind: str, values: Any) -> None:
         m, n = self.degrees
@@ -173,19 +163,16 @@ class NoraConfig(AdapterConfig):
         good = (
             kind in KIND.values()
             and isinstance(values, dict)
-            and isinstance(values.get("error"), int | float)
+            and _are_numbers([values.get("error")], 1)
             and all(_are_numbers(values.get(side), size) for side, size in sizes.items())
         )
         if not good:
             raise UserError(
-                f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; leave fits out, and "
-                "it is filled in"
+                f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits, and it "
+                "is filled in"
             )
 
 
 def _are_numbers(values: Any, size: int) -> bool:
-    return (
-        isinstance(values, Sequence)
-        and len(values) == size
-        and all(isinstance(each, int | float) and abs(each) < float("inf") for each in values)
-    )
+    listed = isinstance(values, list | tuple) and len(values) == size
+    return listed and all(type(each) in (int, float) and math.isfinite(each) for each in values)

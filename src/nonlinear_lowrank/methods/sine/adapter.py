@@ -21,17 +21,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend, get_quantization_kwargs
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.quantized import backend_of, unpack
+from nonlinear_lowrank.adapters.sine import SineDeltaLayer
 from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.sine import effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.sine import sine_delta
 from nonlinear_lowrank.ops.sine_delta import SineFactors, added, dora_norm
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
@@ -75,7 +75,7 @@ class SineLoraConfig(AdapterConfig):
                 check_number(name, getattr(self, name), above=0)
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """As in `AdapterConfig`."""
+        """See `AdapterConfig`."""
         if name == "r":
             check_integer(where, value, minimum=1)
         else:
@@ -91,14 +91,14 @@ class _SineLayer(WeightLayer):
     nlr_sine_lora_magnitude: nn.ParameterDict
 
     def add_parameters(self, name: str, config: SineLoraConfig) -> None:
-        """Undrawn tensors of this file's table."""
+        """Add the tensors of this file's table, undrawn."""
         self.nlr_sine_lora_down[name] = self.parameter(config.r, self.d_in)
         self.nlr_sine_lora_up[name] = self.parameter(self.d_out, config.r)
         if config.use_dora:
             self.nlr_sine_lora_magnitude[name] = self.parameter(self.d_out)
 
     def reset_adapter(self, name: str) -> None:
-        """Draws the table; with init_weights=False the up factor too, for phases of about 1 rad."""
+        """Draw the table; with init_weights=False the up factor too, for phases of about 1 rad."""
         config: SineLoraConfig = self.configs[name]
         nn.init.uniform_(self.nlr_sine_lora_down[name], -(self.d_in**-0.5), self.d_in**-0.5)
         if config.init_weights:
@@ -110,14 +110,14 @@ class _SineLayer(WeightLayer):
 
     @torch.no_grad()
     def reset_magnitude(self, name: str) -> None:
-        """Sets an adapter's magnitude to the lengths of the weight's rows."""
+        """Set an adapter's magnitude to the lengths of the weight's rows."""
         magnitude = self.nlr_sine_lora_magnitude[name]
         if not magnitude.is_meta:
             magnitude.copy_(self._lengths())
 
     @torch.no_grad()
     def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
-        """Whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
+        """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
         if name not in self.nlr_sine_lora_magnitude:
             return False
         magnitude = self.nlr_sine_lora_magnitude[name]
@@ -126,16 +126,11 @@ class _SineLayer(WeightLayer):
         return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
 
     def _lengths(self) -> Tensor:
-        """(d_out), computed as the operators do, for the same bits."""
-        return dora_norm(self._original(), transposed=self.transposed)
+        """Return (d_out), computed as the operators do, for the same bits."""
+        return dora_norm(self.original_weight(), transposed=self.matrix.kind == "conv1d")
 
-    @property
-    def transposed(self) -> bool:
-        """Whether the module stores its weight as (d_in, d_out)."""
-        return self.matrix.kind == "conv1d"
-
-    def _original(self) -> Tensor:
-        """The weight without adapters, dequantized, in its own layout."""
+    def original_weight(self) -> Tensor:
+        """Return the weight without adapters, dequantized, in its own layout."""
         if self._kept is not None:
             return self._kept.weight()
         if self.quantization_backend is None:
@@ -143,7 +138,8 @@ class _SineLayer(WeightLayer):
         unpack(self.get_base_layer())
         return self.quantization_backend.get_base_weight(self.get_base_layer()).detach()
 
-    def _factors(self, name: str) -> SineFactors:
+    def factors(self, name: str) -> SineFactors:
+        """Return an adapter's delta."""
         config: SineLoraConfig = self.configs[name]
         return SineFactors(
             self.nlr_sine_lora_up[name],
@@ -155,75 +151,28 @@ class _SineLayer(WeightLayer):
         )
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """This file's table."""
+        """Return the roles of this file's table."""
         roles = {"nlr_sine_lora_down": Role("sine_lora.down"), "nlr_sine_lora_up": Role("sine_lora.up")}
         if self.configs[name].use_dora:
             roles["nlr_sine_lora_magnitude"] = Role("sine_lora.magnitude", decay=False)
         return roles
 
-    def get_delta_weight(self, name: str) -> Tensor:
-        """What an adapter adds to the weight, float32 or wider, in the weight's layout; peft's conversion asks."""
-        raise NotImplementedError
 
+class SineLinear(_SineLayer, SineDeltaLayer):
+    """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
-class SineLinear(_SineLayer):
-    """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out).
-
-    With a plain base and no dropout there is one product, with the weight that merging would give. Else there are
-    two, the base's and the delta's; both keep no more for backward than the input.
-    """
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """(..., d_in) -> (..., d_out)."""
-        dropped = [name for name in names if self.training and self.configs[name].lora_dropout > 0]
-        rest = [name for name in names if name not in dropped]
-        if not dropped and self.base_is_plain():
-            base: Any = self.base_layer
-            return self._product(x, base.weight, base.bias, rest)
-        y = self.base_layer(x, *args, **kwargs)
-        if self.quantization_backend is not None:
-            y = self.quantization_backend.maybe_clone_base_result(y)
-        if rest:
-            y = y + self._product(x, self._source(rest), None, rest, base=False).to(y.dtype)
-        for name in dropped:
-            dropped_x = F.dropout(x, self.configs[name].lora_dropout)
-            y = y + self._product(dropped_x, self._source([name]), None, [name], base=False).to(y.dtype)
-        return y
-
-    def _product(
-        self,
-        x: Tensor,
-        weight: Tensor | Callable | None,
-        bias: Tensor | None,
-        names: Sequence[str],
-        *,
-        base: bool = True,
-    ) -> Tensor:
-        factors = [self._factors(name) for name in names]
-        return sine_layer(x, weight, bias, factors, base=base, transposed=self.transposed, stride=self._stride)
-
-    def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
-        """Where sine-DoRA's delta gets the weight from: dequantized anew in backward, so as not to be kept."""
+    def source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
+        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be kept."""
         if not any(self.configs[name].use_dora for name in names):
             return None
-        return self._original() if self.quantization_backend is None else self._original
-
-    @property
-    def _stride(self) -> tuple[int, int] | None:
-        return None
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """As in `WeightLayer`; formed in the module's layout, in which `adapted` forms it."""
-        stored = self.matrix.back(weight)
-        factors = [self._factors(name) for name in names]
-        return self.matrix.of(effective_weights(stored, factors, transposed=self.transposed))
+        return self.original_weight() if self.quantization_backend is None else self.original_weight
 
     def get_delta_weight(self, name: str) -> Tensor:
-        """As in `_SineLayer`."""
-        return sine_delta(self._original(), self._factors(name), transposed=self.transposed)
+        """Return what an adapter adds to the weight, float32 or wider, in its layout; peft's conversion asks."""
+        return sine_delta(self.original_weight(), self.factors(name), transposed=self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """True: an adapter adds one matrix to the weight."""
+        """Return True: an adapter adds one matrix to the weight."""
         return True
 
 
@@ -231,13 +180,14 @@ class SineConv2d(SineLinear):
     """Around a 1x1 convolution: (B, d_in, H, W) -> (B, d_out, H', W')."""
 
     @property
-    def _stride(self) -> tuple[int, int] | None:
+    def stride(self) -> tuple[int, int]:
+        """Of the convolution."""
         base = self.get_base_layer()
         assert isinstance(base, nn.Conv2d)
         return base.stride[0], base.stride[1]
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """False: peft's conversion makes linears' factors only."""
+        """Return False: peft's conversion makes linears' factors only."""
         return False
 
 
@@ -247,31 +197,31 @@ class SineEmbedding(_SineLayer):
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """Indices (...) -> (..., embedding_dim)."""
         base: Any = self.get_base_layer()
-        factors = [self._factors(name) for name in names]
+        factors = [self.factors(name) for name in names]
         plain = self.base_is_plain()
-        rows = sine_embedding(x, self._original(), factors, padding_idx=base.padding_idx, base=plain)
+        rows = sine_embedding(x, self.original_weight(), factors, padding_idx=base.padding_idx, base=plain)
         scale = getattr(base, "embed_scale", None)  # of Gemma, BART, ...: the module multiplies its rows by it
         if scale is not None:
             rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
         return rows if plain else self.base_layer(x, *args, **kwargs) + rows
 
     def base_is_plain(self) -> bool:
-        """As in `WeightLayer`; which classes look up plainly was checked before they were wrapped."""
+        """See `WeightLayer`; which classes look up plainly was checked before they were wrapped."""
         base = self.base_layer
         hooked = base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook")
         return type(base.weight) is nn.Parameter and not hooked
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """As in `WeightLayer`."""
+        """See `WeightLayer`."""
         total = None
         for name in names:
-            total = added(total, embedding_delta(weight, self._factors(name)), weight)
+            total = added(total, embedding_delta(weight, self.factors(name)), weight)
         assert total is not None
         return total.to(weight.dtype)
 
     def get_delta_weight(self, name: str) -> Tensor:
-        """As in `_SineLayer`."""
-        return embedding_delta(self._original(), self._factors(name))
+        """See `SineLinear.get_delta_weight`."""
+        return embedding_delta(self.original_weight(), self.factors(name))
 
 
 @register_adapter(SineLoraConfig)
@@ -287,7 +237,7 @@ class SineLoraModel(AdapterModel):
     }
 
     def check_target(self, name: str, base: nn.Module, config: SineLoraConfig) -> None:
-        """Also that an embedding looks its rows up as nn.Embedding does."""
+        """Check also that an embedding looks its rows up as nn.Embedding does."""
         super().check_target(name, base, config)
         if config.use_dora:
             backend = backend_of(base, get_quantization_kwargs(self.model))

@@ -1,6 +1,6 @@
 """Sine-activated low-rank deltas of an embedding table, computed for looked-up rows only.
 
-    y[t] = (W + D1 + D2 + ...)[indices[t]]      D as in sine.py; W (tokens, d), up (tokens, r), down (r, d)
+    y[t] = (W + D1 + D2 + ...)[indices[t]]      D as in `ops.sine`; W (tokens, d), up (tokens, r), down (r, d)
 
 The table is a weight like any other here: its rows are what sine-DoRA's magnitude (tokens) belongs to, so that
 one row needs no other. For backward the indices are kept and nothing else. The product is summed over r in a fixed
@@ -18,35 +18,20 @@ from nonlinear_lowrank.ops.sine_delta import (
     Delta,
     SineFactors,
     added,
+    compute_type,
     flatten,
     in_order,
     no_autocast,
-    settings_of,
-    sine_weight_reference,
     split,
     unflatten,
-    wide_dtype,
 )
 
 
-def sine_embedding_reference(indices: Tensor, weight: Tensor, factors: Sequence[SineFactors]) -> Tensor:
-    """What `sine_embedding` computes, by differentiable formulas over the whole table."""
-    total = weight
-    for each in factors:
-        delta = each.scale * sine_weight_reference(each.up, each.down, each.omega, each.gain)
-        if each.magnitude is not None:
-            direction = weight + delta
-            delta = (each.magnitude / direction.detach().norm(dim=1))[:, None] * direction - weight
-        total = total + delta
-    return F.embedding(indices, total.to(weight.dtype))
-
-
 def embedding_delta(weight: Tensor, factors: SineFactors) -> Tensor:
-    """One delta of the whole table (tokens, d) in float32 or wider; no gradient."""
+    """Return one delta of the whole table (tokens, d) in float32 or wider; no gradient."""
     with torch.no_grad(), no_autocast(weight):
-        omega, amplitude, _ = settings_of(factors)
-        arguments = (weight, factors.up, factors.down, factors.magnitude, omega, amplitude)
-        return _row_delta(*arguments, wide_dtype(weight, factors.up, factors.down)).value()
+        dtype = compute_type(weight, [factors])
+        return Delta(weight, factors, transposed=False, dtype=dtype, multiply=_row_product).value()
 
 
 def sine_embedding(
@@ -59,7 +44,7 @@ def sine_embedding(
 ) -> Tensor:
     """Rows of a table that carries sine deltas; keeps the indices only for backward.
 
-    Second derivatives are refused with a RuntimeError (use `sine_embedding_reference`).
+    Second derivatives are refused with a RuntimeError (use `reference`).
 
     Args:
         indices: integers of any shape.
@@ -74,8 +59,7 @@ def sine_embedding(
     flat, settings = flatten(factors)
     if torch.is_grad_enabled():
         return _SineEmbedding.apply(indices, weight, settings, padding_idx, base, *flat)
-    run = _forward_op if as_one_op() else _forward
-    return run(indices, weight, *split(flat, settings), list(settings), base)
+    return _run(indices, weight, settings, base, flat)
 
 
 class _SineEmbedding(torch.autograd.Function):
@@ -83,21 +67,17 @@ class _SineEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(indices, weight, settings, padding_idx, base, *flat):
-        run = _forward_op if as_one_op() else _forward
-        return run(indices, weight, *split(flat, settings), list(settings), base)
+        return _run(indices, weight, settings, base, flat)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        indices, weight, settings, padding_idx, base, *flat = inputs
-        ctx.settings, ctx.padding_idx, ctx.base = settings, padding_idx, base
+        indices, weight, ctx.settings, ctx.padding_idx, ctx.base, *flat = inputs
         ctx.save_for_backward(indices, weight, *flat)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through sine_embedding are not defined; use sine_embedding_reference for them"
-            )
+            raise RuntimeError("second derivatives through sine_embedding are not defined; use the reference for them")
         indices, weight, *flat = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [bool(need) for need in (needs[1], *needs[5:])]
@@ -109,6 +89,11 @@ class _SineEmbedding(torch.autograd.Function):
         return None, dweight, None, None, None, *others
 
 
+def _run(indices, weight, settings, base, flat) -> Tensor:
+    run = _forward_op if as_one_op() else _forward
+    return run(indices, weight, *split(flat, settings), list(settings), base)
+
+
 def _row_product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, each element summed in the same order however many rows there are."""
     total = left[:, :1] * right[:1]
@@ -117,24 +102,13 @@ def _row_product(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def _row_delta(
-    weight: Tensor,
-    up: Tensor,
-    down: Tensor,
-    magnitude: Tensor | None,
-    omega: float,
-    amplitude: float,
-    dtype: torch.dtype,
-) -> Delta:
-    """Of the rows that weight, up and magnitude hold."""
-    arguments = (weight, up, down, magnitude, omega, amplitude)
-    return Delta(*arguments, transposed=False, dtype=dtype, multiply=_row_product)
-
-
-def _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype) -> Iterator[Delta]:
-    for up, down, magnitude, omega, amplitude in unflatten(ups, downs, magnitudes, settings):
-        chosen = None if magnitude is None else magnitude[rows]
-        yield _row_delta(weight_rows, up[rows], down, chosen, omega, amplitude, dtype)
+def _deltas(rows: Tensor, weight: Tensor, factors: Sequence[SineFactors], weight_rows: Tensor) -> Iterator[Delta]:
+    """Yield the deltas of the rows alone."""
+    dtype = compute_type(weight, factors)
+    for each in factors:
+        magnitude = None if each.magnitude is None else each.magnitude[rows]
+        chosen = each._replace(up=each.up[rows], magnitude=magnitude)
+        yield Delta(weight_rows, chosen, transposed=False, dtype=dtype, multiply=_row_product)
 
 
 def _forward(
@@ -146,12 +120,11 @@ def _forward(
     settings: list[float],
     base: bool,
 ) -> Tensor:
-    rows = indices.reshape(-1)
+    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
     with torch.no_grad(), no_autocast(weight):
         weight_rows = F.embedding(rows, weight)  # raises on indices out of range, as nn.Embedding does
-        dtype = wide_dtype(weight, *ups, *downs)
         total: Tensor | None = None
-        for delta in _row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype):
+        for delta in _deltas(rows, weight, factors, weight_rows):
             total = added(total, delta.value(), weight_rows if base else None)
         assert total is not None
         return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
@@ -170,22 +143,20 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
-    n, rows = len(ups), indices.reshape(-1)
-    gradients: dict[int, Tensor] = {}  # by their place in `wanted`
+    n, rows, factors = len(ups), indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
+    gradients = dict[int, Tensor]()  # by their place in `wanted`
     with torch.no_grad(), no_autocast(weight):
-        dtype = wide_dtype(weight, *ups, *downs)
-        gradient = dy.reshape(-1, dy.shape[-1]).to(dtype)
+        gradient = dy.reshape(-1, dy.shape[-1]).to(compute_type(weight, factors))
         if padding_idx is not None:
             gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
         dora, coefficient = 1 + 2 * n, torch.tensor(float(base))
         weight_rows = F.embedding(rows, weight)
-        for index, delta in enumerate(_row_deltas(rows, weight_rows, ups, downs, magnitudes, settings, dtype)):
+        for index, delta in enumerate(_deltas(rows, weight, factors, weight_rows)):
             up, down = 1 + index, 1 + n + index
             if delta.dora is not None:
                 if wanted[dora]:
-                    gradients[dora] = _scattered(
-                        delta.dora.magnitude_gradient(gradient), rows, magnitudes[dora - 1 - 2 * n]
-                    )
+                    found = delta.dora.magnitude_gradient(gradient)
+                    gradients[dora] = _scattered(found, rows, magnitudes[dora - 1 - 2 * n])
                 coefficient = coefficient + (delta.dora.ratio - 1)[:, None]
                 dora += 1
             if wanted[up] or wanted[down]:
@@ -197,7 +168,7 @@ def _backward(
 
 
 def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """The sums of values that belong to one row, in a tensor like the parameter."""
+    """Return the sums of values that belong to one row, in a tensor like the parameter."""
     return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, rows, values)
 
 

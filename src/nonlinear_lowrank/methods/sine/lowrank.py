@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
 from nonlinear_lowrank.ops.sine import sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors, no_autocast, product, wide_dtype
+from nonlinear_lowrank.ops.sine_delta import SineFactors, autocast_input, no_autocast, product, wide_dtype
 
 
 class _Phi(NamedTuple):
@@ -52,17 +52,10 @@ WEIGHT_ACTIVATIONS = tuple(_PHI)
 
 
 def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> Tensor:
-    """The weight itself, as a plain differentiable formula: (d_out, d_in), float32 or wider."""
+    """Return the weight itself, differentiable: (d_out, d_in), float32 or wider."""
     dtype = wide_dtype(up, down)
     with no_autocast(up):
         return _PHI[activation].value(omega * (up.to(dtype) @ down.to(dtype))) / gain
-
-
-def lowrank_linear_reference(
-    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
-) -> Tensor:
-    """What `lowrank_linear` computes, as a plain differentiable formula."""
-    return F.linear(x, lowrank_weight(up, down, activation, omega, gain).to(x.dtype), bias)
 
 
 def lowrank_linear(
@@ -71,7 +64,7 @@ def lowrank_linear(
     """`x (phi(omega * up @ down) / gain)^T + bias`; see this file's table for what it keeps.
 
     Under autocast x and the rounded weight are in the autocast type. Second derivatives are refused with a
-    RuntimeError, but for the identity (use `lowrank_linear_reference`).
+    RuntimeError, but for the identity (use `reference`).
 
     Args:
         x: (..., d_in).
@@ -89,18 +82,14 @@ def lowrank_linear(
     """
     if activation == "sine" and x.is_cuda:
         return sine_layer(x, None, bias, [SineFactors(up, down, omega, gain)], base=False)
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        # Cast once, out here: backward runs outside autocast.
-        x = x.to(torch.get_autocast_dtype(device))
+    x = autocast_input(x)
     bias = None if bias is None else bias.to(x.dtype)
     if activation == "identity":
         with no_autocast(x):
             narrow = F.linear(x, down.to(x.dtype))
             return F.linear(narrow if omega == gain else narrow * (omega / gain), up.to(x.dtype), bias)
-    if torch.is_grad_enabled():
-        return _LowRankLinear.apply(x, up, down, bias, activation, float(omega), float(gain))
-    return _run(x, up, down, bias, activation, float(omega), float(gain))
+    run = _LowRankLinear.apply if torch.is_grad_enabled() else _run
+    return run(x, up, down, bias, activation, float(omega), float(gain))
 
 
 class _LowRankLinear(torch.autograd.Function):
@@ -118,9 +107,7 @@ class _LowRankLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through lowrank_linear are not defined; use lowrank_linear_reference for them"
-            )
+            raise RuntimeError("second derivatives through lowrank_linear are not defined; use the reference for them")
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
         x, up, down = ctx.saved_tensors
         activation, omega, gain = ctx.settings

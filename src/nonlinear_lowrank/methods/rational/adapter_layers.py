@@ -1,20 +1,23 @@
-"""NoRA's layer: an activation as a rational function whose coefficients get a shift (nora.txt, section 3).
+"""NoRA's layers: activations as rational functions whose coefficients get a shift, and the LoRA of NoRA++.
 
 Init and learning-rate table, for G groups and degrees (m, n). With tuning="low_rank" the shift touches a1 ... am
-and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r) numbers a layer.
+and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r) numbers a layer (nora.txt, section 3).
 
-| tensor                 | shape     | tuning                 | init             | lr x | decay |
-|------------------------|-----------|------------------------|------------------|------|-------|
-| nlr_nora_numerator_a   | (G, m, r) | low_rank               | N(0, 0.02^2)     | 1    | yes   |
-| nlr_nora_numerator_b   | (G, r)    | low_rank               | 0                | 1    | yes   |
-| nlr_nora_denominator_a | (G, n, r) | low_rank               | N(0, 0.02^2)     | 1    | yes   |
-| nlr_nora_denominator_b | (G, r)    | low_rank               | 0                | 1    | yes   |
-| nlr_nora_numerator     | (G, m+1)  | zero_init              | 0, a shift       | 1    | yes   |
-|                        | (G, m+1)  | rational, gelu_init    | the coefficients | 1    | no    |
-|                        | (G, 1)    | constants              | 0, a shift of a0 | 1    | yes   |
-| nlr_nora_denominator   | likewise  |                        |                  |      |       |
+| tensor                 | shape       | tuning              | init                  | lr x | decay |
+|------------------------|-------------|---------------------|-----------------------|------|-------|
+| nlr_nora_numerator_a   | (G, m, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
+| nlr_nora_numerator_b   | (G, r)      | low_rank            | 0                     | 1    | yes   |
+| nlr_nora_denominator_a | (G, n, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
+| nlr_nora_denominator_b | (G, r)      | low_rank            | 0                     | 1    | yes   |
+| nlr_nora_numerator     | (G, m+1)    | zero_init           | 0, a shift            | 1    | yes   |
+|                        | (G, m+1)    | rational, gelu_init | the coefficients      | 1    | no    |
+|                        | (G, 1)      | constants           | 0, a shift of a0      | 1    | yes   |
+| nlr_nora_denominator   | likewise    |                     |                       |      |       |
+| nlr_nora_lora_down     | (r_l, d_in) | any                 | U(-1, 1) / sqrt(d_in) | 1    | yes   |
+| nlr_nora_lora_up       | (d_out, r_l)| any                 | 0                     | 1    | yes   |
 
-All are float32, also in a model that is cast to a 16-bit type.
+r_l is the config's lora_r. Two PEFT methods cannot share a model, hence LoRA within this one. An activation's
+tensors are float32, also in a model that is cast to a 16-bit type.
 """
 
 import math
@@ -23,16 +26,21 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.base import AdapterLayer
+from nonlinear_lowrank.adapters.sine import SineDeltaLayer
+from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 from .adapter_config import NoraConfig
 from .fit import check_range, fit_rational
 from .layer import RationalActivation, RationalConfig
+from .op import compute_type
 from .sites import Site
 
 _SIDES = ("numerator", "denominator")
@@ -47,10 +55,7 @@ class NoraActivation(AdapterLayer):
         site: where it stands in the model.
     """
 
-    adapter_layer_names = (
-        *("nlr_nora_numerator_a", "nlr_nora_numerator_b", "nlr_nora_numerator"),
-        *("nlr_nora_denominator_a", "nlr_nora_denominator_b", "nlr_nora_denominator"),
-    )
+    adapter_layer_names = tuple(f"nlr_nora_{side}{factor}" for side in _SIDES for factor in ("_a", "_b", ""))
 
     def __init__(self, base_layer: nn.Module, site: Site) -> None:
         super().__init__(base_layer)
@@ -62,13 +67,13 @@ class NoraActivation(AdapterLayer):
         self._settings: dict[str, RationalConfig] = {}
 
     def original(self) -> nn.Module:
-        """As in `AdapterLayer`, also while adapters are merged into it."""
+        """See `AdapterLayer`; also while adapters are merged into it."""
         return self._original[0] if self._original else self.base_layer
 
     # An adapter's tensors.
 
     def update_layer(self, name: str, config: Any) -> None:
-        """As in `AdapterLayer`; also keeps the rational function that the adapter shifts, and its fit."""
+        """See `AdapterLayer`; also keep the rational function that the adapter shifts, and its fit."""
         plain = self.original()
         if isinstance(plain, RationalActivation):
             self._settings[name] = plain.rational_config
@@ -77,35 +82,39 @@ class NoraActivation(AdapterLayer):
             fit = config.fit(self.formula)
             device, _ = self._get_base_layer_device_and_dtype(None)
             # Not buffers: they are the config's, and must survive construction on the meta device.
-            self._theta[name] = tuple(  # type: ignore[assignment]
-                torch.tensor([values], dtype=torch.float32, device="cpu" if device.type == "meta" else device)
-                for values in (fit.numerator, fit.denominator)
-            )
+            device = torch.device("cpu") if device.type == "meta" else device
+            self._theta[name] = _row(fit.numerator, device), _row(fit.denominator, device)
         super().update_layer(name, config)
 
     def rational(self, name: str) -> RationalConfig:
-        """The rational function that an adapter shifts, as a config."""
+        """Return the rational function that an adapter shifts, as a config."""
         return self._settings[name]
 
+    def theta(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the coefficients that an adapter shifts: (1 or the base's groups, .) each, float32."""
+        plain = self.original()
+        if isinstance(plain, RationalActivation):
+            return plain.rational_numerator.detach(), plain.rational_denominator.detach()
+        return self._theta[name]
+
     def add_parameters(self, name: str, config: NoraConfig) -> None:
-        """Undrawn tensors of this file's table."""
-        groups = config.groups
+        """Add the tensors of this file's table, undrawn."""
         for side, theta in zip(_SIDES, self.theta(name), strict=True):
             if not _is_tuned(config, side):
                 continue
             if config.tuning == "low_rank":
                 shifted = theta.shape[1] - self._first(name, side)
-                self._dict(side, "_a")[name] = self.parameter(groups, shifted, config.r)
-                self._dict(side, "_b")[name] = self.parameter(groups, config.r)
+                self._dict(side, "_a")[name] = self.parameter(config.groups, shifted, config.r)
+                self._dict(side, "_b")[name] = self.parameter(config.groups, config.r)
             else:
                 terms = 1 if config.tuning == "constants" else theta.shape[1]
-                self._dict(side)[name] = self.parameter(groups, terms)
+                self._dict(side)[name] = self.parameter(config.groups, terms)
 
     def reset_adapter(self, name: str) -> None:
-        """Draws the table; with init_weights=False a shift of coefficient k of about 0.3 / L^k, L the end of the fit's
+        """Draw the table; with init_weights=False a shift of coefficient k of about 0.3 / L^k, L the end of the fit's
         range: no term then moves the function by more than that inside it."""
         config: NoraConfig = self.configs[name]
-        for side in _SIDES:
+        for index, side in enumerate(_SIDES):
             if not _is_tuned(config, side):
                 continue
             if config.tuning == "low_rank":
@@ -120,53 +129,41 @@ class NoraActivation(AdapterLayer):
             if not config.init_weights:
                 tensor.mul_(self._falling(name, tensor.shape[1], 0).to(tensor.device))
             if config.tuning in ("rational", "gelu_init") and not tensor.is_meta:
-                start = self._start(name, _SIDES.index(side)).to(tensor.device)
-                tensor.add_(start.repeat_interleave(config.groups // start.shape[0], 0))
+                tensor.add_(_grouped(self._start(name)[index].to(tensor.device), config.groups))
 
     def _falling(self, name: str, count: int, first: int) -> Tensor:
         """L^-k for k = first, first + 1, ...: (count)."""
         limit = max(map(abs, check_range(self.configs[name].fit_range)))
         return limit ** -torch.arange(first, first + count, dtype=torch.float32)
 
-    def _start(self, name: str, side: int) -> Tensor:
-        """What the coefficients start from where they are trained themselves."""
+    def _start(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return what the coefficients start from where they are trained themselves."""
         if self.configs[name].tuning == "rational":
-            return self.theta(name)[side]
+            return self.theta(name)
         settings = self.rational(name)
         fit = fit_rational("gelu", form=settings.form, degrees=settings.degrees, fit_range=settings.fit_range)
-        return torch.tensor([(fit.numerator, fit.denominator)[side]], dtype=torch.float32)
+        return _row(fit.numerator), _row(fit.denominator)
 
     def _dict(self, side: str, factor: str = "") -> nn.ParameterDict:
         return getattr(self, f"nlr_nora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
-        """The first coefficient that a low-rank shift touches: constants it leaves alone."""
+        """Return the first coefficient that a low-rank shift touches; constants stay."""
         return 1 if side == "numerator" or self.rational(name).form == "abs_of_sum" else 0
 
-    def theta(self, name: str) -> tuple[Tensor, Tensor]:
-        """Coefficients that an adapter shifts: (1 or the base's groups, .) each, float32."""
-        plain = self.original()
-        if isinstance(plain, RationalActivation):
-            return plain.rational_numerator.detach(), plain.rational_denominator.detach()
-        return self._theta[name]
-
     def roles(self, name: str) -> Mapping[str, Role]:
-        """This file's table."""
+        """Return the roles of this file's table."""
         config: NoraConfig = self.configs[name]
-        roles = {}
-        for side in _SIDES:
-            if config.tuning == "low_rank":
-                roles[f"nlr_nora_{side}_a"] = Role("nora.a")
-                roles[f"nlr_nora_{side}_b"] = Role("nora.b")
-            else:
-                decays = config.tuning in ("zero_init", "constants")
-                roles[f"nlr_nora_{side}"] = Role("nora.shift" if decays else "nora.coefficients", decay=decays)
-        return roles
+        if config.tuning == "low_rank":
+            return {f"nlr_nora_{side}_{factor}": Role(f"nora.{factor}") for side in _SIDES for factor in "ab"}
+        shifts = config.tuning in ("zero_init", "constants")
+        role = Role("nora.shift" if shifts else "nora.coefficients", decay=shifts)
+        return {f"nlr_nora_{side}": role for side in _SIDES}
 
     # The function.
 
     def coefficients(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator with the shifts of these adapters, (G, .), float32 or wider.
+        """Return numerator and denominator with the shifts of these adapters, (G, .), float32 or wider.
 
         Raises:
             UserError: the adapters shift different rational functions.
@@ -181,12 +178,10 @@ class NoraActivation(AdapterLayer):
         groups = math.lcm(*(self.configs[name].groups for name in names))
         found = []
         for index, side in enumerate(_SIDES):
-            theta = self.theta(names[0])[index]
-            total = theta.repeat_interleave(groups // theta.shape[0], 0)
+            total = _grouped(self.theta(names[0])[index], groups)
             for name in names:
-                shift = self._shift(name, side, index)
-                if shift is not None:
-                    total = total.to(shift.device) + shift.repeat_interleave(groups // shift.shape[0], 0)
+                if (shift := self._shift(name, side, index)) is not None:
+                    total = total.to(shift.device) + _grouped(shift, groups)
             found.append(total)
         return found[0], found[1]
 
@@ -199,17 +194,16 @@ class NoraActivation(AdapterLayer):
         if config.tuning == "low_rank":
             a, b = self._dict(side, "_a")[name], self._dict(side, "_b")[name]
             # Written out: a matrix product would be rounded to 16 bits under autocast.
-            shift = (a.to(_wide(a)) * b.to(_wide(b))[:, None, :]).sum(-1)
-            return nn.functional.pad(shift, (self._first(name, side), 0))
-        values = self._dict(side)[name].to(_wide(self._dict(side)[name]))
+            shift = (a.to(compute_type(a)) * b.to(compute_type(b))[:, None, :]).sum(-1)
+            return F.pad(shift, (self._first(name, side), 0))
+        values = self._dict(side)[name]
+        values = values.to(compute_type(values))
         if config.tuning == "constants":
-            return nn.functional.pad(values, (0, theta.shape[1] - 1))
-        if config.tuning == "zero_init":
-            return values
-        return values - theta.to(values.device).repeat_interleave(config.groups // theta.shape[0], 0)
+            return F.pad(values, (0, theta.shape[1] - 1))
+        return values if config.tuning == "zero_init" else values - _grouped(theta.to(values.device), config.groups)
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """As in `AdapterLayer`; keeps x and the coefficients for backward."""
+        """See `AdapterLayer`; keeps x and the coefficients for backward."""
         settings = self.rational(names[0])
         if self.width is not None and x.shape[settings.dim] != self.width and self.width in x.shape[1:]:
             raise UserError(
@@ -218,12 +212,10 @@ class NoraActivation(AdapterLayer):
             )
         numerator, denominator = (each.to(x.device) for each in self.coefficients(names))
         base = self._anchor(names[0])
-        if base is not None:
-            base = base[0].to(x.device), base[1].to(x.device)
-        return settings.evaluate(x, numerator, denominator, base)
+        return settings.evaluate(x, numerator, denominator, base and (base[0].to(x.device), base[1].to(x.device)))
 
     def _anchor(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Coefficients that anchor="exact" subtracts again."""
+        """Return the coefficients that anchor="exact" subtracts again."""
         plain = self.original()
         if isinstance(plain, RationalActivation):
             return plain.base_coefficients()
@@ -233,7 +225,7 @@ class NoraActivation(AdapterLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Puts a rational activation with the shifts of adapters in its coefficients in the activation's place.
+        """Put a rational activation with the shifts of adapters in its coefficients in the activation's place.
 
         Args:
             safe_merge: check first that the coefficients are finite.
@@ -246,14 +238,13 @@ class NoraActivation(AdapterLayer):
         if not names:
             return
         merged = self._merged(names, check=safe_merge)
-        if not self._original:
-            self._original = (self.base_layer,)
+        self._original = self._original or (self.base_layer,)
         self.base_layer = merged
         self.merged_adapters = [*self.merged_adapters, *names]
 
     @torch.no_grad()
     def check_merge(self, adapter_names: list[str] | None) -> None:
-        """As in `AdapterLayer`."""
+        """See `AdapterLayer`."""
         wanted = self.active_adapters if adapter_names is None else adapter_names
         names = [name for name in self.present(wanted) if name not in self.merged_adapters]
         if names:
@@ -277,7 +268,7 @@ class NoraActivation(AdapterLayer):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Puts the activation back as it was; does nothing where nothing is merged."""
+        """Put the activation back as it was; do nothing where nothing is merged."""
         if self._original:
             self.base_layer = self._original[0]
         self._original, self.merged_adapters = (), []
@@ -286,13 +277,7 @@ class NoraActivation(AdapterLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The activation, with the adapters in it or as it was; peft calls it.
-
-        Args:
-            merge: whether the adapters go in.
-            safe_merge: as in `merge`.
-            adapter_names: as in `merge`.
-        """
+        """Return the activation, with the adapters in it or as it was; peft calls it."""
         if merge:
             self.merge(safe_merge, adapter_names)
         else:
@@ -324,9 +309,88 @@ class NoraActivation(AdapterLayer):
 
 
 def _is_tuned(config: NoraConfig, side: str) -> bool:
-    other = config.denominator_only if side == "numerator" else config.numerator_only
-    return not other
+    return not (config.denominator_only if side == "numerator" else config.numerator_only)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def _row(values: Sequence[float], device: torch.device | str | None = None) -> Tensor:
+    return torch.tensor([values], dtype=torch.float32, device=device)
+
+
+def _grouped(rows: Tensor, groups: int) -> Tensor:
+    """Repeat the rows of fewer groups for those within them."""
+    return rows.repeat_interleave(groups // rows.shape[0], 0)
+
+
+class _LoraLayer(WeightLayer):
+    """The factors that both layers on linears have."""
+
+    adapter_layer_names = ("nlr_nora_lora_down", "nlr_nora_lora_up")
+    nlr_nora_lora_down: nn.ParameterDict
+    nlr_nora_lora_up: nn.ParameterDict
+
+    def add_parameters(self, name: str, config: NoraConfig) -> None:
+        """Add the tensors of this file's table, undrawn."""
+        self.nlr_nora_lora_down[name] = self.parameter(config.lora_r, self.d_in)
+        self.nlr_nora_lora_up[name] = self.parameter(self.d_out, config.lora_r)
+
+    def reset_adapter(self, name: str) -> None:
+        """Draw the table; with init_weights=False the up factor too."""
+        nn.init.uniform_(self.nlr_nora_lora_down[name], -(self.d_in**-0.5), self.d_in**-0.5)
+        config = self.configs[name]
+        nn.init.normal_(self.nlr_nora_lora_up[name], std=0.0 if config.init_weights else self._random_std(config))
+
+    def _random_std(self, config: NoraConfig) -> float:
+        raise NotImplementedError
+
+    def roles(self, name: str) -> Mapping[str, Role]:
+        """Return the roles of this file's table."""
+        return {"nlr_nora_lora_down": Role("nora.lora.down"), "nlr_nora_lora_up": Role("nora.lora.up")}
+
+
+class NoraLoraLinear(_LoraLayer):
+    """LoRA around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
+
+    def _random_std(self, config: NoraConfig) -> float:
+        return config.lora_r**-0.5
+
+    def _scale(self, name: str) -> float:
+        config: NoraConfig = self.configs[name]
+        return 2.0 if config.lora_alpha is None else config.lora_alpha / config.lora_r
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """See `AdapterLayer`."""
+        y = self.base_layer(x, *args, **kwargs)
+        if self.quantization_backend is not None:
+            y = self.quantization_backend.maybe_clone_base_result(y)
+        for name in names:
+            down, up = (each[name].to(x.dtype) for each in (self.nlr_nora_lora_down, self.nlr_nora_lora_up))
+            h = F.linear(F.dropout(x, self.configs[name].lora_dropout, self.training), down)
+            y = y + (self._scale(name) * F.linear(h, up)).to(y.dtype)
+        return y
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """See `WeightLayer`."""
+        wide = compute_type(weight)
+        total = weight.to(wide)
+        for name in names:
+            product = self.nlr_nora_lora_up[name].to(wide) @ self.nlr_nora_lora_down[name].to(wide)
+            total = total + self._scale(name) * product
+        return total.to(weight.dtype)
+
+
+class NoraSineLinear(_LoraLayer, SineDeltaLayer):
+    """Sine-LoRA around the same, with lora_sine."""
+
+    def _random_std(self, config: NoraConfig) -> float:
+        return (3 * self.d_in / config.lora_r) ** 0.5 / config.lora_omega  # for phases of about 1 rad
+
+    def factors(self, name: str) -> SineFactors:
+        """Return an adapter's delta."""
+        config: NoraConfig = self.configs[name]
+        return SineFactors(
+            self.nlr_nora_lora_up[name],
+            self.nlr_nora_lora_down[name],
+            config.lora_omega,
+            gain=self.d_in**0.5 if config.lora_gain is None else config.lora_gain,
+            scale=1.0 if config.lora_alpha is None else config.lora_alpha / config.lora_r,
+        )
