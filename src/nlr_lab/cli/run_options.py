@@ -66,7 +66,7 @@ def parse_run(kind: type[RunOptions[Any, Any]], arguments: list[str], command: s
         kind,
         arguments,
         command=command,
-        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.arm)},
+        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": recipe.arm_text},
     )
     from nlr_lab.training.recipe import Arm
 

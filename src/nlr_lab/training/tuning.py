@@ -73,7 +73,6 @@ class Tuning:
         """The peft config class."""
         assert self.config is not None
         module, name = self.config
-        importlib.import_module("peft")  # whose import hook registers our own configs
         return getattr(importlib.import_module(module), name)
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
