@@ -56,7 +56,7 @@ def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
 
 
 def _quiet_save(model: Any, folder: Path) -> None:
-    from nonlinear_lowrank.hub.pooled import quiet_loading
+    from nonlinear_lowrank.hub.loading import quiet_loading
 
     with quiet_loading():
         model.save_pretrained(folder)

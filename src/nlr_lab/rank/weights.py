@@ -31,10 +31,9 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.adapter import CONFIG as ADAPTER_CONFIG
 from nonlinear_lowrank.hub.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from nonlinear_lowrank.hub.adapter import is_adapter
-from nonlinear_lowrank.hub.classes import FIELD
-from nonlinear_lowrank.hub.files import read_json, tensor_names, weight_files
+from nonlinear_lowrank.hub.files import read_json, tensor_shapes, weight_files
 from nonlinear_lowrank.hub.loading import load_model
-from nonlinear_lowrank.hub.registration import TYPE_PREFIX
+from nonlinear_lowrank.hub.registration import FIELD, TYPE_PREFIX
 from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
 from nonlinear_lowrank.validation import one_line
@@ -117,7 +116,7 @@ class _Tensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         for file in files:
-            tensor_names(file)
+            tensor_shapes(file)
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a dict
                     part = opened.get_slice(name)

@@ -5,26 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import one_line, require
 
-from .files import check_folder, check_hashes, read_json, tensor_names
+from .files import check_folder, check_hashes, read_json, tensor_shapes
 from .loading import check_causal, check_causal_config, load_model, load_tokenizer
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_HEADS = {f"base_model.model.{head}.weight" for head in ("classifier", "score", "classifier.out_proj")}
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds an adapter of peft, and no model of its own."""
+    """Return whether a folder holds an adapter of peft, and no model of its own."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
 
 
 def base_of(path: str | Path, base: str | None = None) -> str:
-    """The folder or hub name of an adapter's base model.
-
-    Args:
-        path: the adapter's folder.
-        base: taken instead of the one that the adapter names.
+    """Return the folder or hub name of an adapter's base model: `base`, or else the one that the adapter names.
 
     Raises:
         UserError: the adapter names none.
@@ -35,8 +32,14 @@ def base_of(path: str | Path, base: str | None = None) -> str:
     return named
 
 
+def head_labels(folder: Path) -> int | None:
+    """Return how many outputs the classification head has that an adapter brings; None where it brings none."""
+    shapes = tensor_shapes(folder / WEIGHTS)
+    return next((shape[0] for name, shape in sorted(shapes.items()) if name in _HEADS), None)
+
+
 def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
-    """Loads a base language model with an adapter on it, unmerged.
+    """Load a base language model with an adapter on it, unmerged.
 
     What peft's AutoPeftModelForCausalLM does, but an adapter whose tensors are not all there is an error
     instead of a warning, and pickled weights are never read.
@@ -54,8 +57,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
             the adapter does not fit it.
     """
     folder = check_folder(path)
-    config = read_json(folder / CONFIG)
-    task = config.get("task_type")
+    task = read_json(folder / CONFIG).get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise UserError(f"{folder} is an adapter for {task}, not for a causal language model")
     check_weights(folder)
@@ -69,11 +71,11 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the adapter brings them
-    return _put_on(model, folder, named)
+    return put_adapter(model, folder, base=named)
 
 
 def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:
-    """Puts an adapter's folder on a model that is there already, unmerged.
+    """Put an adapter's folder on a model that is there already, unmerged.
 
     Args:
         model: the base with a head of the adapter's shape, where it has one; it is changed.
@@ -86,47 +88,34 @@ def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any
     Raises:
         UserError: a file is missing or damaged, or the adapter does not fit the model.
     """
+    peft = require("peft", "peft")
     folder = check_folder(path)
     check_weights(folder)
-    return _put_on(model, folder, base)
-
-
-def check_weights(folder: Path) -> None:
-    """Refuses an adapter whose tensors are not there, are pickled or have changed, before anything is built.
-
-    Raises:
-        UserError: as said.
-    """
-    if not (folder / WEIGHTS).is_file():
-        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
-        raise UserError(f"{folder} has no {WEIGHTS} ({pickled})")
-    tensor_names(folder / WEIGHTS)
-    check_hashes(folder)
-
-
-def _put_on(model: Any, folder: Path, named: str) -> Any:
-    from peft import PeftModel
-
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except BUILD_ERRORS as error:
         if isinstance(error, KeyError) and str(error.args[0]).startswith("base_model."):  # of a module saved whole
             raise UserError(f"{folder / WEIGHTS} is not whole: it has no {error.args[0]}") from error
-        raise UserError(f"the adapter in {folder} does not fit {named}: {one_line(error)[:500]}") from error
+        raise UserError(f"the adapter in {folder} does not fit {base}: {one_line(error)}") from error
     for warning in caught:
         if "missing adapter keys" in str(warning.message):
-            raise UserError(f"{folder / WEIGHTS} is not whole: {one_line(warning.message)[:500]}")  # type: ignore[arg-type]
+            raise UserError(f"{folder / WEIGHTS} is not whole: {one_line(warning.message)}")  # type: ignore[arg-type]
     return adapted.eval()
 
 
-def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
-    """The tokenizer in an adapter's folder, or else its base model's.
+def check_weights(folder: Path) -> None:
+    """Raise UserError if an adapter's tensors are not there, are pickled or have changed."""
+    if not (folder / WEIGHTS).is_file():
+        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
+        raise UserError(f"{folder} has no {WEIGHTS} ({pickled}); save the adapter with safe_serialization=True")
+    tensor_shapes(folder / WEIGHTS)
+    check_hashes(folder)
 
-    Raises:
-        UserError: there is none, or its files cannot be read.
-    """
+
+def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
+    """Load the tokenizer in an adapter's folder, or else its base model's; UserError if that cannot be done."""
     from transformers import AutoTokenizer
 
     folder = check_folder(path)
@@ -138,7 +127,7 @@ def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(named, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise UserError(f"the tokenizer of {named} cannot be loaded: {one_line(error)[:500]}") from error
+        raise UserError(f"the tokenizer of {named} cannot be loaded: {one_line(error)}") from error
 
 
 def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
@@ -153,5 +142,5 @@ def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
     except BUILD_ERRORS as error:
         raise UserError(
             f"the base model {name!r} of {folder} is no folder here, and cannot be had from the hub "
-            f"({one_line(error)[:200]}); pass --base FOLDER"
+            f"({one_line(error)}); pass --base FOLDER"
         ) from error

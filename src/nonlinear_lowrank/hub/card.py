@@ -13,20 +13,14 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .adapter import CONFIG as ADAPTER_CONFIG
-from .classes import FIELD
 from .files import read_json
+from .registration import FIELD
 from .storage import CARD
-from .usage import loading_code, needs_package
+from .usage import PIPELINES, loading_code, needs_package
 from .versions import versions
 
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PIPELINES = {
-    "ForCausalLM": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-}
 # Of an adapter's config: what peft keeps for itself.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
 
@@ -49,12 +43,7 @@ class Origin:
 
 
 def write_card(folder: Path, origin: Origin) -> None:
-    """Writes README.md into the folder of a model or an adapter, or extends what peft has written there.
-
-    Args:
-        folder: as save_pretrained wrote it.
-        origin: how it came to be.
-    """
+    """Write README.md into the folder of a model or an adapter, or extend what peft has written there."""
     place = folder / CARD
     adapter = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else None
     if adapter is None and place.exists():
@@ -65,47 +54,38 @@ def write_card(folder: Path, origin: Origin) -> None:
     base = origin.base or (adapter or {}).get("base_model_name_or_path") or None
     methods = _methods(config, adapter)
     _fill(card.data, config, adapter, base, list(methods))
-    card.text = (
-        "\n\n".join([_body(folder, origin, config, methods, base), _PEFT_LOADING.sub("", card.text).strip()]).rstrip()
-        + "\n"
-    )
+    text = f"{_body(folder, origin, config, methods, base)}\n\n{_PEFT_LOADING.sub('', card.text).strip()}"
+    card.text = f"{text.rstrip()}\n"
     place.write_text(str(card), encoding="utf-8")
 
 
 def shown_name(name: str) -> str:
-    """A name of the hub as it is, of a path its last part: a card goes to others."""
-    path = PureWindowsPath(name)  # which knows both kinds of slashes
-    local = (
-        path.is_absolute() or name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
-    )
-    return path.name if local else name
+    """Return a name of the hub as it is, of a path its last part: a card goes to others."""
+    local = name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
+    return PureWindowsPath(name).name if local else name  # which knows both kinds of slashes
 
 
 def table(values: Mapping[str, Any]) -> str:
-    """A Markdown table of names and values."""
-    rows = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
+    """Return a Markdown table of names and values."""
+    cells = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    escaped = {name: cell.replace("|", "\\|").replace("\n", " ") for name, cell in cells.items()}
+    rows = [f"| {name} | {cell} |" for name, cell in escaped.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """The settings of each method in the files, by its name."""
+    """Return the settings of each method in the files, by its name."""
     found: dict[str, Mapping[str, Any]] = {}
     if adapter is not None:
-        settings = {name: value for name, value in adapter.items() if name not in _NOT_SETTINGS and _is_set(value)}
-        found[str(adapter.get("peft_type"))] = settings
+        found[str(adapter.get("peft_type"))] = {
+            name: value
+            for name, value in adapter.items()
+            if name not in _NOT_SETTINGS and value is not None and value is not False and value not in ({}, [], "")
+        }
     for entry in config.get(FIELD) or []:
         named = entry["method"] if entry["method"] not in found else f"{entry['method']} ({len(found) + 1})"
         found[named] = {**entry["config"], "layers": len(entry["modules"])}
     return found
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False and value not in ({}, [], "")
 
 
 def _fill(data: Any, config: Mapping[str, Any], adapter: Any, base: str | None, methods: list[str]) -> None:
@@ -113,7 +93,7 @@ def _fill(data: Any, config: Mapping[str, Any], adapter: Any, base: str | None, 
     names = {re.sub(r"\W+", "-", name.partition(" (")[0].removeprefix("NLR_").lower()) for name in methods}
     data.tags = sorted({*(data.tags or []), "nonlinear-lowrank", *names})
     architecture = (config.get("architectures") or [""])[0]
-    for head, pipeline in _PIPELINES.items():
+    for head, pipeline in PIPELINES.items():
         if architecture.endswith(head) and not data.pipeline_tag:
             data.pipeline_tag = pipeline
     # The hub refuses a card whose base is a path; what peft wrote of one goes too.

@@ -10,28 +10,23 @@ table of config classes answer any "nonlinear_lowrank_<base>" by building the cl
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import conversion_mapping
-from transformers.models.auto import configuration_auto
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers import AutoConfig, conversion_mapping
+from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.methods.base import Method, method_of_layer
 from nonlinear_lowrank.surgery.augment import apply_saved
 
 from .names import PlainNames, rename_by_transformers
-from .registration import TYPE_PREFIX
-
-CLASS_PREFIX = "NonlinearLowrank"
-"""The same for class names."""
-FIELD = "nonlinear_lowrank"
-"""The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
+from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 
 
 class AugmentedModel(PlainNames):
@@ -48,7 +43,7 @@ class AugmentedModel(PlainNames):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draws our layers by their own init, before transformers, whose init draws any linear with 0.02.
+        """Draw our layers by their own init, before transformers, whose init draws any linear with 0.02.
 
         Tensors that came from a checkpoint carry a flag and are left alone.
         """
@@ -62,8 +57,7 @@ class AugmentedModel(PlainNames):
         """transformers', and the tensors that our layers keep in float32 whatever type is loaded."""
         plan = super()._get_dtype_plan(dtype)  # type: ignore[misc]
         if dtype in (torch.bfloat16, torch.float16):
-            methods = filter(None, map(method_of_layer, augmented_layers(self)))
-            plan |= {name: torch.float32 for method in methods for name in method.float32}
+            plan |= {name: torch.float32 for method in _methods_in(self) for name in method.float32}
         return plan
 
     @classmethod
@@ -74,8 +68,7 @@ class AugmentedModel(PlainNames):
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
-            methods = filter(None, map(method_of_layer, augmented_layers(model)))
-            unable = sorted({method.name for method in methods if not method.tensor_parallel})
+            unable = sorted({method.name for method in _methods_in(model) if not method.tensor_parallel})
             if unable:
                 raise UserError(
                     f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
@@ -105,11 +98,6 @@ class AugmentedModel(PlainNames):
         ignore_mismatched_sizes=True a head may also change its size; a branch may not. A backbone that was
         built without its pooler is loaded as it was built: `from_pretrained(path, add_pooling_layer=False)`.
 
-        Args:
-            *args: as in transformers.
-            output_loading_info: return (model, info) as transformers does.
-            **kwargs: as in transformers.
-
         Raises:
             UserError: tensors are missing from the checkpoint, or it has some that the model does not.
         """
@@ -124,12 +112,16 @@ class AugmentedModel(PlainNames):
 
 
 def augmented_layers(model: Any) -> Iterator[nn.Module]:
-    """The modules that `augment` put into the model."""
+    """Yield the modules that `augment` put into the model."""
     return (module for module in model.modules() if method_of_layer(module) is not None)
 
 
+def _methods_in(model: Any) -> Iterator[Method]:
+    return filter(None, map(method_of_layer, model.modules()))
+
+
 def mark_initialized(model: Any) -> None:
-    """Tells transformers that our layers are drawn, as it does itself for the modules it draws."""
+    """Tell transformers that our layers are drawn, as it does itself for the modules it draws."""
     for layer in augmented_layers(model):
         layer._is_hf_initialized = True  # type: ignore[assignment]
         method = method_of_layer(layer)
@@ -138,7 +130,7 @@ def mark_initialized(model: Any) -> None:
 
 
 def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved entries with the module names of this model.
+    """Return the saved entries with the module names of this model.
 
     Names are saved as the augmented model had them. Another head changes the prefix ("model.layers.0" in
     a language model is "layers.0" in its backbone), and modules of a head are absent under another one.
@@ -148,8 +140,7 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
         raise UserError(f"the config field {FIELD!r} must be a list of methods, got {entries!r}")
     # A classifier builds its backbone by AutoModel, which has put the layers in already.
     # Places that share a module are places of their own.
-    modules = model.named_modules(remove_duplicate=False)
-    plain = {name for name, module in modules if method_of_layer(module) is None}
+    plain = {name for name, each in model.named_modules(remove_duplicate=False) if method_of_layer(each) is None}
     prefix = model.base_model_prefix + "."
     resolved = []
     for entry in entries:
@@ -158,14 +149,14 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
         modules = entry["modules"]
         if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
             raise UserError(f"modules in the config field {FIELD!r} must be a list of module names, got {modules!r}")
-        candidates = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
-        names = [next((name for name in names if name in plain), None) for names in candidates]
+        spellings = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
+        names = [next((name for name in each if name in plain), None) for each in spellings]
         resolved.append({**entry, "modules": [name for name in names if name is not None]})
     return resolved
 
 
 def check_loading_info(model: Any, info: dict[str, Any]) -> None:
-    """Raises UserError if a load left out tensors that both the saved and the loaded class have.
+    """Raise UserError if a load left out tensors that both the saved and the loaded class have.
 
     Args:
         model: the loaded model.
@@ -180,21 +171,25 @@ def check_loading_info(model: Any, info: dict[str, Any]) -> None:
             extra = [key for key in extra if key.removeprefix(prefix) not in written]
     branches = tuple(f"{name}." for name, module in model.named_modules() if method_of_layer(module) is not None)
     resized = sorted(key for key, *_ in info["mismatched_keys"] if key.startswith(branches))
-    problems = [
-        f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
-        for what, keys in (("missing", missing), ("extra", extra), ("of another size", resized))
-        if keys
-    ]
-    if problems:
+    if problems := listed_problems({"missing": missing, "extra": extra, "of another size": resized}):
         where = model.config._name_or_path or "the given state dict"
         raise UserError(
-            f"the checkpoint {where} does not fit {type(model).__name__}: tensors {'; '.join(problems)}; "
+            f"the checkpoint {where} does not fit {type(model).__name__}: tensors {problems}; "
             "load the file that was saved with this config.json"
         )
 
 
+def listed_problems(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Return the first few tensors of each kind of problem, for a message; empty where there are none."""
+    return "; ".join(
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in kinds.items()
+        if names
+    )
+
+
 def _keys_of_writer(model: Any) -> set[str] | None:
-    """Tensor names, less the backbone's prefix, of the class that wrote the checkpoint, if it is another."""
+    """Return tensor names, less the backbone's prefix, of the class that wrote the checkpoint, if it is another."""
     name = (getattr(model.config, "architectures", None) or [""])[0].removeprefix(CLASS_PREFIX)
     if name in ("", type(model).__name__.removeprefix(CLASS_PREFIX)):
         return None
@@ -213,9 +208,7 @@ def _keys_of_writer(model: Any) -> set[str] | None:
 
 
 def plain_class(name: str) -> Any:
-    """The transformers model class of that name, or None. Classes that others registered count too."""
-    import transformers
-
+    """Return the transformers model class of that name, or one that others registered, or None."""
     found = getattr(transformers, name, None)
     if found is None:
         registered = [value for mapping in model_mappings().values() for value in mapping._extra_content.values()]
@@ -225,9 +218,7 @@ def plain_class(name: str) -> Any:
 
 
 def _is_model_class(value: Any) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(value, type) and issubclass(value, PreTrainedModel)
+    return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
 
 
 @cache
@@ -253,7 +244,7 @@ def config_class_of(base: Any) -> Any:
 
 
 def twin_of(base: Any, config_class: type | None = None) -> Any:
-    """The augmented twin of a plain model class (a twin is its own twin).
+    """Return the augmented twin of a plain model class (a twin is its own twin).
 
     Args:
         base: subclass of transformers.PreTrainedModel.
@@ -283,8 +274,6 @@ def _twin_of(base: Any, config_class: Any) -> Any:
 def __getattr__(name: str) -> Any:
     """Twins by name, so that pickle and `from nonlinear_lowrank.hub.classes import ...` find them."""
     if name.startswith(CLASS_PREFIX):
-        import transformers
-
         base = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
         if isinstance(base, type) and issubclass(base, transformers.PreTrainedConfig):
             return config_class_of(base)
@@ -309,8 +298,6 @@ def register(base_config_class: Any) -> Any:
 
 @cache
 def _register(base: Any) -> Any:
-    from transformers.models.auto import modeling_auto
-
     twin = config_class_of(base)
     AutoConfig.register(twin.model_type, twin, exist_ok=True)
     for name, mapping in model_mappings().items():
@@ -331,9 +318,6 @@ def _register(base: Any) -> Any:
 
 def model_mappings() -> dict[str, Any]:
     """Return transformers' tables of model classes, each by its name in `modeling_auto`."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.auto_factory import _LazyAutoMapping
-
     return {name: each for name, each in vars(modeling_auto).items() if isinstance(each, _LazyAutoMapping)}
 
 

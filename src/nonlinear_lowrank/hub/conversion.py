@@ -1,10 +1,9 @@
 """Up-cycling: a plain checkpoint becomes an augmented one that starts where the plain one stands.
 
-The dense weights are kept. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are
-bit-equal; with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the
-outputs. Rational activations: bit-equal with anchor="exact", else the outputs move by the error of the fit. In
-every case the difference is measured, between the input folder's model and the one that is loaded again from what
-was written.
+The dense weights are kept. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are bit-equal;
+with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the outputs. Rational
+activations: bit-equal with anchor="exact", else the outputs move by the error of the fit. In every case the difference
+is measured, between the input folder's model and the one that is loaded again from what was written.
 """
 
 import shutil
@@ -19,15 +18,15 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_config
-from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import AugmentReport, augment
 from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, shown_name, write_card
-from .classes import TYPE_PREFIX, augmented_layers
+from .classes import augmented_layers
 from .files import check_folder, check_model_folder
 from .loading import load_model
-from .storage import MANIFEST, staged_output
+from .registration import TYPE_PREFIX
+from .storage import MANIFEST, check_new_or_empty, staged_output
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -54,16 +53,16 @@ class ConvertReport:
     copied: tuple[str, ...]
     """Files taken over as they are."""
 
+    @property
+    def verdict(self) -> str:
+        """The difference in words."""
+        return "bit-equal" if self.bit_equal else f"max |difference| {self.difference:.3e}"
+
     def __str__(self) -> str:
-        verdict = "bit-equal" if self.bit_equal else f"max |difference| {self.difference:.3e}"
         start = f"up init {self.up_init}: " if self.up_init is not None else ""
-        return "\n".join(
-            [
-                str(self.augmented),
-                f"{start}{self.measured} before and after: {verdict}",
-                f"copied {', '.join(self.copied) or 'no other files'}",
-                f"written to {self.output}",
-            ]
+        return (
+            f"{self.augmented}\n{start}{self.measured} before and after: {self.verdict}\n"
+            f"copied {', '.join(self.copied) or 'no other files'}\nwritten to {self.output}"
         )
 
 
@@ -78,7 +77,7 @@ def convert(
     overwrite: bool = False,
     **load: Any,
 ) -> ConvertReport:
-    """Puts a method's layers into a plain checkpoint and keeps its dense weights.
+    """Put a method's layers into a plain checkpoint and keep its dense weights.
 
     The output is written beside its place and renamed when it is whole, measured, and loadable.
 
@@ -93,24 +92,25 @@ def convert(
         overwrite: replace what is in output_dir.
         **load: for from_pretrained (dtype, device_map, ...); default: the type of the saved weights.
 
-    Returns:
-        What was swapped, the measured difference and the files copied.
-
     Raises:
         UserError: a folder or file is not as it must be, the model is augmented already, or the settings
             do not fit it. Nothing is left in output_dir then.
     """
     if up_init not in ("zero", "paper"):
         raise UserError(f"up_init must be 'zero' or 'paper', got {up_init!r}")
-    if (method := method_of_config(config)) is not None and (method.replaces_weights or method.wraps):
+    method = method_of_config(config)
+    if method is not None and (method.replaces_weights or method.wraps):
         raise UserError(
             f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"
         )
-    branches = isinstance(config, NobleConfig)
+    branches = method is not None and method.dense is not None
     if up_init == "paper" and not branches:
         raise UserError("up_init='paper' is of NOBLE's up projections; leave it out")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
-    _check_output(source, output, overwrite)
+    if output == source or output in source.parents or source in output.parents:
+        raise UserError(f"the output folder {output} overlaps the input {source}; choose another")
+    if output.is_file() or not overwrite:
+        check_new_or_empty(output, "choose another or pass overwrite")
     if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):
         raise UserError(f"{source} is augmented already; convert the plain model that it came from")
 
@@ -120,8 +120,9 @@ def convert(
     settings = replace(config, init="pretrained") if branches else config
     report = augment(model, settings, include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
-        for layer in augmented_layers(model):
-            _draw_up(layer, config)
+        for layer in augmented_layers(model):  # as in a model from scratch
+            with torch.no_grad():
+                init.normal_(layer.noble_up, std=config.up_scale / layer.noble_rank**0.5)
     with staged_output(output, {}) as folder:
         model.save_pretrained(folder)
         del model
@@ -141,9 +142,7 @@ def convert(
 
 
 def _origin(source: Path, report: ConvertReport) -> Origin:
-    verdict = "bit-equal" if report.bit_equal else f"max |difference| {report.difference:.3e}"
     start = "" if report.up_init is None else f" (up init: {report.up_init})"
-    added = f"{report.augmented.parameters_added:,} parameters were added{start}."
     what = "rational activations" if report.up_init is None else "branches"
     return Origin(
         title=f"{shown_name(str(source))} with {what}",
@@ -151,29 +150,14 @@ def _origin(source: Path, report: ConvertReport) -> Origin:
         command="nlr convert IN OUT",
         base=str(source),
         sections={
-            "Results": f"{added} {report.measured} before and after, on random inputs, one measurement (n = 1): "
-            f"{verdict}."
+            "Results": f"{report.augmented.parameters_added:,} parameters were added{start}. {report.measured} before "
+            f"and after, on random inputs, one measurement (n = 1): {report.verdict}."
         },
     )
 
 
-def _check_output(source: Path, output: Path, overwrite: bool) -> None:
-    if output == source or output in source.parents or source in output.parents:
-        raise UserError(f"the output folder {output} overlaps the input {source}; choose another")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; choose a folder")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
-        raise UserError(f"{output} is not empty; choose another folder or pass overwrite")
-
-
-def _draw_up(layer: Any, config: Any) -> None:
-    """The up projection's init of a model from scratch."""
-    with torch.no_grad():
-        init.normal_(layer.noble_up, std=config.up_scale / layer.noble_rank**0.5)
-
-
 def random_inputs(model: Any) -> dict[str, Tensor]:
-    """Random tokens or pixels that fit the model; both where it compares the two, as CLIP does."""
+    """Return random tokens or pixels that fit the model; both where it compares the two, as CLIP does."""
     config, text = model.config, model.config.get_text_config()
     image_token = getattr(config, "image_token_id", None)
     names = {model.main_input_name}
@@ -197,13 +181,13 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
-    """The model's first output on the inputs, with its name and shape."""
+    """Return the model's first output on the inputs, with its name and shape."""
     try:
         outputs = model(**inputs)
     except (RuntimeError, ValueError, TypeError) as error:
         given = " and ".join(inputs) or "nothing: it takes neither tokens nor pixels"
         raise UserError(
-            f"cannot measure {type(model).__name__} on random {given} ({one_line(error)[:200]}); "
+            f"cannot measure {type(model).__name__} on random {given} ({one_line(error)}); "
             "use augment and save_pretrained instead"
         ) from error
     name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))
@@ -211,7 +195,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
 
 
 def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[str, ...]:
-    """Copies what belongs to a model beside its weights (tokenizer, licence, ...), but for one; returns the names."""
+    """Copy what belongs to a model beside its weights (tokenizer, licence, ...), but for one; return the names."""
     patterns = (*_COMPANIONS, *_IMAGE_TOKENIZER)
     found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}

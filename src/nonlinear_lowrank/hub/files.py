@@ -1,20 +1,17 @@
-"""Checks of a model folder's files, before anything is loaded from them.
-
-Only JSON and safetensors are read: no pickle is ever opened.
-"""
+"""Checks of a model folder's files, before anything is loaded from them. No pickle is ever opened."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.models.auto import configuration_auto
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .classes import FIELD, TYPE_PREFIX
-from .storage import MANIFEST, file_fault
+from .registration import FIELD, TYPE_PREFIX
+from .storage import MANIFEST, file_fault, is_inside, manifest_files
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,33 +19,30 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check_model_folder(path: str | Path) -> dict[str, Any]:
-    """Checks that a folder holds a whole model.
-
-    Args:
-        path: a folder as `save_pretrained` writes it.
-
-    Returns:
-        The content of config.json.
+    """Return the config.json of a folder that holds a whole model.
 
     Raises:
         UserError: one line with the file and what is wrong with it.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     folder = check_folder(path)
-    config = read_json(folder / "config.json")
+    place = folder / "config.json"
+    config = read_json(place)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise UserError(f"{folder / 'config.json'} is not a model config: it has no model_type")
-    if model_type not in configuration_auto.CONFIG_MAPPING:
-        raise UserError(f"{folder / 'config.json'}: this transformers version does not know model_type {model_type!r}")
+        raise UserError(f"{place} is not a model config: it has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{place}: this transformers version does not know model_type {model_type!r}")
     if model_type.startswith(TYPE_PREFIX) and not isinstance(config.get(FIELD), list):
-        raise UserError(f"{folder / 'config.json'} has model_type {model_type!r} but no list {FIELD!r} of methods")
-    _check_weights(folder)
+        raise UserError(f"{place} has model_type {model_type!r} but no list {FIELD!r} of methods")
+    weight_files(folder)
     check_hashes(folder)
     return config
 
 
 def check_folder(path: str | Path) -> Path:
-    """The path of a folder that exists; UserError otherwise."""
+    """Return the path of a folder that exists; UserError otherwise."""
     folder = Path(path).expanduser()
     if not folder.exists():
         raise UserError(f"{folder} does not exist; give a folder that save_pretrained wrote")
@@ -58,7 +52,7 @@ def check_folder(path: str | Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError if the file is missing or anything else."""
+    """Return a JSON object; UserError if the file is missing or anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -70,11 +64,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def tensor_names(path: Path) -> set[str]:
-    """Names in a safetensors file, whose header is checked against its length; UserError if it is not whole."""
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a safetensors file, by name; UserError if its header does not fit its length."""
     try:
         with safe_open(path, framework="pt") as file:
-            return set(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise UserError(
@@ -83,50 +77,55 @@ def tensor_names(path: Path) -> set[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The whole safetensors files of a folder, as its index says where there is one.
+    """Return the whole safetensors files of a folder, as its index says where there is one.
 
     Raises:
         UserError: there are none, or one is missing or not whole.
     """
-    if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
-        _check_weights(folder)
-        if (folder / WEIGHTS).is_file():
-            return [folder / WEIGHTS]
-        return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
-    if not (files := sorted(folder.glob("*.safetensors"))):
-        _check_weights(folder)  # says what is missing
-    return files
-
-
-def check_hashes(folder: Path) -> None:
-    """Holds a folder's weights against its manifest, where it has one of ours.
-
-    Raises:
-        UserError: a file is missing, cut short or changed.
-    """
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # none, or another tool's
-    for name, entry in files:
-        if str(name).endswith(".safetensors") and (fault := file_fault(folder, name, entry)) is not None:
-            raise UserError(f"{fault}; copy it again, or delete {folder / MANIFEST} if it was changed on purpose")
-
-
-def _check_weights(folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
     if (folder / WEIGHTS).is_file():
-        tensor_names(folder / WEIGHTS)
-        return
-    if not (folder / INDEX).is_file():
+        files = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        if (fault := next(index_faults(folder / INDEX, index), None)) is not None:
+            raise UserError(f"{fault}; copy or download it again")
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    elif not files:
         if any((folder / name).exists() for name in _PICKLES):
             raise UserError(f"{folder} has only pickled weights, which are never read; save it as safetensors first")
         raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
-    shards = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise UserError(f"{folder / INDEX} is not an index of shards: it has no weight_map")
-    for shard in sorted(set(shards.values())):
-        if Path(shard).name != shard or not (folder / shard).is_file():
-            raise UserError(f"{folder} lacks the shard {shard} that {INDEX} names; copy or download it again")
-        absent = {tensor for tensor, name in shards.items() if name == shard} - tensor_names(folder / shard)
+    for file in files:
+        tensor_shapes(file)
+    return files
+
+
+def index_faults(index: Path, content: Any) -> Iterator[str]:
+    """Yield what is wrong with an index of shards: one that is not there or not whole, or lacks tensors.
+
+    Args:
+        index: its file, beside the shards.
+        content: what the file holds.
+    """
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        yield f"{index} is not an index of shards: it has no weight_map"
+        return
+    for shard in sorted(set(places.values())):
+        file = index.parent / shard
+        if not is_inside(shard) or not file.is_file():
+            yield f"{index} names the shard {shard!r}, which is not there"
+            continue
+        try:
+            absent = sorted({name for name, place in places.items() if place == shard} - tensor_shapes(file).keys())
+        except UserError as error:
+            yield str(error)
+            continue
         if absent:
-            raise UserError(f"{folder / shard} lacks {len(absent)} tensors of {INDEX}, among them {min(absent)}")
+            yield f"{file} lacks {len(absent):,} tensors of its index, such as {absent[0]}"
+
+
+def check_hashes(folder: Path) -> None:
+    """Raise UserError if weights differ from those of the folder's manifest, where it has one of ours."""
+    for name, entry in (manifest_files(folder) or {}).items():
+        if name.endswith(".safetensors") and (fault := file_fault(folder, name, entry)) is not None:
+            raise UserError(f"{fault}; copy it again, or delete {folder / MANIFEST} if it was changed on purpose")

@@ -18,10 +18,11 @@ from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config
 from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, write_card
-from .classes import FIELD, register
+from .classes import listed_problems, register
 from .conversion import copy_companions
 from .files import check_folder, check_model_folder, weight_files
 from .names import in_memory
+from .registration import FIELD
 from .storage import check_new_or_empty, staged_output
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
@@ -30,7 +31,7 @@ _FUNCTION |= {"omega", "gain"}
 
 
 def config_with(plain_config: Any, entries: Sequence[dict[str, Any]]) -> Any:
-    """The config of a causal language model with these layers, whose `save_pretrained` completes a folder of weights.
+    """Return the config of a causal language model with these layers, to be saved beside its weights.
 
     Args:
         plain_config: transformers' config of the model without them.
@@ -61,7 +62,7 @@ def write_folder(
     assets: str | Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes a causal language model's folder; it appears when it is whole.
+    """Write a causal language model's folder; it appears when it is whole.
 
     Args:
         folder: new or empty.
@@ -70,9 +71,6 @@ def write_folder(
         origin: for the card.
         assets: folder whose tokenizer and licence are copied.
         dtype: of the weights; default: as they are. Tensors that a method keeps in float32 stay so.
-
-    Returns:
-        The folder.
 
     Raises:
         UserError: the folder is not empty or cannot be written, or tensors are missing, extra or of another shape.
@@ -102,14 +100,11 @@ def write_folder(
 
 
 def read_folder(folder: str | Path, entries: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of a model folder that has these very layers.
+    """Return the tensors, by their names in the files, of a model folder that has these very layers.
 
     Args:
         folder: as `save_pretrained` writes it.
         entries: as in `config_with`.
-
-    Returns:
-        Tensors by their names in the files.
 
     Raises:
         UserError: the folder is not whole, or has other layers, or ones that compute something else.
@@ -124,7 +119,7 @@ def read_folder(folder: str | Path, entries: Sequence[dict[str, Any]]) -> dict[s
 
 
 def read_torch_checkpoint(state: dict[str, Any], folder: str | Path, *, allow: bool) -> None:
-    """Fills a state with that of a checkpoint of torch.distributed, in this process alone.
+    """Fill a state with that of a checkpoint of torch.distributed, in this process alone.
 
     Args:
         state: tensors of the right shapes, by name; changed in place.
@@ -147,35 +142,11 @@ def read_torch_checkpoint(state: dict[str, Any], folder: str | Path, *, allow: b
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
             dcp.load(state, checkpoint_id=str(path), no_dist=True)
     except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
-        raise UserError(f"{path} is not a whole checkpoint of this model: {one_line(error)[:300]}") from error
-
-
-def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Layers as our Hugging Face configs list them.
-
-    Args:
-        configs: the config of each layer, by its name in the Hugging Face model.
-
-    Returns:
-        An entry for each config, with its "method", "config" and "modules".
-    """
-    entries: list[dict[str, Any]] = []
-    for name, config in configs.items():
-        kind = {"method": config.method, "config": config_to_dict(config)}
-        entry = next((each for each in entries if {**each, **kind} == each), None)
-        if entry is None:
-            entries.append(entry := {**kind, "modules": []})
-        entry["modules"].append(name)
-    return entries
+        raise UserError(f"{path} is not a whole checkpoint of this model: {one_line(error)}") from error
 
 
 def renamed(convert: Callable[[dict[str, Any]], dict[str, Any]], name: str, shape: tuple[int, int]) -> str:
-    """A linear's name in the Hugging Face model, by what another program makes of its weight's.
-
-    Args:
-        convert: that program's conversion of a state.
-        name: of the linear.
-        shape: of its weight.
+    """Return a linear's name in the Hugging Face model, by what another program's conversion makes of its weight's.
 
     Raises:
         UserError: it knows no such weight.
@@ -187,12 +158,7 @@ def renamed(convert: Callable[[dict[str, Any]], dict[str, Any]], name: str, shap
 
 
 def row_order(convert: Callable[[dict[str, Any]], dict[str, Any]], name: str, shape: tuple[int, int]) -> Tensor:
-    """Which row of a linear's weight a conversion puts at each place (d_out): some permute them for rotary embeddings.
-
-    Args:
-        convert: as in `renamed`.
-        name: likewise.
-        shape: likewise.
+    """Return which row of a linear's weight a conversion puts at each place (d_out): some permute them for rotary use.
 
     Raises:
         UserError: it does something else to the weight.
@@ -205,7 +171,7 @@ def row_order(convert: Callable[[dict[str, Any]], dict[str, Any]], name: str, sh
 
 
 def take_rows(value: Tensor, order: Tensor) -> Tensor:
-    """`value[order]`, also of a tensor that is split over devices; it is whole on each of them then."""
+    """Return `value[order]`, also of a tensor that is split over devices; it is whole on each of them then."""
     if not isinstance(value, DTensor):
         return value[order.to(value.device)]
     mesh = value.device_mesh
@@ -215,25 +181,18 @@ def take_rows(value: Tensor, order: Tensor) -> Tensor:
 
 
 def check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
-    """Raises UserError unless a state has the names and shapes of a model's, and no others."""
-    missing, extra = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
-    both = sorted(wanted.keys() & state.keys())
-    kinds = {
-        "missing": missing,
-        "extra": extra,
-        "of another shape": [k for k in both if wanted[k].shape != state[k].shape],
+    """Raise UserError unless a state has the names and shapes of a model's, and no others."""
+    problems = {
+        "missing": sorted(wanted.keys() - state.keys()),
+        "extra": sorted(state.keys() - wanted.keys()),
+        "of another shape": [k for k in sorted(wanted.keys() & state.keys()) if wanted[k].shape != state[k].shape],
     }
-    problems = [
-        f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
-        for what, keys in kinds.items()
-        if keys
-    ]
-    if problems:
-        raise UserError(f"{where} does not fit the model: tensors {'; '.join(problems)}")
+    if words := listed_problems(problems):
+        raise UserError(f"{where} does not fit the model: tensors {words}")
 
 
 def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What each layer computes, by its name."""
+    """Return what each layer computes, by its name."""
     found: dict[str, str] = {}
     for entry in entries:
         method = all_methods().get(entry["method"])

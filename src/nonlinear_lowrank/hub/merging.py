@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
-from nonlinear_lowrank.methods.base import config_to_dict, method_of_layer
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.validation import one_line, require
 
-from .adapter import CONFIG, WEIGHTS, base_of
+from .adapter import CONFIG, base_of, check_weights, head_labels
 from .card import Origin, shown_name, table, write_card
-from .classes import FIELD
 from .conversion import copy_companions, first_output, random_inputs
-from .files import check_folder, check_hashes, read_json, tensor_names
-from .loading import load_model
-from .pooled import quiet_loading
+from .files import check_folder, read_json
+from .loading import load_model, quiet_loading
+from .registration import FIELD
+from .saving import layer_entries, make_saveable
 from .storage import check_new_or_empty, staged_output
 
 _AUTO = {
@@ -39,7 +38,6 @@ _AUTO = {
 # about 1e-6 in float32, more where a router's near tie goes the other way, and far more where a merge is wrong. In a
 # narrower type the square root of its precision, where that is more: 0.03 in float16, 0.09 in bfloat16.
 _BOUND = 5e-3
-_HEADS = ("classifier", "score", "classifier.out_proj")
 
 
 @dataclass(frozen=True)
@@ -64,36 +62,31 @@ class MergeReport:
     """Whether output head and embedding no longer share one weight."""
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.peft_type} adapter merged into {self.base}",
-                f"{self.measured} adapted and merged: max |difference| {self.difference:.3e} "
-                f"(outputs up to {self.scale:.3g})",
-                *(["the output head has a weight of its own now, no longer the embedding's"] if self.untied else []),
-                f"copied {', '.join(self.copied) or 'no other files'}",
-                f"written to {self.output}; "
-                + ("loading it needs `import nonlinear_lowrank`" if self.needs_package else "a plain model"),
-            ]
-        )
+        lines = [
+            f"{self.peft_type} adapter merged into {self.base}",
+            f"{self.measured} adapted and merged: max |difference| {self.difference:.3e} "
+            f"(outputs up to {self.scale:.3g})",
+            "the output head has a weight of its own now, no longer the embedding's" if self.untied else "",
+            f"copied {', '.join(self.copied) or 'no other files'}",
+            f"written to {self.output}; "
+            + ("loading it needs `import nonlinear_lowrank`" if self.needs_package else "a plain model"),
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def merge_adapter(
     adapter_dir: str | Path, output_dir: str | Path, *, base: str | None = None, dtype: str = "auto"
 ) -> MergeReport:
-    """Writes the base model with an adapter merged into it.
+    """Write the base model with an adapter merged into it; the adapter may be any of peft's that merges into weights.
 
-    The adapter may be any of peft's that merges into weights. The output is written beside its place and
-    renamed when it is whole, measured, and loadable. The base is held in float32 meanwhile, four bytes a parameter
-    (float64 stays, quantized weights stay quantized), and rounded once.
+    The output is written beside its place and renamed when it is whole, measured, and loadable. The base is held in
+    float32 meanwhile, four bytes a parameter (float64 stays, quantized weights stay quantized), and rounded once.
 
     Args:
         adapter_dir: as `save_pretrained` of peft writes it, safetensors only.
         output_dir: new or empty.
         base: folder or hub name of the base model; None: as the adapter names it.
         dtype: of the merged weights: "auto" for the base's own, or "float32", "bfloat16", ...
-
-    Returns:
-        The measured difference and the files copied.
 
     Raises:
         UserError: the adapter cannot be merged or does not fit, it has weights that are not finite, a file is
@@ -109,10 +102,7 @@ def merge_adapter(
     check_new_or_empty(output)
     if output == folder or folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} has no {WEIGHTS}; save the adapter with safe_serialization=True")
-    tensor_names(folder / WEIGHTS)
-    check_hashes(folder)
+    check_weights(folder)
     named = base_of(folder, base)
 
     adapted, types = _adapted(folder, config, named, dtype)
@@ -130,7 +120,7 @@ def merge_adapter(
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
-        raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)[:300]}") from error
+        raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)}") from error
     untied |= was_tied and not model.config.tie_word_embeddings
     rounded = None
     if types is not None:  # quantizing again is no rounding, and is shown but not judged
@@ -178,19 +168,17 @@ def _origin(config: Mapping[str, Any], base: str, measured: str, difference: flo
 
 
 def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-    from peft.tuners.tuners_utils import BaseTuner
-
+    mapping = require("peft", "peft.mapping")
     peft_type = config.get("peft_type")
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)  # type: ignore[arg-type]
+    tuner = mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)
     if not isinstance(peft_type, str) or tuner is None:
         raise UserError(f"{folder / CONFIG}: peft knows no peft_type {peft_type!r}")
-    if peft_type == "NLR_NOBLE":
+    if not getattr(mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type], "mergeable", True):
         raise UserError(
-            f"{folder} is a NOBLE adapter, which cannot be merged: its branch is not linear in the input, so no weight "
+            f"{folder} is a {peft_type} adapter, which cannot be merged: it is not linear in its input, so no weight "
             "can take it in; load it with peft's AutoPeftModel classes"
         )
-    if not (isinstance(tuner, type) and issubclass(tuner, BaseTuner)):
+    if not hasattr(tuner, "merge_and_unload"):
         raise UserError(f"{folder} is a {peft_type} adapter, which has no weights to merge into the base's")
     return peft_type
 
@@ -220,15 +208,12 @@ def _floats_to(inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def _check_same(outputs: torch.Tensor, wanted: torch.Tensor, whose: str) -> None:
-    """Refuses outputs that rounding within one type does not explain.
+    """Raise UserError where outputs are further apart than rounding within one type explains.
 
     Args:
         outputs: of the merged model, any shape.
         wanted: of the same shape.
         whose: these are, for the message.
-
-    Raises:
-        UserError: they are further apart than `_BOUND` says, or not finite where the wanted ones are.
     """
     got, right = outputs.double(), wanted.double()
     distance = torch.where(got == right, 0, got - right).square().mean().sqrt().item()  # equal infinities are no fault
@@ -241,7 +226,7 @@ def _check_same(outputs: torch.Tensor, wanted: torch.Tensor, whose: str) -> None
 
 
 def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) -> tuple[Any, _Types | None]:
-    """The base model, in float32 or wider, with the adapter on it, in evaluation mode; and the types to round to.
+    """Return the base model, in float32 or wider, with the adapter on it, evaluating; and the types to round to.
 
     A quantized base stays as it is, and there are no types then.
     """
@@ -253,7 +238,7 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
     if revision := config.get("revision"):
         options["revision"] = revision
-    if (labels := _labels(folder)) is not None:
+    if (labels := head_labels(folder)) is not None:
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
     try:
         with quiet_loading(), warnings.catch_warnings():
@@ -264,7 +249,7 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
                 load = partial(getattr(transformers, class_name).from_pretrained, named, **options)
             model = load(dtype="auto")
             types = None
-            if _is_quantized(model):
+            if getattr(model.config, "quantization_config", None) is not None:
                 if dtype != "auto":  # of what is not quantized
                     del model
                     model = load(dtype=dtype)
@@ -275,7 +260,7 @@ def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) ->
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
     except BUILD_ERRORS as error:
-        raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)[:300]}") from error
+        raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)}") from error
 
 
 def _types(model: Any, dtype: str) -> _Types:
@@ -286,12 +271,8 @@ def _types(model: Any, dtype: str) -> _Types:
     return _Types(main, {name: each for name, each in own.items() if torch.promote_types(each, main) != main})
 
 
-def _is_quantized(model: Any) -> bool:
-    return getattr(model.config, "quantization_config", None) is not None
-
-
 def _untie(adapted: Any, folder: Path) -> bool:
-    """Gives layers that are merged a weight of their own where another module has the same one: it stays as it is.
+    """Give layers that are merged a weight of their own where another module has the same one: it stays as it is.
 
     Returns:
         Whether there was any.
@@ -302,10 +283,8 @@ def _untie(adapted: Any, folder: Path) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model: Any = adapted.get_base_model()
-    bases: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            bases[name] = module.get_base_layer()
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)}
+    bases: dict[str, Any] = {name: layer.get_base_layer() for name, layer in layers.items()}
     owners: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
         if name.endswith(".original_module"):
@@ -333,30 +312,14 @@ def _unwrapped(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
-def _labels(folder: Path) -> int | None:
-    """How many outputs the classification head has that an adapter brings; None where it brings none."""
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for name in sorted(file.keys()):
-            if name.removeprefix("base_model.model.") in {f"{head}.weight" for head in _HEADS}:
-                return file.get_slice(name).get_shape()[0]
-    return None
-
-
 def _mark_ours(model: Any) -> bool:
-    """Makes layers of ours that stay in the model saveable; returns whether there are any."""
-    from . import make_saveable
-
+    """Make layers of ours that stay in the model saveable; return whether there are any."""
     listed = {name for entry in getattr(model.config, FIELD, None) or [] for name in entry["modules"]}
-    entries: dict[str, dict[str, Any]] = {}
+    configs = {}
     for name, module in model.named_modules():
         method = method_of_layer(module)
-        if method is None or name in listed:
-            continue
-        layer_config = getattr(module, f"{method.name}_config")
-        values = config_to_dict(layer_config)
-        key = f"{method.name} {sorted(values.items())}"
-        entry = entries.setdefault(key, {"method": method.name, "config": values, "modules": []})
-        entry["modules"].append(name)
-    for entry in entries.values():
+        if method is not None and name not in listed:
+            configs[name] = getattr(module, f"{method.name}_config")
+    for entry in layer_entries(configs):
         make_saveable(model, entry)
-    return bool(entries or listed)
+    return bool(configs or listed)

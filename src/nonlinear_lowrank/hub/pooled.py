@@ -14,20 +14,18 @@ checkpoint that the config names (`encoder_checkpoint`), and the head is drawn; 
 The model type is `nlr_mean_pooled`: a process without this package fails by that name.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils import logging
 
 from nonlinear_lowrank.errors import UserError
+
+from .loading import quiet_loading
 
 
 class MeanPooledConfig(PreTrainedConfig):
@@ -156,22 +154,6 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
     def write_base(self, folder: Path) -> None:
         """A folder by which an adapter's base is found again: the config alone."""
         self.config.save_pretrained(folder)
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """transformers and the hub say nothing and show no bar."""
-    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def find_encoder(name: str) -> str:

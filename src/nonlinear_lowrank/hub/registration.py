@@ -16,6 +16,10 @@ import wrapt
 
 TYPE_PREFIX = "nonlinear_lowrank_"
 """An augmented config's model_type is this and the base's model_type."""
+CLASS_PREFIX = "NonlinearLowrank"
+"""The same for class names."""
+FIELD = "nonlinear_lowrank"
+"""The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
 OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTokensConfig"}
 """The model types of backbones of our own, and their config classes in `hub`."""
 
@@ -25,18 +29,23 @@ class _Stub(type):
 
     model_type: str
 
-    def _config_class(cls) -> Any:
+    def resolve(cls) -> Any:
         hub = importlib.import_module("nonlinear_lowrank.hub")
         if cls.model_type in OWN_TYPES:
             return getattr(hub, OWN_TYPES[cls.model_type])
-        known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-        return hub.register(known[cls.model_type.removeprefix(TYPE_PREFIX)])  # which takes the stub's place
+        return hub.register(config_class(cls.model_type.removeprefix(TYPE_PREFIX)))  # which takes the stub's place
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._config_class()(*args, **kwargs)
+        return cls.resolve()(*args, **kwargs)
 
     def __getattr__(cls, name: str) -> Any:
-        return getattr(cls._config_class(), name)
+        return getattr(cls.resolve(), name)
+
+
+def config_class(model_type: str) -> Any:
+    """Return transformers' config class of a model type, imported or built where only a stub was there."""
+    found = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING[model_type]
+    return found.resolve() if isinstance(found, _Stub) else found
 
 
 def _on_transformers(configuration_auto: Any) -> None:

@@ -2,24 +2,27 @@
 
 import copy
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .classes import FIELD, AugmentedModel, mark_initialized, register, twin_of
+from nonlinear_lowrank.methods.base import config_to_dict
+
+from .classes import AugmentedModel, mark_initialized, register, twin_of
 from .names import rename_by_transformers
+from .registration import FIELD
 
 
 def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
-    """Turns an augmented transformers model into its twin; `augment` calls it. Other modules stay as they are.
+    """Turn an augmented transformers model into its twin; `augment` calls it. Other modules stay as they are.
 
     Args:
         model: the model, its layers swapped already.
         entry: {"method", "config", "modules"} of the augmentation.
     """
-
     if not isinstance(model, PreTrainedModel) or not getattr(model.config, "model_type", ""):
         return
     plain_config = model.config
@@ -41,3 +44,15 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
                 setattr(module, name, memo[id(value)])
     rename_by_transformers(model)
     mark_initialized(model)
+
+
+def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an entry, with its "method", "config" and "modules", for each of the configs of layers by name."""
+    entries: list[dict[str, Any]] = []
+    for name, config in configs.items():
+        kind = {"method": config.method, "config": config_to_dict(config)}
+        entry = next((each for each in entries if {**each, **kind} == each), None)
+        if entry is None:
+            entries.append(entry := {**kind, "modules": []})
+        entry["modules"].append(name)
+    return entries

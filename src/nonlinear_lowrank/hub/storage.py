@@ -24,23 +24,21 @@ MANIFEST = "manifest.json"
 CARD = "README.md"
 """For people, who go on writing it: no manifest lists it."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def hash_file(file: Path) -> str:
-    """sha256 of a file's content."""
+    """Return the sha256 of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def describe_file(file: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a manifest's entry of a file."""
     return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
 
 
 @contextmanager
 def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Gives an empty folder to fill; on leaving, it is at `path`, replacing what was there.
+    """Yield an empty folder to fill; on leaving, it is at `path`, replacing what was there.
 
     Args:
         path: the final place. Its parent exists.
@@ -50,33 +48,26 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
     Raises:
         OSError: it could not be written; then nothing of it is left.
     """
-    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    staged, old = (path.with_name(f"{TEMPORARY}{kind}{path.name}") for kind in ("", "old-"))
     remove(staged)
     staged.mkdir()
     try:
         yield staged
         if manifest is not None:
             files = dict(manifest.get("files", {}))
-            for file in _files(staged):
-                if file.name != CARD and (name := str(file.relative_to(staged))) not in files:
+            for file in sorted(each for each in staged.rglob("*") if each.is_file() and each.name != CARD):
+                if (name := str(file.relative_to(staged))) not in files:
                     files[name] = describe_file(file)
             text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
-        for file in _files(staged):
-            sync(file)
-        for folder in (*(each for each in staged.rglob("*") if each.is_dir()), staged):
-            sync(folder)
-        if path.exists():
-            # A rename cannot replace a folder; killed between the two, neither is at `path`.
-            old = path.with_name(f"{TEMPORARY}old-{path.name}")
-            remove(old)
+        for each in (*staged.rglob("*"), staged):
+            sync(each)
+        remove(old)
+        if path.exists():  # a rename cannot replace a folder; killed between the two, neither is at `path`
             path.rename(old)
-            staged.rename(path)
-            sync(path.parent)
-            remove(old)
-        else:
-            staged.rename(path)
-            sync(path.parent)
+        staged.rename(path)
+        sync(path.parent)
+        remove(old)
     except BaseException:
         remove(staged)
         raise
@@ -99,23 +90,27 @@ def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> It
         raise UserError(f"cannot write {output}: {describe_disk_error(error)}") from error
 
 
-def check_new_or_empty(output: Path) -> None:
-    """Refuses to write over anything.
-
-    Raises:
-        UserError: there is a file, or a folder with something in it.
-    """
+def check_new_or_empty(output: Path, hint: str = "choose another") -> None:
+    """Raise UserError if there is a file, or a folder with something in it."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is not an empty folder; choose another")
+        raise UserError(f"{output} is not an empty folder; {hint}")
+
+
+def manifest_files(folder: Path) -> dict[str, Any] | None:
+    """Return the entries of a folder's manifest, by file; None where it has none, or one that is not ours."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> str | None:
-    """What is wrong with a file that a manifest lists; None: nothing.
+    """Return what is wrong with a file that a folder's manifest lists, or None.
 
     Args:
         folder: where the manifest lies.
         name: of the file, as the manifest has it.
-        entry: what the manifest says of it.
+        entry: the manifest's entry of it.
         content: compare the hash too, not the size alone.
     """
     if not is_inside(name):
@@ -133,32 +128,29 @@ def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> 
 
 
 def is_inside(name: object) -> bool:
-    """Whether a path out of a file's content stays in the folder it is meant for: relative, and never upwards."""
+    """Return whether a path out of a file's content stays in the folder it is meant for."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
-    pure = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
-    return not (pure.is_absolute() or pure.anchor or name.startswith("/") or ".." in pure.parts)
+    path = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
+    return not path.anchor and ".." not in path.parts
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether an exception came from writing to the disk (safetensors has its own class for it)."""
+    """Return whether an exception came from writing to the disk (safetensors has its own class for it)."""
     return isinstance(error, OSError) or (isinstance(error, SafetensorError) and "os error" in str(error))
 
 
 def describe_disk_error(error: BaseException) -> str:
-    """A few words for the message."""
+    """Return a few words for the message."""
     found = re.search(r"os error (\d+)", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    if number in _FULL:
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "no space left on the disk"
     return os.strerror(number) if number else str(error)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
 def sync(path: Path) -> None:
+    """Write a file, or a folder's list of names, through to the disk."""
     if os.name != "posix" and path.is_dir():
         return  # other systems cannot open a folder
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
@@ -172,7 +164,8 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
+    else:
+        path.unlink(missing_ok=True)

@@ -1,15 +1,14 @@
 """Is a checkpoint whole: every hash, header, number and JSON file under a path, one line for each fault.
 
-| what                       | how                                                                              |
-|----------------------------|----------------------------------------------------------------------------------|
-| files of a manifest        | there, of their size, sha256 equal; names stay inside; nothing beside them       |
-| *.safetensors              | header whole, types, shapes and places fit (`bounds.safetensors_header`), every  |
-|                            | value finite                                                                     |
-| *.json                     | reads as JSON                                                                    |
-| *.safetensors.index.json   | its shards are there and hold the tensors that it names                          |
-| a model, adapter, step-N   | has the files that make it one                                                   |
+| what                       | how                                                                          |
+|----------------------------|------------------------------------------------------------------------------|
+| files of a manifest        | there, of their size, sha256 equal; names stay inside; nothing beside them   |
+| *.safetensors              | header fits the file, every value finite                                     |
+| *.json                     | reads as JSON                                                                |
+| *.safetensors.index.json   | its shards are there and hold the tensors that it names                      |
+| a model, adapter, step-N   | has the files that make it one                                               |
 
-Pickled files are never opened, only named. What begins with a dot (the remains of a killed process too) is no part.
+Pickled files are never opened, only named. Names that begin with a dot are skipped.
 """
 
 import json
@@ -18,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import WEIGHTS as ADAPTER_WEIGHTS
-from .files import INDEX, WEIGHTS
-from .safetensors_header import safetensors_header
-from .storage import CARD, MANIFEST, file_fault, is_inside
+from .files import INDEX, WEIGHTS, index_faults, tensor_shapes
+from .storage import CARD, MANIFEST, file_fault, manifest_files
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 _AT_ONCE = 1 << 26  # values that are looked at together
@@ -51,7 +49,6 @@ class Verification:
     """JSON files."""
 
     def __str__(self) -> str:
-        """A line for each fault and note, and one of totals."""
         lines = [f"fault: {line}" for line in self.faults] + [f"note: {line}" for line in self.notes]
         seen = f"{self.tensors:,} tensors ({self.nbytes:,} bytes), {self.hashed:,} hashes, {self.read:,} JSON files"
         verdict = f"{len(self.faults):,} at fault" if self.faults else "whole"
@@ -59,13 +56,10 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Checks everything under a path; see this file's table.
+    """Check everything under a path; see this file's table. No more than a piece of a tensor is held in memory.
 
     Args:
         path: a checkpoint, a run or comparison folder, a model's, an adapter's, or one file of them.
-
-    Returns:
-        The faults, if any; nothing is changed, and no more than a piece of a tensor is held in memory.
 
     Raises:
         UserError: there is nothing at the path that could be checked.
@@ -80,12 +74,15 @@ def verify(path: str | Path) -> Verification:
         _check_file(path, found)
         return found
     for folder in (path, *sorted(each for each in path.rglob("*") if each.is_dir())):
-        if any(part.startswith(".") for part in folder.relative_to(path).parts):
-            continue
-        _check_folder(folder, found)
+        if not _is_hidden(folder.relative_to(path)):
+            _check_folder(folder, found)
     if not (found.hashed or found.tensors or found.read or found.faults):
         raise UserError(f"{path} holds no checkpoint: no {MANIFEST}, no .safetensors and no .json file")
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _check_folder(folder: Path, found: Verification) -> None:
@@ -107,22 +104,14 @@ def _check_folder(folder: Path, found: Verification) -> None:
 
 
 def _check_manifest(folder: Path, found: Verification) -> None:
-    try:
-        files = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    if (files := manifest_files(folder)) is None:
         found.faults.append(f"{folder / MANIFEST} lists no files: it is damaged, or not ours")
         return
-    for name, entry in files.items():
-        found.hashed += 1
-        if (fault := file_fault(folder, name, entry)) is not None:
-            found.faults.append(fault)
+    found.hashed += len(files)
+    found.faults += filter(None, (file_fault(folder, name, entry) for name, entry in files.items()))
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder)
-        if (
-            name.as_posix() not in files
-            and name.name not in (MANIFEST, CARD)
-            and not any(part[0] == "." for part in name.parts)
-        ):
+        if name.as_posix() not in files and name.name not in (MANIFEST, CARD) and not _is_hidden(name):
             found.faults.append(f"{file} is not in {folder / MANIFEST}: it was added later")
 
 
@@ -141,53 +130,30 @@ def _check_file(file: Path, found: Verification) -> None:
         found.faults.append(f"cannot read {file}: {error.strerror}")
     else:
         if file.name.endswith(".safetensors.index.json"):
-            _check_index(file, content, found)
+            found.faults += [fault for fault in index_faults(file, content) if fault not in found.faults]
 
 
 def _check_tensors(file: Path, found: Verification) -> None:
-    entries = safetensors_header(file)
-    found.tensors, found.nbytes = found.tensors + len(entries), found.nbytes + file.stat().st_size
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name, entry in entries.items():
-                if entry.dtype.startswith(("F", "BF", "C")) and (bad := _not_finite(opened, name, entry.shape)):
-                    found.faults.append(f"{file}: tensor {name!r} has {bad}")
-    except SafetensorError as error:
-        raise UserError(f"{file} cannot be read: {one_line(error)}") from error
+    shapes = tensor_shapes(file)
+    found.tensors, found.nbytes = found.tensors + len(shapes), found.nbytes + file.stat().st_size
+    with safe_open(file, framework="pt") as opened:
+        for name, shape in shapes.items():
+            kind = opened.get_slice(name).get_dtype()
+            # Floats of 4 and 6 bits have neither NaN nor infinity.
+            if kind.startswith(("F8", "F16", "F32", "F64", "BF", "C")) and (bad := _not_finite(opened, name, shape)):
+                found.faults.append(f"{file}: tensor {name!r} has {bad}")
 
 
 def _not_finite(opened: Any, name: str, shape: tuple[int, ...]) -> str:
-    """How many values are NaN or infinite, in words; empty where there are none."""
+    """Return how many values are NaN or infinite, in words; empty where there are none."""
     count = torch.Size(shape).numel()
     rows = max(1, _AT_ONCE * shape[0] // count) if shape and count else 1
     nans = infinite = 0
     for start in range(0, shape[0], rows) if count > _AT_ONCE else (None,):
         part = opened.get_tensor(name) if start is None else opened.get_slice(name)[start : start + rows]
-        if part.is_floating_point() and part.element_size() == 1:
+        if part.element_size() == 1:
             part = part.float()  # torch looks into no float8
-        if bool(torch.isfinite(part).all()):
-            continue
-        broken = torch.isnan(part)
-        nans, infinite = nans + int(broken.sum()), infinite + int((~torch.isfinite(part) & ~broken).sum())
+        broken = int(part.isnan().sum())
+        nans, infinite = nans + broken, infinite + int((~part.isfinite()).sum()) - broken
     words = [f"{number:,} {what}" for number, what in ((nans, "NaN"), (infinite, "infinite")) if number]
     return f"{' and '.join(words)} of {count:,} values" if words else ""
-
-
-def _check_index(file: Path, content: Any, found: Verification) -> None:
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        found.faults.append(f"{file} is not an index of shards: it has no weight_map")
-        return
-    for shard in sorted(set(places.values())):
-        if not is_inside(shard) or not (file.parent / shard).is_file():
-            found.faults.append(f"{file} names the shard {shard!r}, which is not there")
-            continue
-        try:
-            held = safetensors_header(file.parent / shard)
-        except UserError:
-            continue  # named where the shard itself is looked at
-        absent = sorted(name for name, place in places.items() if place == shard and name not in held)
-        if absent:
-            found.faults.append(
-                f"{file.parent / shard} lacks {len(absent):,} tensors of its index, such as {absent[0]}"
-            )

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import foreign
 from nonlinear_lowrank.hub.card import Origin
+from nonlinear_lowrank.hub.saving import layer_entries
 from nonlinear_lowrank.methods.base import Method, method_of_config
 from nonlinear_lowrank.methods.noble import NobleLinear
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
@@ -598,4 +599,4 @@ def _adapter(spec: Any) -> Any:
 
 def _entries(adapter: Any) -> list[dict[str, Any]]:
     layers = adapter._layers.items()
-    return foreign.layer_entries({adapter.hf_names[name]: layer.config.method for name, layer in layers})
+    return layer_entries({adapter.hf_names[name]: layer.config.method for name, layer in layers})

@@ -183,7 +183,7 @@ def test_a_full_output_folder_needs_overwrite(plain, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
-    with pytest.raises(nlr.UserError, match="not empty"):
+    with pytest.raises(nlr.UserError, match="not an empty folder; choose another or pass overwrite"):
         convert(plain, out, nlr.NobleConfig(rank=3))
     assert names_of(out) == {"mine.txt"}
     convert(plain, out, nlr.NobleConfig(rank=3), overwrite=True)
@@ -204,7 +204,7 @@ def test_what_is_refused_leaves_nothing(plain, tmp_path):
         ({"output_dir": plain, "overwrite": True}, "overlaps the input"),
         ({"output_dir": plain / "inside"}, "overlaps the input"),
         ({"output_dir": tmp_path, "overwrite": True}, "overlaps the input"),
-        ({"output_dir": plain / "config.json"}, "overlaps|is a file"),
+        ({"output_dir": plain / "config.json"}, "overlaps"),
     ]
     for change, message in refused:
         arguments = {"input_dir": plain, "output_dir": out, "config": nlr.NobleConfig(rank=3), **change}

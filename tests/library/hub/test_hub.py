@@ -3,13 +3,12 @@
 import copy
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -68,12 +67,11 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import nonlinear_lowrank
-before = [name for name in sys.modules if ".modeling_" in name and "models." in name]
 import transformers
 from safetensors.torch import load_file
 transformers.logging.set_verbosity_error()
 autos = {"eurobert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
-results = {"imported": before}
+results = {}
 for folder in Path(sys.argv[1]).iterdir():
     if not folder.is_dir():
         continue
@@ -103,7 +101,7 @@ def fresh(saved):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_fresh_process_loads_it_bit_equal(fresh, saved, name):
+def test_a_fresh_process_loads_bit_equal_models(fresh, saved, name):
     model = saved[name][1]
     assert fresh[name] == {
         "logits": True,
@@ -111,10 +109,6 @@ def test_a_fresh_process_loads_it_bit_equal(fresh, saved, name):
         "class": type(model).__name__,
         "model_type": f"nonlinear_lowrank_{FAMILIES[name]().config.model_type}",
     }
-
-
-def test_importing_the_package_imports_no_model_files(fresh):
-    assert fresh["imported"] == []
 
 
 LOAD_PLAIN = """
@@ -136,13 +130,13 @@ assert any("noble_up" in key for key in info["unexpected_keys"])  # documented: 
 """
 
 
-def test_a_process_without_the_package_fails_by_name(saved):
+def test_loading_without_the_package_fails_by_name(saved):
     result = run_python(LOAD_PLAIN, saved["llama"][0].parent)
     assert result.returncode == 0, result.stderr + result.stdout
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_memory_and_disk_agree(saved, name):
+def test_loading_gives_back_what_was_saved(saved, name):
     folder, model = saved[name]
     loaded = auto_class(name).from_pretrained(folder)
     assert type(loaded) is type(model)
@@ -161,7 +155,7 @@ def test_memory_and_disk_agree(saved, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_backbone_loads_under_a_head_and_back(saved, name, tmp_path):
+def test_loading_puts_a_backbone_under_a_head_and_back(saved, name, tmp_path):
     folder, model = saved[name]
     inputs = batch(model)
     backbone = AutoModel.from_pretrained(folder)
@@ -174,7 +168,7 @@ def test_a_backbone_loads_under_a_head_and_back(saved, name, tmp_path):
     assert all(torch.isfinite(parameter).all() for parameter in headed.parameters())
 
 
-def test_a_language_model_becomes_a_classifier(saved):
+def test_loading_makes_a_language_model_a_classifier(saved):
     folder, model = saved["llama"]
     inputs = batch(model)
     classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
@@ -209,7 +203,7 @@ def test_from_config_draws_every_tensor(name, init):
     assert not torch.equal(layers[0].noble_down, layers[1].noble_down)
 
 
-def test_initializing_again_leaves_trained_tensors_alone():
+def test_initializing_again_keeps_trained_tensors():
     model = augmented("gpt2")
     before = copy.deepcopy(model.state_dict())
     model.init_weights()
@@ -217,7 +211,7 @@ def test_initializing_again_leaves_trained_tensors_alone():
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_generate_with_a_cache_equals_without(saved, name):
+def test_generating_with_a_cache_equals_without(saved, name):
     model = auto_class(name).from_pretrained(saved[name][0])
     prompt = batch(model)["input_ids"]
     settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -259,7 +253,7 @@ def test_loading_info_is_returned_when_asked_for(saved):
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
-def test_dtype_and_device_map(saved, name):
+def test_loading_takes_a_dtype_and_a_device_map(saved, name):
     folder, model = saved[name]
     loaded = auto_class(name).from_pretrained(folder, dtype=torch.bfloat16, device_map="cpu")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
@@ -271,7 +265,7 @@ def test_dtype_and_device_map(saved, name):
         assert torch.equal(loaded(**inputs).logits, reference(**inputs).logits)
 
 
-def test_deepcopy_and_pickle():
+def test_copies_and_pickles_compute_the_same():
     model = augmented("gpt2")
     inputs = batch(model)
     with torch.no_grad():
@@ -282,7 +276,7 @@ def test_deepcopy_and_pickle():
     assert hub_classes.NonlinearLowrankGPT2Config is type(model.config)
 
 
-def test_shards_load(saved, tmp_path):
+def test_load_model_reads_shards(saved, tmp_path):
     _, model = saved["llama"]
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -290,7 +284,7 @@ def test_shards_load(saved, tmp_path):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
 
 
-def test_augmentations_stack(tmp_path):
+def test_augmenting_twice_saves_both(tmp_path):
     model = llama()
     nlr.augment(model, nlr.NobleConfig(rank=3), include=r".*self_attn.*", verbose=False)
     nlr.augment(model, nlr.NobleConfig(rank=5, activation="gelu", depth=1), include=r".*mlp.*", verbose=False)
@@ -301,7 +295,7 @@ def test_augmentations_stack(tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_plain_model_of_the_same_config_stays_plain(tmp_path):
+def test_augmenting_keeps_other_models_of_the_config_plain(tmp_path):
     config = llama().config
     one, two = LlamaForCausalLM(config), LlamaForCausalLM(config)
     nlr.augment(one, nlr.NobleConfig(rank=3), verbose=False)
@@ -315,90 +309,17 @@ def test_a_plain_model_of_the_same_config_stays_plain(tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
 
 
-def test_trainer_and_tokenizers_see_the_base(saved):
+def test_trainer_finds_the_loss_of_the_base(saved):
     # Trainer shifts labels under label smoothing for the classes of this table only.
     assert type(saved["glm"][1]).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert saved["glm"][1].loss_type == GlmForCausalLM(glm().config).loss_type == "ForCausalLM"
     assert saved["llama"][1].can_generate()
 
 
-def test_other_modules_are_left_alone():
+def test_augmenting_keeps_the_class_of_other_modules():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     nlr.augment(model, nlr.NobleConfig(rank=2), verbose=False)
     assert type(model) is torch.nn.Sequential
-
-
-def write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-BROKEN = {
-    "not there": (lambda folder: [each.unlink() for each in folder.iterdir()] and folder.rmdir(), "does not exist"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "not JSON": (lambda folder: write(folder / "config.json", "{"), "cannot be read as JSON"),
-    "binary": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as JSON"),
-    "a list": (lambda folder: write(folder / "config.json", "[1]"), "not an object"),
-    "no config at all": (lambda folder: write(folder / "config.json", '{"a": 1}'), "not a model config"),
-    "unknown type": (lambda folder: edit(folder, model_type="nonlinear_lowrank_foo"), "does not know model_type"),
-    "no methods": (lambda folder: edit(folder, nonlinear_lowrank=None), "no list 'nonlinear_lowrank'"),
-    "unknown method": (lambda folder: edit_entry(folder, method="foo"), "unknown method 'foo'"),
-    "unknown field": (lambda folder: edit_entry(folder, config={"ranks": 1}), "no field 'ranks'"),
-    "no modules": (lambda folder: edit_entry(folder, modules=None), "must be a list of module names"),
-    "no class": (lambda folder: edit(folder, architectures=None), "names no model class"),
-    "unknown class": (lambda folder: edit(folder, architectures=["FooModel"]), "no model class 'FooModel'"),
-    "other size": (lambda folder: edit(folder, hidden_size=64), "cannot be loaded as"),
-    "nonsense size": (lambda folder: edit(folder, hidden_size="big"), "cannot be loaded as"),
-    "no dtype": (lambda folder: edit(folder, dtype=-1), "cannot be loaded as"),
-    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "cannot be loaded as"),
-    "truncated": (lambda folder: truncate(folder / "model.safetensors"), "not a whole safetensors file"),
-    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-    "pickle only": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "only pickled weights, which are never read",
-    ),
-    "no shard": (
-        lambda folder: to_index(folder, {"a": "model-00001-of-00001.safetensors"}),
-        "lacks the shard model-00001-of-00001.safetensors",
-    ),
-    "shard elsewhere": (lambda folder: to_index(folder, {"a": "../a.safetensors"}), "lacks the shard"),
-    "no weight map": (lambda folder: to_index(folder, None), "no weight_map"),
-}
-
-
-def edit(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    write(folder / "config.json", json.dumps({**config, **values}))
-
-
-def edit_entry(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    edit(folder, nonlinear_lowrank=[{**config["nonlinear_lowrank"][0], **values}])
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def to_index(folder, weight_map):
-    (folder / "model.safetensors").unlink()
-    write(folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_broken_folders_give_one_clear_line(saved, tmp_path, kind):
-    folder = tmp_path / "model"
-    saved["llama"][1].save_pretrained(folder)
-    spoil, message = BROKEN[kind]
-    spoil(folder)
-    with pytest.raises(nlr.UserError, match=message) as caught:
-        hub.load_model(folder)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_is_not_a_folder(saved):
-    with pytest.raises(nlr.UserError, match="is not a folder"):
-        hub.load_model(saved["llama"][0] / "config.json")
 
 
 def test_load_model_takes_plain_models_and_options(tmp_path):
@@ -415,38 +336,19 @@ def test_load_model_takes_plain_models_and_options(tmp_path):
 
 
 def tiny_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
-def test_tokenizers_load_from_their_files(saved, tmp_path):
+def test_load_tokenizer_reads_whole_files_alone(saved, tmp_path):
     saved["llama"][1].save_pretrained(tmp_path)
     with pytest.raises(nlr.UserError, match="has no tokenizer"):
         hub.load_tokenizer(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     assert hub.load_tokenizer(tmp_path)("two one three")["input_ids"] == [2, 1, 0]
-    write(tmp_path / "tokenizer.json", '{"version": "1.0"}')
-    with pytest.raises(nlr.UserError, match="cannot be loaded") as caught:
-        hub.load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
-    write(tmp_path / "tokenizer.json", "{")
-    with pytest.raises(nlr.UserError, match="cannot be read as JSON"):
-        hub.load_tokenizer(tmp_path)
-
-
-def test_any_backbone_that_transformers_knows_is_covered(tmp_path):
-    from transformers import Qwen3Config
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(**sizes, vocab_size=67, intermediate_size=48, head_dim=8)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    inputs = batch(model)
-    with torch.no_grad():
-        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == "nonlinear_lowrank_qwen3"
+    for text in ('{"version": "1.0"}', "{"):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(nlr.UserError, match="cannot be loaded") as caught:
+            hub.load_tokenizer(tmp_path)
+        assert "\n" not in str(caught.value)

@@ -233,7 +233,7 @@ class Pretrained:
         return getattr(torch, self.dtype)
 
     def _loaded(self, load: Callable[[str], Any]) -> Any:
-        from nonlinear_lowrank.hub.pooled import quiet_loading
+        from nonlinear_lowrank.hub.loading import quiet_loading
 
         where = self.where()
         try:

@@ -47,7 +47,7 @@ def folder() -> Path:
 
 
 def _save(place: Path) -> None:
-    from nonlinear_lowrank.hub.pooled import quiet_loading
+    from nonlinear_lowrank.hub.loading import quiet_loading
     from nonlinear_lowrank.hub.storage import staged_folder
 
     model = _train()
