@@ -59,12 +59,10 @@ _TABLE = {
             "image-tokens-cifar10": "CIFAR-10 as image tokens; CPU or any GPU",
             "image-tokens-base": "the paper's image tokens on ImageNet; large GPUs",
         },
-        "sine_vit": {
+        "sine": {
             "sine-vit-demo": "a tiny ViT with sine low-rank MLPs; 2 CPU cores, minutes",
             "sine-vit-cifar100": "ViT-S/4 with sine low-rank MLPs on CIFAR-100; one GPU",
             "sine-vit-base": "ViT-B/16 with sine low-rank MLPs on ImageNet; large GPUs",
-        },
-        "sine_convnext": {
             "sine-convnext-demo": "a tiny ConvNeXt with sine low-rank weights; 2 CPU cores, minutes",
             "sine-convnext-cifar100": "ConvNeXt-Tiny with sine low-rank weights on CIFAR-100; one GPU",
         },
@@ -89,13 +87,9 @@ _TABLE = {
         "fields": {
             "image-demo": "a piece of an embedded photograph; one CPU core, minutes",
             "image": "any photograph, whole; one GPU, or CPU cores and patience",
-        },
-        "nerf": {
             "nerf-demo": "a radiance field of three balls in formulas; one CPU core, a minute",
             "nerf-fern": "a small scene in the paper's radiance field; 2 CPU cores, half an hour",
             "nerf-llff": "a scene of LLFF as published; one GPU, a day",
-        },
-        "occupancy": {
             "occupancy-demo": "a knot, inside or outside; one CPU core, minutes",
             "occupancy": "a mesh as published, on a 512^3 lattice; one GPU, or CPU hours",
         },

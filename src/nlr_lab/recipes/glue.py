@@ -1,7 +1,7 @@
 """GLUE: small on a packaged encoder, and the published DeBERTa-v3-base settings (sine_lowrank.txt, Tables 1 and 4).
 
 Adapters go on the query and value projections. At its zero start the gradient of sine-LoRA's up factor is
-omega / sqrt(d_in) times LoRA's, and a step of Adam moves the weight that many times as far: the rates that
+omega / sqrt(d_in) times LoRA's, and a step of Adam moves the weight that many times as far: the learning rates that
 suit LoRA do not suit it, so arms have learning-rate grids of their own. In the small recipe the new head has one
 rate in all of them, or it would learn little beside the arms with low rates.
 
@@ -10,13 +10,27 @@ QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 e
 1.2e-3 for 50, as other work on this model has it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
+from nlr_lab.tasks.finetune.glue_files import GLUE
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
+from .shared import EACH_EPOCH, named
 
-_DEBERTA = "microsoft/deberta-v3-base"
+# Table 1: what is scored, LoRA's and sine-LoRA's scores at rank 1, 2, 4 and 8. Table 4: learning rate and epochs.
+_PUBLISHED = {
+    "cola": ("Matthews correlation", "66.31 / 68.38 / 68.56 / 68.62", "67.99 / 68.93 / 68.93 / 68.54", 8e-5, 20),
+    "sst2": ("accuracy", "94.70 / 95.02 / 95.25 / 95.25", "94.79 / 94.81 / 95.25 / 95.11", 1e-4, 10),
+    "mrpc": ("accuracy", "90.15 / 89.42 / 89.69 / 89.82", "90.44 / 90.79 / 90.86 / 90.22", 1e-4, 20),
+    "qqp": ("accuracy", "87.61 / 88.57 / 88.70 / 88.83", "87.90 / 88.70 / 89.18 / 89.38", 3e-4, 10),
+    "stsb": ("correlation", "90.15 / 89.19 / 88.79 / 89.50", "90.85 / 90.94 / 90.87 / 90.85", 1e-4, 20),
+    "mnli": ("accuracy (matched)", "88.18 / 89.15 / 89.78 / 89.86", "88.35 / 88.26 / 89.68 / 89.69", 3e-4, 10),
+    "qnli": ("accuracy", "93.06 / 93.32 / 93.53 / 93.56", "92.76 / 93.29 / 93.53 / 93.58", 3e-4, 10),
+    "rte": ("accuracy", "78.80 / 78.27 / 80.39 / 80.37", "78.05 / 79.10 / 82.00 / 81.82", 1.2e-3, 50),
+}
 
 
 def glue_minilm() -> Recipe:
@@ -31,161 +45,58 @@ def glue_minilm() -> Recipe:
     arms 0.08 to 0.16), far below what large encoders reach (0.66 to 0.69): it shows the arms side by side, at equal
     numbers of parameters.
     """
-    return Recipe(
-        name="glue-minilm",
-        description=RECIPES["glue-minilm"].summary,
+    grid = "omega=200,grid=3e-4/1e-3/3e-3"
+    return named(
+        Recipe,
+        "glue-minilm",
         task=GlueTask(
             glue=GlueData(task="auto", max_length=128),
             model=Pretrained(checkpoint="minilm", targets=("query", "value")),
         ),
         arm="sine-lora:r=4,omega=200,lr=1e-3",
-        train=TrainConfig(
-            epochs=3,
-            batch_size=32,
-            lr=1e-3,
-            head_lr=1e-3,
-            group_by_length=True,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            warmup_share=0.06,
-            eval_every=0,
-            save_every=0,
-            log_every=20,
-        ),
+        train=_training(epochs=3, lr=1e-3, head_lr=1e-3, group_by_length=True, log_every=20),
         arms=(
-            *("lora:r=1", "lora:r=4", "sine-lora:r=1,omega=200,grid=3e-4/1e-3/3e-3"),
-            *("sine-lora:r=4,omega=200,grid=3e-4/1e-3/3e-3", "dora:r=1"),
-            *("sine-dora:r=1,omega=200,grid=3e-4/1e-3/3e-3", "peanut:r=1", "nora:r=2,groups=8"),
-            *("nora++:r=2,groups=8,lora_r=1", "head"),
+            *("lora:r=1", "lora:r=4", f"sine-lora:r=1,{grid}", f"sine-lora:r=4,{grid}", "dora:r=1"),
+            *(f"sine-dora:r=1,{grid}", "peanut:r=1", "nora:r=2,groups=8", "nora++:r=2,groups=8,lora_r=1", "head"),
         ),
-        seeds=3,
         tune_lr=(3e-4, 1e-3, 3e-3),
     )
 
 
-def glue_cola() -> Recipe:
-    """DeBERTa-v3-base on CoLA, as published.
-
-    Command: `nlr finetune glue-cola`, or `nlr compare glue-cola`; other ranks by `--arm sine-lora:r=1,omega=200`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's Matthews correlation, LoRA 66.31 / 68.38 / 68.56 / 68.62 at rank 1 / 2 / 4 / 8, sine-LoRA
-    67.99 / 68.93 / 68.93 / 68.54 (Table 1). Not repeated by us.
-    """
-    return _deberta("cola", lr=8e-5, epochs=20)
-
-
-def glue_sst2() -> Recipe:
-    """DeBERTa-v3-base on SST-2, as published.
-
-    Command: `nlr finetune glue-sst2`, or `nlr compare glue-sst2`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 94.70 / 95.02 / 95.25 / 95.25 at rank 1 / 2 / 4 / 8, sine-LoRA 94.79 /
-    94.81 / 95.25 / 95.11. Not repeated by us.
-    """
-    return _deberta("sst2", lr=1e-4, epochs=10)
-
-
-def glue_mrpc() -> Recipe:
-    """DeBERTa-v3-base on MRPC, as published.
-
-    Command: `nlr finetune glue-mrpc`, or `nlr compare glue-mrpc`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 90.15 / 89.42 / 89.69 / 89.82 at rank 1 / 2 / 4 / 8, sine-LoRA 90.44 /
-    90.79 / 90.86 / 90.22. Not repeated by us.
-    """
-    return _deberta("mrpc", lr=1e-4, epochs=20)
-
-
-def glue_qqp() -> Recipe:
-    """DeBERTa-v3-base on QQP, as published.
-
-    Command: `nlr finetune glue-qqp`, or `nlr compare glue-qqp`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 87.61 / 88.57 / 88.70 / 88.83 at rank 1 / 2 / 4 / 8, sine-LoRA 87.90 /
-    88.70 / 89.18 / 89.38. Not repeated by us.
-    """
-    return _deberta("qqp", lr=3e-4, epochs=10)
-
-
-def glue_stsb() -> Recipe:
-    """DeBERTa-v3-base on STS-B, as published.
-
-    Command: `nlr finetune glue-stsb`, or `nlr compare glue-stsb`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's correlation, LoRA 90.15 / 89.19 / 88.79 / 89.50 at rank 1 / 2 / 4 / 8, sine-LoRA 90.85 /
-    90.94 / 90.87 / 90.85. Not repeated by us.
-    """
-    return _deberta("stsb", lr=1e-4, epochs=20)
-
-
-def glue_mnli() -> Recipe:
-    """DeBERTa-v3-base on MNLI (matched), as published.
-
-    Command: `nlr finetune glue-mnli`, or `nlr compare glue-mnli`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 88.18 / 89.15 / 89.78 / 89.86 at rank 1 / 2 / 4 / 8, sine-LoRA 88.35 /
-    88.26 / 89.68 / 89.69. Not repeated by us.
-    """
-    return _deberta("mnli", lr=3e-4, epochs=10)
-
-
-def glue_qnli() -> Recipe:
-    """DeBERTa-v3-base on QNLI, as published.
-
-    Command: `nlr finetune glue-qnli`, or `nlr compare glue-qnli`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 93.06 / 93.32 / 93.53 / 93.56 at rank 1 / 2 / 4 / 8, sine-LoRA 92.76 /
-    93.29 / 93.53 / 93.58. Not repeated by us.
-    """
-    return _deberta("qnli", lr=3e-4, epochs=10)
-
-
-def glue_rte() -> Recipe:
-    """DeBERTa-v3-base on RTE, as published.
-
-    Command: `nlr finetune glue-rte`, or `nlr compare glue-rte`.
-    Hardware: one GPU of 16 GB.
-    Time: not measured by us.
-    Expect: the paper's accuracy, LoRA 78.80 / 78.27 / 80.39 / 80.37 at rank 1 / 2 / 4 / 8, sine-LoRA 78.05 /
-    79.10 / 82.00 / 81.82. Not repeated by us.
-    """
-    return _deberta("rte", lr=1.2e-3, epochs=50)
-
-
-def _deberta(task: str, *, lr: float, epochs: int) -> Recipe:
-    """Rank 1, 2, 4, 8 on q and v, omega 200; rates and epochs of Table 4. Batch and warm-up are not printed.
+def _published(task: str, metric: str, lora: str, sine_lora: str, lr: float, epochs: int) -> Callable[[], Recipe]:
+    """Make the recipe of a task: rank 1, 2, 4, 8 on q and v, omega 200. Batch and warm-up are not printed.
 
     The whole training set is used, and the development set is what is scored, as is usual: a best step is then
     chosen on the scored examples, and the report says so. `--held-out 0.1` holds some out instead.
     """
-    ranks = (1, 2, 4, 8)
-    return Recipe(
-        name=f"glue-{task}",
-        description=RECIPES[f"glue-{task}"].summary,
-        task=GlueTask(
-            glue=GlueData(task=task, max_length=256, held_out=0.0),
-            model=Pretrained(checkpoint=_DEBERTA, targets=("query_proj", "value_proj")),
-        ),
-        arm="sine-lora:r=4,omega=200",
-        train=TrainConfig(
-            epochs=epochs,
-            batch_size=32,
-            lr=lr,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            warmup_share=0.06,
-            bf16=True,
-            eval_every=0,
-            save_every=0,
-            log_every=50,
-        ),
-        arms=(*(f"lora:r={r}" for r in ranks), *(f"sine-lora:r={r},omega=200" for r in ranks)),
-        seeds=3,
-    )
+
+    def recipe() -> Recipe:
+        ranks = (1, 2, 4, 8)
+        return named(
+            Recipe,
+            f"glue-{task}",
+            task=GlueTask(
+                glue=GlueData(task=task, max_length=256, held_out=0.0),
+                model=Pretrained(checkpoint="microsoft/deberta-v3-base", targets=("query_proj", "value_proj")),
+            ),
+            arm="sine-lora:r=4,omega=200",
+            train=_training(epochs=epochs, lr=lr, bf16=True, log_every=50),
+            arms=(*(f"lora:r={r}" for r in ranks), *(f"sine-lora:r={r},omega=200" for r in ranks)),
+        )
+
+    recipe.__doc__ = f"""DeBERTa-v3-base on {GLUE[task].folder}, as published.
+
+    Command: `nlr finetune glue-{task}`, or `nlr compare glue-{task}`; other ranks by `--arm sine-lora:r=1,omega=200`.
+    Hardware: one GPU of 16 GB.
+    Time: not measured by us.
+    Expect: the paper's {metric}, LoRA {lora} at rank 1 / 2 / 4 / 8, sine-LoRA
+    {sine_lora} (Table 1). Not repeated by us.
+    """
+    return recipe
+
+
+def _training(**settings: Any) -> TrainConfig:
+    return TrainConfig(batch_size=32, weight_decay=0.0, betas=(0.9, 0.999), warmup_share=0.06, **EACH_EPOCH, **settings)
+
+
+globals().update({f"glue_{task}": _published(task, *row) for task, row in _PUBLISHED.items()})

@@ -10,11 +10,13 @@ weights at all), the residual linear query (the same parameters and norms, no GE
 An independent audit found no gain over a linear query at a rate of its own: compare with `--tune-lr`.
 """
 
+from typing import Any
+
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.opt_language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
+from .shared import FAST, OPENWEBTEXT_GPT2, named
 
 _ARMS = ("baseline", "identity-query", "residual-linear-query", "wide-mlp:ratio=4.75", "nonlinear-query")
 _STABILITY = ("baseline", "identity-query", "nonlinear-query")
@@ -29,28 +31,14 @@ def gpt3_demo() -> Recipe:
     Expect: an evaluation loss near 5 nats a token in every arm. 300 steps are far too few to flatten the curves: this
     shows the tool at work, it is no evidence for or against the method.
     """
-    return Recipe(
-        name="gpt3-demo",
-        description=RECIPES["gpt3-demo"].summary,
-        task=OptLanguageModelTask(
-            text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
-            backbone=OptBackbone(layers=4, width=128, heads=4, hidden=512),
-        ),
+    text = TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64)
+    return named(
+        Recipe,
+        "gpt3-demo",
+        task=OptLanguageModelTask(text=text, backbone=OptBackbone(layers=4, width=128, heads=4, hidden=512)),
         arm="nonlinear-query",
-        train=TrainConfig(
-            steps=300,
-            batch_size=8,
-            lr=2e-3,
-            weight_decay=0.1,
-            betas=(0.9, 0.95),
-            warmup_steps=30,
-            schedule="cosine",
-            eval_every=20,
-            save_every=150,
-            log_every=10,
-        ),
+        train=_training(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
         arms=_ARMS,
-        seeds=3,
     )
 
 
@@ -66,12 +54,13 @@ def gpt3_small() -> Recipe:
     (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled rate. One seed, rates
     not tuned, and not repeated by us.
     """
-    return _small("gpt3-small", weight_decay=0.1, lr=6e-4, arms=(*_ARMS, _scaled(6e-4)))
+    scaled = f"wide-mlp:ratio=4.75,lr={6e-4 * 4 / 4.75:.3g},name=wide-mlp-4.75-scaled-lr"
+    return _small("gpt3-small", (*_ARMS, scaled), lr=6e-4)
 
 
 def gpt3_stability() -> Recipe:
     """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step:
-    its loss is no longer a number, or it rose and did not come back (`training.divergence`; `--no-stop-diverged` lets
+    its loss is no longer a number, or it spiked and did not recover (`training.divergence`; `--no-stop-diverged` lets
     such a run go on).
 
     Command: `nlr compare gpt3-stability --seeds 1`, or `nlr train gpt3-stability --arm baseline`.
@@ -79,7 +68,7 @@ def gpt3_stability() -> Recipe:
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's baseline diverges before 20,000 steps. Not repeated by us.
     """
-    return _small("gpt3-stability", weight_decay=0.05, lr=6e-4, arms=_STABILITY, stop_diverged=True)
+    return _small("gpt3-stability", _STABILITY, weight_decay=0.05, lr=6e-4, stop_diverged=True)
 
 
 def gpt3_stability_high_lr() -> Recipe:
@@ -90,44 +79,22 @@ def gpt3_stability_high_lr() -> Recipe:
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's nonlinear query is stable to 60,000 steps. Not repeated by us.
     """
-    return _small("gpt3-stability-high-lr", weight_decay=0.03, lr=3e-3, arms=_STABILITY, stop_diverged=True)
+    return _small("gpt3-stability-high-lr", _STABILITY, weight_decay=0.03, lr=3e-3, stop_diverged=True)
 
 
-def _scaled(lr: float) -> str:
-    return f"wide-mlp:ratio=4.75,lr={lr * 4 / 4.75:.3g},name=wide-mlp-4.75-scaled-lr"
-
-
-def _small(name: str, *, weight_decay: float, lr: float, arms: tuple[str, ...], stop_diverged: bool = False) -> Recipe:
-    return Recipe(
-        name=name,
-        description=RECIPES[name].summary,
+def _small(name: str, arms: tuple[str, ...], **settings: Any) -> Recipe:
+    return named(
+        Recipe,
+        name,
         task=OptLanguageModelTask(
-            text=TextData(
-                source="Skylion007/openwebtext",
-                streaming=True,
-                tokenizer="gpt2",
-                vocab_size=50257,
-                sequence_length=1024,
-                eval_sequences=2048,
-            ),
-            backbone=OptBackbone(layers=12, width=768, heads=12, hidden=3072),
+            text=TextData(**OPENWEBTEXT_GPT2), backbone=OptBackbone(layers=12, width=768, heads=12, hidden=3072)
         ),
         arm="nonlinear-query",
-        train=TrainConfig(
-            steps=60_000,
-            batch_size=480,
-            lr=lr,
-            weight_decay=weight_decay,
-            betas=(0.9, 0.95),
-            warmup_steps=2000,
-            schedule="cosine",
-            bf16=True,
-            compile=True,
-            stop_diverged=stop_diverged,
-            eval_every=1000,
-            save_every=1000,
-            log_every=50,
-        ),
+        train=_training(steps=60_000, batch_size=480, warmup_steps=2000, eval_every=1000, **FAST, **settings),
         arms=arms,
         seeds=1,
     )
+
+
+def _training(*, weight_decay: float = 0.1, **settings: Any) -> TrainConfig:
+    return TrainConfig(weight_decay=weight_decay, betas=(0.9, 0.95), schedule="cosine", **settings)

@@ -6,14 +6,11 @@ language model, which the paper calls structurally identical; of the warm-up it 
 standard deviation 1 and the first three arms are the baseline and its controls, as in `recipes.llm`.
 """
 
-from nlr_lab.tasks.images.token_data import ImageTokenData
-from nlr_lab.tasks.images.tokens import ImageTokenTask
+from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.language_model import GlmBackbone
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
-
-_BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
+from .shared import BASELINES, EVERY_2000, FAST, NOBLE_ARMS, named
 
 
 def image_tokens_demo() -> Recipe:
@@ -26,17 +23,16 @@ def image_tokens_demo() -> Recipe:
     Expect: an evaluation loss near 2.3 nats a token in every arm, and pictures in which many digits can be read.
     1,438 images are learned by heart after 300 steps: this shows the task at work and tells no arms apart.
     """
-    return Recipe(
-        name="image-tokens-demo",
-        description=RECIPES["image-tokens-demo"].summary,
+    return named(
+        Recipe,
+        "image-tokens-demo",
         task=ImageTokenTask(
             tokens=ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
         arm="noble:rank=16",
-        train=_training(steps=300, batch_size=32, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
-        arms=(*_BASELINES, "noble:rank=16"),
-        seeds=3,
+        train=TrainConfig(steps=300, batch_size=32, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
+        arms=(*BASELINES, "noble:rank=16"),
     )
 
 
@@ -50,17 +46,16 @@ def image_tokens_cifar10() -> Recipe:
     branches, 0.39 s at rank 24).
     Expect: losses not measured yet. The 64 tokens of an image keep 22.6 dB of it.
     """
-    return Recipe(
-        name="image-tokens-cifar10",
-        description=RECIPES["image-tokens-cifar10"].summary,
+    return named(
+        Recipe,
+        "image-tokens-cifar10",
         task=ImageTokenTask(
             tokens=ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512),
             backbone=GlmBackbone(layers=4, width=192, heads=6, hidden=512, embedding_std=1.0),
         ),
         arm="noble:rank=24",
-        train=_training(steps=1200, batch_size=16, lr=1e-3, warmup_steps=100, eval_every=60, save_every=300),
-        arms=(*_BASELINES, "noble:rank=12", "noble:rank=24", "noble:rank=48"),
-        seeds=3,
+        train=TrainConfig(steps=1200, batch_size=16, lr=1e-3, warmup_steps=100, eval_every=60, save_every=300),
+        arms=(*BASELINES, "noble:rank=12", "noble:rank=24", "noble:rank=48"),
     )
 
 
@@ -75,38 +70,23 @@ def image_tokens_base() -> Recipe:
     Expect: the paper's evaluation losses, 6.723 for the baseline and 6.699 / 6.690 / 6.682 at rank 64 / 128 / 256.
     Not repeated by us at this size.
     """
-    return Recipe(
-        name="image-tokens-base",
-        description=RECIPES["image-tokens-base"].summary,
+    tokens = ImageTokenData(
+        source="ILSVRC/imagenet-1k",
+        size=512,
+        tokenizer="amused/amused-512",
+        patch=16,
+        codes=8192,
+        classes=1000,
+        eval_images=2048,
+    )
+    return named(
+        Recipe,
+        "image-tokens-base",
         task=ImageTokenTask(
-            tokens=ImageTokenData(
-                source="ILSVRC/imagenet-1k",
-                size=512,
-                tokenizer="amused/amused-512",
-                patch=16,
-                codes=8192,
-                classes=1000,
-                eval_images=2048,
-            ),
-            backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
+            tokens=tokens, backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0)
         ),
         arm="noble:rank=64",
-        train=_training(
-            steps=250_000,
-            batch_size=64,
-            lr=3e-4,
-            warmup_steps=2000,
-            bf16=True,
-            compile=True,
-            eval_every=2000,
-            save_every=2000,
-            log_every=50,
-        ),
-        arms=(*_BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256"),
+        train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
+        arms=NOBLE_ARMS,
         seeds=1,
     )
-
-
-def _training(**settings) -> TrainConfig:
-    """What all sizes share."""
-    return TrainConfig(weight_decay=0.01, betas=(0.9, 0.98), schedule="linear", **settings)

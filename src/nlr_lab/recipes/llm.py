@@ -9,19 +9,14 @@ value; it calls 1/sqrt(d_in) the typical scale of a linear, which is PyTorch's d
 is taken from the same source. With 0.02 (transformers' default; `--embedding-std 0.02`) a tuned baseline
 closes most of the gap in small models.
 
-The first three arms are the baseline and its controls: the same model without branches, with transformers'
-init of std 0.02, with NOBLE's dense init, and with PyTorch's Kaiming init. Without them a gain of the init
-would be read as a gain of the branch.
+The first three arms are the baseline and its controls (`shared.BASELINES`).
 """
 
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
-
-_BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
-_PAPER_RANKS = ("noble:rank=64", "noble:rank=128", "noble:rank=256")
+from .shared import BASELINES, EVERY_2000, FAST, NOBLE_ARMS, OPENWEBTEXT, OPENWEBTEXT_GPT2, named
 
 
 def llm_demo() -> Recipe:
@@ -34,27 +29,16 @@ def llm_demo() -> Recipe:
     Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few
     to flatten the curves: this shows the tool at work, it is no evidence for or against the method.
     """
-    return Recipe(
-        name="llm-demo",
-        description=RECIPES["llm-demo"].summary,
+    return named(
+        Recipe,
+        "llm-demo",
         task=LanguageModelTask(
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
         arm="noble:rank=16",
-        train=TrainConfig(
-            steps=300,
-            batch_size=8,
-            lr=2e-3,
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
-            warmup_steps=30,
-            eval_every=20,
-            save_every=150,
-            log_every=10,
-        ),
-        arms=(*_BASELINES, "noble:rank=16"),
-        seeds=3,
+        train=TrainConfig(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
+        arms=(*BASELINES, "noble:rank=16"),
     )
 
 
@@ -66,17 +50,12 @@ def llm_small() -> Recipe:
     Time: not measured yet.
     Expect: not measured yet; ranks 32, 64 and 128 at width 512 keep the paper's width/rank of 16, 8 and 4.
     """
-    return Recipe(
-        name="llm-small",
-        description=RECIPES["llm-small"].summary,
+    return named(
+        Recipe,
+        "llm-small",
         task=LanguageModelTask(
             text=TextData(
-                source="Skylion007/openwebtext",
-                streaming=True,
-                max_bytes=2_000_000_000,
-                vocab_size=16384,
-                sequence_length=512,
-                eval_sequences=512,
+                **OPENWEBTEXT, max_bytes=2_000_000_000, vocab_size=16384, sequence_length=512, eval_sequences=512
             ),
             backbone=GlmBackbone(layers=6, width=512, heads=8, hidden=1376, embedding_std=1.0),
         ),
@@ -85,17 +64,13 @@ def llm_small() -> Recipe:
             steps=20_000,
             batch_size=64,
             lr=1e-3,
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
             warmup_steps=1000,
             bf16=True,
             compile=True,
             eval_every=500,
-            save_every=1000,
             log_every=20,
         ),
-        arms=(*_BASELINES, "noble:rank=32", "noble:rank=64", "noble:rank=128"),
-        seeds=3,
+        arms=(*BASELINES, "noble:rank=32", "noble:rank=64", "noble:rank=128"),
     )
 
 
@@ -109,16 +84,16 @@ def llm_base() -> Recipe:
     Expect: the paper's evaluation losses, 2.850 for the baseline and 2.810 / 2.798 / 2.780 at rank 64 / 128 /
     256 (+5.70 / 11.63 / 24.19 % parameters). Not repeated by us at this size.
     """
-    return Recipe(
-        name="llm-base",
-        description=RECIPES["llm-base"].summary,
+    return named(
+        Recipe,
+        "llm-base",
         task=LanguageModelTask(
-            text=_openwebtext(),
+            text=TextData(**OPENWEBTEXT_GPT2),
             backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
         ),
         arm="noble:rank=64",
-        train=_paper_training(steps=250_000, batch_size=64, lr=3e-4),
-        arms=(*_BASELINES, *_PAPER_RANKS),
+        train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
+        arms=NOBLE_ARMS,
         seeds=1,
     )
 
@@ -133,45 +108,15 @@ def llm_large() -> Recipe:
     Expect: the paper's evaluation losses, 2.513 for the baseline and 2.476 / 2.468 / 2.463 at rank 64 / 128 /
     256 (+4.04 / 8.17 / 16.68 % parameters). Not repeated by us at this size.
     """
-    return Recipe(
-        name="llm-large",
-        description=RECIPES["llm-large"].summary,
+    return named(
+        Recipe,
+        "llm-large",
         task=LanguageModelTask(
-            text=_openwebtext(),
+            text=TextData(**OPENWEBTEXT_GPT2),
             backbone=GlmBackbone(layers=24, width=2048, heads=16, hidden=5504, embedding_std=1.0),
         ),
         arm="noble:rank=64",
-        train=_paper_training(steps=200_000, batch_size=128, lr=2.5e-4),
-        arms=(*_BASELINES, *_PAPER_RANKS),
+        train=TrainConfig(steps=200_000, batch_size=128, lr=2.5e-4, warmup_steps=2000, **FAST, **EVERY_2000),
+        arms=NOBLE_ARMS,
         seeds=1,
-    )
-
-
-def _openwebtext() -> TextData:
-    """OpenWebText, GPT-2's byte-level BPE of 50,257 tokens, sequences of 1,024 (appendix B)."""
-    return TextData(
-        source="Skylion007/openwebtext",
-        streaming=True,
-        tokenizer="gpt2",
-        vocab_size=50257,
-        sequence_length=1024,
-        eval_sequences=2048,
-    )
-
-
-def _paper_training(*, steps: int, batch_size: int, lr: float) -> TrainConfig:
-    """What both of the paper's sizes share: AdamW(0.9, 0.98), decay 0.01, warm-up 2000, linear decay, bf16."""
-    return TrainConfig(
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        weight_decay=0.01,
-        betas=(0.9, 0.98),
-        warmup_steps=2000,
-        schedule="linear",
-        bf16=True,
-        compile=True,
-        eval_every=2000,
-        save_every=2000,
-        log_every=50,
     )

@@ -6,13 +6,13 @@ untied head) with attention to both sides. 15 % of the tokens are predicted, of 
 width, a multiple of 64, as in section 4.1.1. Embeddings have standard deviation 1, as in `llm`.
 """
 
+from typing import Any
+
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
-
-_BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
+from .shared import BASELINES, EVERY_2000, FAST, NOBLE_ARMS, OPENWEBTEXT, named
 
 
 def mlm_demo() -> Recipe:
@@ -24,29 +24,17 @@ def mlm_demo() -> Recipe:
     Expect: an evaluation loss near 5 nats per masked token in every arm. 400 steps are far too few to flatten the
     curves: this shows the tool at work, it is no evidence for or against the method.
     """
-    return Recipe(
-        name="mlm-demo",
-        description=RECIPES["mlm-demo"].summary,
+    text: dict[str, Any] = {"source": "stdlib", "tokenizer": "wordpiece", "vocab_size": 2048}
+    return named(
+        Recipe,
+        "mlm-demo",
         task=MaskedLanguageModelTask(
-            text=TextData(
-                source="stdlib", tokenizer="wordpiece", vocab_size=2048, sequence_length=128, eval_sequences=128
-            ),
+            text=TextData(**text, sequence_length=128, eval_sequences=128),
             backbone=EncoderBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
         ),
         arm="noble:rank=16",
-        train=TrainConfig(
-            steps=400,
-            batch_size=8,
-            lr=2e-3,
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
-            warmup_steps=40,
-            eval_every=40,
-            save_every=200,
-            log_every=10,
-        ),
-        arms=(*_BASELINES, "noble:rank=16"),
-        seeds=3,
+        train=TrainConfig(steps=400, batch_size=8, lr=2e-3, warmup_steps=40, eval_every=40, save_every=200),
+        arms=(*BASELINES, "noble:rank=16"),
     )
 
 
@@ -61,35 +49,16 @@ def mlm_base() -> Recipe:
     Expect: the paper's evaluation losses, 1.414 for the baseline and 1.393 / 1.371 / 1.351 at rank 64 / 128 / 256
     (step speedup 1.10 / 1.17 / 1.26). 131,835,648 parameters. Not repeated by us at this size.
     """
-    return Recipe(
-        name="mlm-base",
-        description=RECIPES["mlm-base"].summary,
+    text: dict[str, Any] = {**OPENWEBTEXT, "tokenizer": "bert-base-uncased", "vocab_size": 30522}
+    return named(
+        Recipe,
+        "mlm-base",
         task=MaskedLanguageModelTask(
-            text=TextData(
-                source="Skylion007/openwebtext",
-                streaming=True,
-                tokenizer="bert-base-uncased",
-                vocab_size=30522,
-                sequence_length=1024,
-                eval_sequences=2048,
-            ),
+            text=TextData(**text, sequence_length=1024, eval_sequences=2048),
             backbone=EncoderBackbone(layers=12, width=768, heads=12, hidden=2048, embedding_std=1.0),
         ),
         arm="noble:rank=64",
-        train=TrainConfig(
-            steps=100_000,
-            batch_size=64,
-            lr=3e-4,
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
-            warmup_steps=1000,
-            schedule="linear",
-            bf16=True,
-            compile=True,
-            eval_every=2000,
-            save_every=2000,
-            log_every=50,
-        ),
-        arms=(*_BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256"),
+        train=TrainConfig(steps=100_000, batch_size=64, lr=3e-4, warmup_steps=1000, **FAST, **EVERY_2000),
+        arms=NOBLE_ARMS,
         seeds=1,
     )

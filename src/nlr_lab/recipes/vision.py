@@ -2,13 +2,13 @@
 (nora.txt, Table 1 and appendix C: 224 pixels, 50 epochs, batch 256, AdamW at 1e-3 with cosine and decay 0.05).
 """
 
+from typing import Any
+
 from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
-
-_LINEARS = "q_proj/k_proj/v_proj/o_proj/fc1/fc2"
+from .shared import EACH_EPOCH, named
 
 
 def vit_digits() -> Recipe:
@@ -20,28 +20,16 @@ def vit_digits() -> Recipe:
     Expect: 0.6 to 0.97 of the test digits right: head only least, all weights most. It shows the arms at work;
     on 179 test images a difference of one in a hundred is two images.
     """
-    return Recipe(
-        name="vit-digits",
-        description=RECIPES["vit-digits"].summary,
+    return named(
+        Recipe,
+        "vit-digits",
         task=ImageTask(
             images=ImageData(source="digits", classes=(5, 6, 7, 8, 9)),
             model=Pretrained(checkpoint="digits-vit", targets=("q_proj", "v_proj")),
         ),
         arm="nora:r=2,groups=8",
-        train=TrainConfig(
-            epochs=10,
-            batch_size=32,
-            lr=3e-3,
-            weight_decay=0.0,
-            betas=(0.9, 0.999),
-            warmup_share=0.1,
-            schedule="cosine",
-            eval_every=0,
-            save_every=0,
-            log_every=10,
-        ),
+        train=_training(epochs=10, batch_size=32, lr=3e-3, weight_decay=0.0, warmup_share=0.1),
         arms=("lora:r=2", "full:lr=1e-3", "head", "sine-lora:r=2,omega=200,lr=3e-4", "nora:r=2,groups=8"),
-        seeds=3,
     )
 
 
@@ -72,31 +60,25 @@ def vit_cifar100() -> Recipe:
 
 def _cifar(name: str, source: str) -> Recipe:
     """A ViT-Tiny that saw ImageNet-1K alone. The text puts LoRA (rank 8, alpha 16) on query and value; its 0.33M
-    parameters are those of all six linears of a block, which is what is used here. DoRA's rate is 5e-4 (C.1)."""
-    return Recipe(
-        name=name,
-        description=RECIPES[name].summary,
+    parameters are those of all six linears of a block, which is what is used here. DoRA's learning rate is 5e-4
+    (C.1)."""
+    linears = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
+    settings = {"weight_decay": 0.05, "bf16": True, "log_every": 50, "dataloader_workers": 8}
+    return named(
+        Recipe,
+        name,
         task=ImageTask(
             images=ImageData(source=source, held_out=0.0),
-            model=Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=tuple(_LINEARS.split("/"))),
+            model=Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=linears),
         ),
         arm="nora:r=2,groups=8",
-        train=TrainConfig(
-            epochs=50,
-            batch_size=256,
-            lr=1e-3,
-            weight_decay=0.05,
-            betas=(0.9, 0.999),
-            schedule="cosine",
-            bf16=True,
-            eval_every=0,
-            save_every=0,
-            log_every=50,
-            dataloader_workers=8,
-        ),
+        train=_training(epochs=50, batch_size=256, lr=1e-3, **settings),
         arms=(
             *("full", "lora:r=8,lora_alpha=16", "dora:r=8,lora_alpha=16,lr=5e-4", "nora:r=2,groups=8"),
             *("nora++:r=2,groups=8,lora_r=8,lora_alpha=16", "head"),
         ),
-        seeds=3,
     )
+
+
+def _training(**settings: Any) -> TrainConfig:
+    return TrainConfig(betas=(0.9, 0.999), schedule="cosine", **EACH_EPOCH, **settings)

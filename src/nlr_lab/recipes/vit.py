@@ -5,15 +5,15 @@ evaluation also takes the loss of some training images without any augmentation:
 of training is that of blended labels, which no model can bring to zero.
 """
 
+from typing import Any
+
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.backbones import VitBackbone
 from nlr_lab.tasks.images.data import ImageSource
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import RECIPES
-
-_BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
+from .shared import BASELINES, EACH_EPOCH, FAST, IMAGENET, named
 
 
 def vit_demo() -> Recipe:
@@ -26,9 +26,9 @@ def vit_demo() -> Recipe:
     they are. 840 steps are few for blended labels: this shows the tool at work, and on 359 test images a difference
     of one in a hundred is four images.
     """
-    return Recipe(
-        name="vit-demo",
-        description=RECIPES["vit-demo"].summary,
+    return named(
+        Recipe,
+        "vit-demo",
         task=ImagePretrainingTask(
             images=ImageSource(source="digits", size=8),
             backbone=VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1),
@@ -36,20 +36,8 @@ def vit_demo() -> Recipe:
             plain_rows=400,
         ),
         arm="noble:rank=8",
-        train=TrainConfig(
-            epochs=40,
-            batch_size=64,
-            lr=2e-3,
-            weight_decay=0.05,
-            betas=(0.9, 0.98),
-            warmup_share=0.055,
-            schedule="cosine",
-            eval_every=80,
-            save_every=400,
-            log_every=10,
-        ),
-        arms=(*_BASELINES, "noble:rank=8"),
-        seeds=3,
+        train=_training(epochs=40, batch_size=64, lr=2e-3, warmup_share=0.055, eval_every=80, save_every=400),
+        arms=(*BASELINES, "noble:rank=8"),
     )
 
 
@@ -63,17 +51,11 @@ def vit_small() -> Recipe:
     Expect: the paper's top-1 and training loss: 74.40 % and 2.462 for the baseline, 74.51 % and 2.423 at rank 64;
     without Mixup and CutMix 67.17 % and 0.622, 67.31 % and 0.591. Not repeated by us at this size.
     """
-    return Recipe(
-        name="vit-small",
-        description=RECIPES["vit-small"].summary,
+    return named(
+        Recipe,
+        "vit-small",
         task=ImagePretrainingTask(
-            images=ImageSource(
-                source="ILSVRC/imagenet-1k",
-                held_out=0.0,  # the paper scores the validation images, and has no others
-                size=224,
-                mean=(0.485, 0.456, 0.406),
-                std=(0.229, 0.224, 0.225),
-            ),
+            images=ImageSource(**IMAGENET),
             backbone=VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=16),
             augmentation=Augmentation(crop="resized", flip=True),
             shorter=256,
@@ -81,21 +63,13 @@ def vit_small() -> Recipe:
             meta_classes=1000,
         ),
         arm="noble:rank=64",
-        train=TrainConfig(
-            epochs=90,
-            batch_size=1024,
-            lr=3e-4,
-            weight_decay=0.05,
-            betas=(0.9, 0.98),
-            warmup_share=5 / 90,
-            schedule="cosine",
-            bf16=True,
-            compile=True,
-            eval_every=0,
-            save_every=0,
-            log_every=50,
-            dataloader_workers=16,
+        train=_training(
+            epochs=90, batch_size=1024, lr=3e-4, warmup_share=5 / 90, dataloader_workers=16, **FAST, **EACH_EPOCH
         ),
-        arms=(*_BASELINES, "noble:rank=64"),
+        arms=(*BASELINES, "noble:rank=64"),
         seeds=1,
     )
+
+
+def _training(**settings: Any) -> TrainConfig:
+    return TrainConfig(weight_decay=0.05, schedule="cosine", **settings)
