@@ -19,8 +19,10 @@ class SineDeltaLayer(WeightLayer):
     two, the base's and the delta's; both keep no more for backward than the input.
     """
 
-    stride: tuple[int, int] | None = None
-    """Of a convolution."""
+    @property
+    def stride(self) -> tuple[int, int] | None:
+        """Of a convolution."""
+        return None
 
     def factors(self, name: str) -> SineFactors:
         """Return an adapter's delta."""

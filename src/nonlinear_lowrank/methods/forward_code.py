@@ -22,7 +22,14 @@ _ACTIVATIONS = {
     *("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid"),
 }
 _TABLES = {"ACT2FN", "get_activation"}
-_FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.relu: "relu", F.tanh: "tanh"}
+_FUNCTIONS: Any = {
+    F.relu: "relu",
+    F.gelu: "gelu",
+    F.silu: "silu",
+    torch.tanh: "tanh",
+    torch.relu: "relu",
+    F.tanh: "tanh",
+}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BASES = ("transformers.modeling_utils", "transformers.generation")
 

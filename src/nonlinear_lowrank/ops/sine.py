@@ -315,9 +315,11 @@ def _backward_by_kernel(
             found = fast.factor_gradients(*plain, factors.up, factors.down, ratios, *settings)
             gradients |= {3 + index: one for index, one in enumerate(found) if one is not None}
         if weight is not None and wanted[1]:
-            coefficient = float(layout.base) if ratios is None else float(layout.base) + (ratios[0] - 1)
-            by_row = isinstance(coefficient, Tensor) and not layout.transposed
-            gradients[1] = (gradient * (coefficient[:, None] if by_row else coefficient)).view(weight.shape)
+            coefficient: float | Tensor = float(layout.base)
+            if ratios is not None:
+                by_row = coefficient + (ratios[0] - 1)
+                coefficient = by_row if layout.transposed else by_row[:, None]
+            gradients[1] = (gradient * coefficient).view(weight.shape)
     return gradients
 
 

@@ -75,7 +75,7 @@ def fit_rational(
 @functools.cache
 def _table() -> dict[tuple[Any, ...], RationalFit]:
     rows = json.loads(TABLE.read_text(encoding="utf-8"))
-    fits = [RationalFit(*(tuple(each) if isinstance(each, list) else each for each in row)) for row in rows]
+    fits = [RationalFit(kind, form, tuple(ends), tuple(p), tuple(q), error) for kind, form, ends, p, q, error in rows]
     return {(fit.kind, fit.form, fit.degrees, fit.fit_range): fit for fit in fits}
 
 

@@ -204,8 +204,8 @@ class _Rational(torch.autograd.Function):
             raise RuntimeError(
                 "second derivatives through rational functions are not defined; use the formulas of rational.reference"
             )
-        x, up, numerator, denominator, *base = ctx.saved_tensors
-        ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula)
+        x, up, numerator, denominator, base_numerator, base_denominator = ctx.saved_tensors
+        ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, base_numerator, base_denominator, ctx.formula)
         return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 5
 
 
@@ -428,8 +428,10 @@ def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide
         def total(t: Tensor) -> Tensor:
             return t.sum((0, 2))
 
-    spreads = [[] if each is None else [spread(column) for column in each.unbind(1)] for each in coefficients]
-    return _Rows(x, x.to(wide), *spreads, total)
+    a, b, base_a, base_b = (
+        [] if each is None else [spread(column) for column in each.unbind(1)] for each in coefficients
+    )
+    return _Rows(x, x.to(wide), a, b, base_a, base_b, total)
 
 
 # The opaque ops under torch.compile on NVIDIA; plain registrations, since `custom_op` checks every call.

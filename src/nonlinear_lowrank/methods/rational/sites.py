@@ -206,10 +206,12 @@ class _Shape(NamedTuple):
 
 
 def _shape(module: nn.Module | None) -> _Shape | None:
-    plain = None if module is None else _plain(module) or module
+    if module is None:
+        return None
+    plain: Any = _plain(module) or module
     if isinstance(plain, _CONVOLUTIONS):
         return _Shape(plain, plain.in_channels, plain.out_channels, True)
-    matrix = "" if plain is None else matrix_of(plain)
+    matrix = matrix_of(plain)
     if isinstance(matrix, str) or matrix.kind == "embedding":
         return None
     return _Shape(plain, matrix.d_in, matrix.d_out, False)
@@ -232,13 +234,13 @@ def _site(
     place, children = list(parent._modules).index(attribute), list(parent._modules.values())
     before, after = _shapes(children[:place]), _shapes(children[place + 1 :])
     norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
-    near = (before[-1:] or after[:1] or [None])[0]
+    near = next(iter(before[-1:] + after[:1]), None)
     if near is not None:
         width = _width(model, parent, before, after, grandparent)
     elif norm is not None:
         width = getattr(norm, "num_features", None) or getattr(norm, "num_channels", None)
     else:  # a residual block: what it ends with is in the children of its children
-        near = (_shapes(_descendants(children[:place]))[-1:] or [None])[0]
+        near = next(reversed(_shapes(_descendants(children[:place]))), None)
         sizes = _sizes(model)
         width = near.d_out if near else sizes[0] if len(sizes) == 1 else None
     behind_batch = near.convolution if near else norm is not None
