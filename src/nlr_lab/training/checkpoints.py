@@ -34,7 +34,7 @@ from nonlinear_lowrank.hub.storage import MANIFEST, describe_disk_error, is_disk
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
-from .readers import is_dead_reader, told_where_waited_for
+from .readers import is_dead_reader, without_signal_handler
 from .state_files import (
     random_state,
     read_optimizer,
@@ -95,7 +95,7 @@ class CheckpointedTrainer(Trainer):
             resume_from_checkpoint = str(folder)
         self._started = time.monotonic()
         try:
-            with told_where_waited_for():
+            with without_signal_handler():
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         except (RuntimeError, OSError, EOFError) as error:
             if not is_dead_reader(error):

@@ -1,4 +1,4 @@
-"""Where a training loss rises and does not come back, for losses that stay finite.
+"""Where a training loss rises and does not recover, for losses that stay finite.
 
 The rule, on the entries of a training curve (means over the steps since the entry before):
 
@@ -9,12 +9,10 @@ The rule, on the entries of a training curve (means over the steps since the ent
 - Up in at least three entries, and for at least `patience` steps, a twentieth of the run, or to its end: it *diverged*,
   at the first entry that was up. Up for less and down again: a *spike*.
 
-Why so: losses of large models spike and recover within a few hundred steps of hundreds of thousands (PaLM, arXiv
-2204.02311, section 5.1, where some twenty spikes are told of), so a rise alone is no divergence, and neither are counts
-of outliers, by which spikes are usually scored (OLMo 2, arXiv 2501.00656). What a run cannot afford is to have lost for
-long what it had learned. A share of that needs no unit, so it fits any vocabulary and any task; fixed multiples of
-the best loss, as learning-rate finders stop at, do not. The reference documents say "diverges" of runs and define
-nothing (nonlinear_queries.md, "Training Stability").
+Losses of large models spike and recover within a few hundred steps of hundreds of thousands (PaLM, arXiv 2204.02311,
+section 5.1), so a rise alone is no divergence, and neither are counts of outliers, by which spikes are usually scored
+(OLMo 2, arXiv 2501.00656). A share of what was learned needs no unit, so it fits any vocabulary and task; fixed
+multiples of the best loss do not. The reference documents say "diverges" of runs and define nothing.
 """
 
 import bisect
@@ -25,8 +23,7 @@ _LOST = 0.25  # of what was learned
 _NOISE = 10.0  # the range of a thousand normal draws is 6.5 standard deviations, on average
 _PATIENCE = 0.05  # of the run's steps
 _LEAST_ENTRIES = 3
-# The median of |a - b| for two draws of a normal distribution, in its standard deviations.
-_MEDIAN_CHANGE = 0.954
+_MEDIAN_CHANGE = 0.954  # the median of |a - b| for two draws of a normal distribution, in its standard deviations
 _FEW = 10  # the noise is taken for so much larger by how few changes it is known
 
 
@@ -45,11 +42,7 @@ class Rise:
 
 
 class LossWatch:
-    """Reads a training curve entry by entry.
-
-    Args:
-        total_steps: of the whole run.
-    """
+    """Reads a training curve entry by entry, of a run of so many steps."""
 
     def __init__(self, total_steps: int) -> None:
         self.patience = max(1, round(_PATIENCE * total_steps))
@@ -62,14 +55,14 @@ class LossWatch:
 
     @classmethod
     def of(cls, curve: Iterable[tuple[int, float]], total_steps: int) -> "LossWatch":
-        """A watch that has read the curve."""
+        """Return a watch that has read the curve."""
         watch = cls(total_steps)
         for step, loss in curve:
             watch.add(step, loss)
         return watch
 
     def add(self, step: int, loss: float) -> None:
-        """Reads the next entry: the mean loss of the steps up to `step`, a finite number."""
+        """Read the next entry: the mean loss of the steps up to `step`, a finite number."""
         if self._step == 0:
             self._first = self._best = loss
         else:
@@ -103,7 +96,7 @@ class LossWatch:
 
     @property
     def spikes(self) -> list[Rise]:
-        """The rises that came back soon."""
+        """The rises that recovered soon."""
         return [rise for rise in self.rises if rise.end is not None and not self._is_divergence(rise)]
 
     def _is_divergence(self, rise: Rise) -> bool:

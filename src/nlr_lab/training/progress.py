@@ -14,7 +14,7 @@ _SILENT = 20.0  # seconds after which a line is due, also without an evaluation
 
 
 class ProgressLines(TrainerCallback):
-    """Shows step, losses and speed. Of several processes only the first shows anything.
+    """Shows step, losses and speed, of several processes on rank 0 alone.
 
     Args:
         title: stands before the numbers, e.g. the arm's name.
@@ -30,33 +30,22 @@ class ProgressLines(TrainerCallback):
         self.started = self.printed = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the bar at the step that is resumed from."""
-        if not state.is_world_process_zero:
-            return
         self.first_step, self.started = state.global_step, time.monotonic()
         self.printed = self.started
-        if sys.stderr.isatty():
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-                refresh_per_second=4,
-            )
+        if state.is_world_process_zero and sys.stderr.isatty():
+            numbers = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            columns = (*numbers, TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self.task = self.bar.add_task(self.title, total=state.max_steps, completed=state.global_step, numbers="")
             self.bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Moves the bar; where there is none, prints a line when there has been none for long."""
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step)
         elif state.is_world_process_zero and time.monotonic() - self.printed > _SILENT:
-            self._print(f"{self.title}  step {state.global_step}/{state.max_steps}", state)
+            self._print("", state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Notes the training loss; prints a line when there is an evaluation loss."""
         if not state.is_world_process_zero or not logs:
             return
         self.train_loss = logs.get("loss", self.train_loss)
@@ -64,33 +53,29 @@ class ProgressLines(TrainerCallback):
             self.bar.update(self.task, numbers=f"loss {self.train_loss:.4f}")
         if "eval_loss" not in logs:
             return
-        line = (
-            f"{self.title}  step {state.global_step}/{state.max_steps}  train {self.train_loss:.4f}  "
-            f"eval {logs['eval_loss']:.4f}"
-        )
+        words = f"  train {self.train_loss:.4f}  eval {logs['eval_loss']:.4f}"
         for key, value in logs.items():
             if key == "eval_bits_per_byte":
-                line += f"  {value:.4f} bits/byte"
+                words += f"  {value:.4f} bits/byte"
             elif key == "plain_loss":
-                line += f"  plain train {value:.4f}"
+                words += f"  plain train {value:.4f}"
             elif key.startswith("eval_") and key != "eval_loss":
-                line += f"  {key.removeprefix('eval_')} {value:.4f}"
-        self._print(line, state)
+                words += f"  {key.removeprefix('eval_')} {value:.4f}"
+        self._print(words, state)
 
-    def _print(self, line: str, state: Any) -> None:
+    def _print(self, words: str, state: Any) -> None:
         self.printed = time.monotonic()
         speed = (state.global_step - self.first_step) / max(self.printed - self.started, 1e-9)
         left = state.max_steps - state.global_step
         to_go = f"  {duration(left / speed)} to go" if left and speed else ""
-        # Without wrapping, so that a log file has whole lines.
-        self.console.print(f"{line}  {speed:.2f} steps/s{to_go}", soft_wrap=True, markup=False)
+        line = f"{self.title}  step {state.global_step}/{state.max_steps}{words}  {speed:.2f} steps/s{to_go}"
+        self.console.print(line, soft_wrap=True, markup=False)  # not wrapped: a log file has whole lines
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops the bar."""
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back; also when training was cut short."""
+        """Give the terminal back; also when training was cut short."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -26,12 +26,13 @@ from nonlinear_lowrank.errors import DivergedError, UserError
 
 from . import deepspeed
 from .arguments import micro_batch, surroundings, training_arguments
+from .callbacks import Schedule, SeedDropout, Stop
 from .model import apply_arm, build_model, count_parameters, optimizer_settings, uses_muon
 from .progress import ProgressLines
 from .recipe import Recipe
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
-from .trainer import RunTrainer, Schedule, SeedDropout, Stop
+from .trainer import RunTrainer
 
 
 def run_training(

@@ -14,7 +14,7 @@ _PATHS = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir")
 
 
 def origin_of(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Origin:
-    """The card's content that the model's files do not hold.
+    """Return the card's content that the model's files do not hold.
 
     Args:
         recipe: of the run.
@@ -30,11 +30,7 @@ def origin_of(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Orig
         summary=f"A model {how}, {result.steps:,} steps, by nonlinear-lowrank's recipe `{recipe.name}`.",
         command=command,
         base=bases[0] if tuned and bases else None,
-        sections={
-            "Data": _data(data),
-            "Training": _training(recipe),
-            "Results": _results(result),
-        },
+        sections={"Data": _data(data), "Training": _training(recipe), "Results": _results(result)},
         limits=("The numbers are of one run (n = 1): they say nothing about how much a seed moves them.",),
     )
 
@@ -71,5 +67,5 @@ def _results(result: TrainResult) -> str:
     if result.trainable is not None:
         rows["trained parameters"] = f"{result.trainable:,}"
     if result.diverged_at is not None:
-        rows["diverged"] = f"from step {result.diverged_at} the training loss was up and did not come back"
+        rows["diverged"] = f"the training loss spiked at step {result.diverged_at} and did not recover"
     return table(rows)

@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_says_where_it_diverged(tmp_path):
 
 def test_a_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **{**BLOWN, "lr": 3e-3})
-    with pytest.raises(DivergedError, match=r"rose to .* and did not come back at step 25; .*step-000020") as caught:
+    with pytest.raises(DivergedError, match=r"spiked to .* and did not recover at step 25; .*step-000020") as caught:
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
     assert caught.value.step == 25
     assert "\n" not in str(caught.value)

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 import finetune_helpers as kit
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
-from nlr_lab.compare.report import render_report, render_tables
+from nlr_lab.compare.models.report import render_report, render_tables
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nlr_lab.training.methods import ARM_METHODS
 from nlr_lab.training.model import apply_arm, build_model, count_parameters, optimizer_groups
+from nlr_lab.training.order import EndlessShuffle
 from nlr_lab.training.result import judged
-from nlr_lab.training.trainer import EndlessShuffle
 from nlr_lab.training.tuning import raise_up_rates
 from nonlinear_lowrank.errors import UserError
 from training_helpers import cut_back

@@ -16,8 +16,8 @@ import training_helpers
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, arguments, run_training
+from nlr_lab.training.order import EndlessShuffle
 from nlr_lab.training.state_files import tensor_names
-from nlr_lab.training.trainer import EndlessShuffle
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
