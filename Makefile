@@ -2,6 +2,7 @@
 # make test     the tests, 2 processes
 # make fuzz     the tests with fresh seeds, which are printed
 # make lint     style, format, types and the imports between packages
+# make figures  the numbers of README and docs/ out of studies/*/results.json
 # make docs     the documentation with the API reference, into site/
 # make lock     write requirements.lock from the present environment
 #
@@ -25,10 +26,10 @@ DEMO_OUT ?= demo
 # The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test fuzz test-deepspeed test-all lint format docs lock clean
+.PHONY: help setup demo test fuzz test-deepspeed test-all lint format figures docs lock clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -115,6 +116,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+figures: $(STAMP)
+	$(BIN)/python tools/figures.py
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet

@@ -1,0 +1,59 @@
+"""The figures of README and documentation are those of the studies, and studies/ stays small."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import figures  # noqa: E402
+
+STUDIES = sorted(path.parent for path in (ROOT / "studies").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_pages_state_what_the_studies_found(page):
+    text = page.read_text(encoding="utf-8")
+    assert figures.fill(text) == text, "run `make figures`"
+
+
+def test_every_template_is_used_and_a_changed_figure_is_found():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert figures.fill(readme.replace("nats a token below", "points a token below")) == readme
+    used = {name for page in figures.PAGES for _, name, *_ in figures.BLOCK.findall(page.read_text(encoding="utf-8"))}
+    assert used == set(figures.templates())
+
+
+def test_unknown_paths_raise():
+    with pytest.raises(KeyError, match="noble-r9"):
+        figures.look_up("llm_small/cpu-table/arms/noble-r9/final_loss")
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_studies_keep_their_page_results_and_two_pictures(study):
+    results = json.loads((study / "results.json").read_text(encoding="utf-8"))
+    for part in results.values():
+        if "arms" in part:
+            assert {"n", "seeds", "versions", "machine", "command"} <= part.keys()
+            assert "settings" in part or "settings" in part["recipe"]
+    assert len(list(study.glob("*.png"))) <= 2
+    assert "a0e2d46" in (study / "README.md").read_text(encoding="utf-8") or study.name == "rank"
+
+
+def test_collecting_drops_curves_and_keeps_figures(tmp_path):
+    record = {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 1 / 3}, "curve": [[1, 2.0]], "note": ""}]}
+    (tmp_path / "part.json").write_text(json.dumps(record))
+    figures.collect(tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found == {"part": {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 0.333333333}}]}}
+    figures.collect(tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text()) == found
+
+
+def test_a_rerun_part_replaces_its_own_results_alone(tmp_path):
+    (tmp_path / "results.json").write_text('{"old": {"n": 1}, "new": {"n": 1}}')
+    (tmp_path / "new.json").write_text('{"n": 3}')
+    figures.collect(tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"old": {"n": 1}, "new": {"n": 3}}

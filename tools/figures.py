@@ -1,0 +1,178 @@
+"""Keeps the numbers of the README and the documentation equal to those of the studies.
+
+    python tools/figures.py                     # fill in every block of README.md and docs/; `make figures`
+    python tools/figures.py --check             # only say which blocks would change
+    python tools/figures.py --collect llm_small # put the records that its run.py left into its results.json
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end -->`. Its text is the template of that name in
+tools/figures.md, in which a path into `studies/<study>/results.json` stands for each figure:
+
+    {llm_small/cpu-table/arms/noble-r8/final_loss:.4f}             a number; of a dict its value, mean or median
+    {-llm_small/cpu-table/against/baseline/noble-r8/delta:.3f}     with the other sign; {100 * PATH:.1f} as points
+    {llm_small/cpu-table/against/baseline/noble-r8/delta:[.3f]}    its interval, `[0.168, 0.184]`
+    {nerf/fern/arms/sine-k5/scores - nerf/fern-0.1/arms/low-rank-k5/scores:+.1f}   mean of differences paired by seed
+    {max faults/parallel/rows/*/difference:.1e}                    of several numbers (sum, min, max, count)
+
+An entry of a list is found by its `name`, a pair of fields by its `sine`; `*`, `?` and `[ab]` stand for several.
+"""
+
+import argparse
+import fnmatch
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import ttest_rel
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDIES, TEMPLATES = ROOT / "studies", ROOT / "tools" / "figures.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(
+    r"\{(?P<minus>-)?(?:(?P<factor>\d+) \* )?(?:(?P<of>sum|min|max|count) )?(?P<path>[^{} :]+)"
+    r"(?: - (?P<less>[^{} :]+))?:(?P<interval>\[)?(?P<form>[^{}\]]*)\]?\}"
+)
+# What no page states: curves over steps, and what repeats or follows from what is kept.
+_DROPPED = {
+    *("curve", "curves", "metric_curve", "looks", "fingerprint", "sha256", "tokenizer_sha256", "format", "status"),
+    *("standard_error", "dof", "null", "tokens_per_step", "steps_to_reference_loss", "lr_source"),
+    *("matched_speedup", "matched_wall_clock_speedup"),
+}
+
+
+def main() -> int:
+    """Return 1 if a block was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--collect", nargs="+", default=[], metavar="STUDY")
+    options = parser.parse_args()
+    for name in options.collect:
+        collect(STUDIES / name)
+    stale = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = fill(text)
+        if filled != text:
+            print(f"{page.relative_to(ROOT)}: {'not ' if options.check else ''}as the studies have it")
+            stale = 1
+            if not options.check:
+                page.write_text(filled, encoding="utf-8")
+    return stale if options.check else 0
+
+
+def fill(text: str) -> str:
+    """Return a page with every block as the studies have it."""
+    known = templates()
+    return BLOCK.sub(lambda block: block[1] + _FIGURE.sub(_figure, known[block[2]]) + block[4], text)
+
+
+def templates() -> dict[str, str]:
+    """Return the texts of blocks, with paths for figures, by name."""
+    return {name: body for _, name, body, _ in BLOCK.findall(TEMPLATES.read_text(encoding="utf-8"))}
+
+
+def _figure(found: re.Match[str]) -> str:
+    value = look_up(found["path"])
+    if found["less"]:
+        value = _paired(value, look_up(found["less"]))
+    if found["of"]:
+        value = {"sum": sum, "min": min, "max": max, "count": len}[found["of"]](_numbers(value))
+    scale = int(found["factor"] or 1) * (-1 if found["minus"] else 1)
+    if found["interval"]:
+        low, high = sorted(scale * value[end] for end in ("low", "high"))
+        return f"[{low:{found['form']}}, {high:{found['form']}}]"
+    return format(scale * _scalar(value), found["form"]).replace("e-0", "e-")
+
+
+def _scalar(value: Any) -> float:
+    if not isinstance(value, dict):
+        return value
+    known = [value[key] for key in ("value", "mean", "median") if key in value]
+    return known[0] if known else statistics.fmean(_numbers(value))
+
+
+def look_up(path: str) -> Any:
+    """Return an entry of a study's results; `*` gives those of every entry, by key or number.
+
+    Raises:
+        KeyError: there is none.
+    """
+    study, *keys = path.split("/")
+    return _inside(json.loads((STUDIES / study / "results.json").read_text(encoding="utf-8")), keys)
+
+
+def _inside(found: Any, keys: list[str]) -> Any:
+    if not keys:
+        return found
+    key, *rest = keys
+    if isinstance(found, list):
+        found = {str(each.get("name") or each.get("sine") or n): each for n, each in enumerate(found)}
+    if key not in found:
+        # A pattern, or the beginning of a name with slashes in it.
+        fits = fnmatch.filter(found, key)
+        inner = {name.removeprefix(f"{key}/"): found[name] for name in found if name.startswith(f"{key}/")}
+        if not fits and not inner:
+            raise KeyError(key)
+        if len(fits) > 1:
+            return {name: _inside(found[name], rest) for name in fits}
+        return _inside(found[fits[0]] if fits else inner, rest)
+    return _inside(found[key], rest)
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for each in value.values() for number in _numbers(each)]
+    return [value]
+
+
+def _paired(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Return the mean of differences of the same seeds, with its 95 % interval by the t distribution."""
+    seeds = [seed for seed in one if seed in other]
+    test = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
+    low, high = test.confidence_interval(0.95)
+    return {"value": statistics.fmean(one[seed] - other[seed] for seed in seeds), "low": low, "high": high}
+
+
+def collect(study: Path) -> None:
+    """Put what the records beside the page say into results.json, without curves, to nine digits."""
+    results = study / "results.json"
+    parts = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    for file in sorted(study.rglob("*.json")):
+        if file != results:
+            name = file.relative_to(study).with_suffix("").as_posix()
+            parts[name] = _condensed(json.loads(file.read_text(encoding="utf-8")))
+    results.write_text("\n".join(_lines(parts, 3)) + "\n", encoding="utf-8")
+
+
+def _condensed(value: Any) -> Any:
+    if isinstance(value, dict):
+        inner = {key: _condensed(each) for key, each in value.items() if key not in _DROPPED}
+        return {key: each for key, each in inner.items() if each not in (None, "", {})}
+    if isinstance(value, list):
+        return [_condensed(each) for each in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _lines(value: Any, depth: int) -> Iterable[str]:
+    """Give JSON, a line for each entry down to a depth."""
+    if not depth or not value or not isinstance(value, dict | list):
+        yield json.dumps(value)
+        return
+    named = isinstance(value, dict)
+    yield "{" if named else "["
+    entries = list(value.items()) if named else [("", each) for each in value]
+    for index, (key, each) in enumerate(entries):
+        first, *rest = _lines(each, depth - 1)
+        lines = [f"{json.dumps(key)}: {first}" if named else first, *rest]
+        lines[-1] += "," if index + 1 < len(entries) else ""
+        yield from (f" {line}" for line in lines)
+    yield "}" if named else "]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
