@@ -9,15 +9,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How the next token is drawn."""
 
     max_new_tokens: int | None = None
     """Stop after this many tokens, or at the end-of-text token; None: 128, or fewer where the model's
@@ -30,12 +27,10 @@ class Sampling:
     """The same seed, model and prompt give the same text on the same machine."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be a finite number of at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be at least 0, got {self.top_k}")
+        if self.max_new_tokens is not None:
+            check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
+        check_number("temperature", self.temperature, minimum=0)
+        check_integer("top_k", self.top_k, minimum=0)
 
 
 class _Callback(TextStreamer):
@@ -54,9 +49,9 @@ def generate_text(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     sampling: Sampling,
-    on_text: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Continues a prompt, with the model's KV cache.
+    """Continue a prompt, with the model's KV cache.
 
     Args:
         model: a causal language model; left in evaluation mode.
@@ -80,8 +75,7 @@ def generate_text(
 
     def collect(text: str) -> None:
         pieces.append(text)
-        if on_text is not None:
-            on_text(text)
+        on_text(text)
 
     torch.manual_seed(sampling.seed)
     model.eval().generate(
@@ -100,11 +94,7 @@ def generate_text(
 def encode_prompt(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int | None
 ) -> tuple[torch.Tensor, int]:
-    """Token ids (1, T) of a prompt on the model's device, and how many tokens may follow.
-
-    Raises:
-        UserError: as `generate_text`.
-    """
+    """Return a prompt's token ids (1, T) on the model's device, and how many may follow; see `generate_text`."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

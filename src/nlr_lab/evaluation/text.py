@@ -4,8 +4,9 @@ Bits per byte compare models with different tokenizers; perplexity does not. Bot
 loss L in nats a token: perplexity = exp(L), bits per byte = L / ln 2 * tokens / bytes, bytes counted in UTF-8.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class TextScore:
 def score_sequences(
     model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float | None, batch_size: int = 16
 ) -> TextScore:
-    """Scores packed sequences, each on its own: the first token of each is context and not predicted.
+    """Score packed sequences, each on its own: the first token of each is context and not predicted.
 
     Args:
         model: a causal language model; left in evaluation mode.
@@ -68,12 +69,9 @@ def score_sequences(
     Raises:
         UserError: a batch takes more memory than is free, or no token is predicted.
     """
-    count = len(sequences)  # type: ignore[arg-type]
-    if count:
-        check_batch(model, min(batch_size, count), len(sequences[0]["input_ids"]))
-    items = (sequences[index] for index in range(count))
-    total, count = _sum_losses(model, ((item["input_ids"], item["labels"]) for item in items), batch_size)
-    return TextScore(loss=total / count, tokens=count, bytes_per_token=bytes_per_token)
+    items = [sequences[index] for index in range(len(sequences))]  # type: ignore[arg-type]
+    loss, count = _mean_loss(model, [(item["input_ids"], item["labels"]) for item in items], batch_size)
+    return TextScore(loss=loss, tokens=count, bytes_per_token=bytes_per_token)
 
 
 def score_documents(
@@ -85,7 +83,7 @@ def score_documents(
     separator: str | None = None,
     batch_size: int = 16,
 ) -> TextScore:
-    """Scores whole texts: every token but the very first is predicted exactly once.
+    """Score whole texts: every token but the very first is predicted exactly once.
 
     Windows of `sequence_length` tokens overlap by one, so that the last token of one is the context of the
     next. The separator after a document is predicted as any token; it has no bytes.
@@ -111,21 +109,23 @@ def score_documents(
     if len(ids) < 2 or size == 0:
         raise UserError(f"the text comes to {len(ids)} tokens; at least 2 are needed")
     embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.num_embeddings
-    if max(ids) >= rows:
-        raise UserError(f"the tokenizer gives token {max(ids)}, the model has {rows} embeddings; they do not fit")
+    if max(ids) >= embeddings.num_embeddings:
+        raise UserError(
+            f"the tokenizer gives token {max(ids)}, the model has {embeddings.num_embeddings} embeddings; "
+            "they do not fit"
+        )
     tokens = torch.tensor(ids)
-    step = sequence_length - 1
-    check_batch(model, min(batch_size, math.ceil((len(ids) - 1) / step)), min(sequence_length, len(ids)))
-    windows = (tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, step))
-    total, count = _sum_losses(model, ((window, window) for window in windows), batch_size)
-    return TextScore(loss=total / count, tokens=count, bytes_per_token=size / count)
+    windows = [tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, sequence_length - 1)]
+    loss, count = _mean_loss(model, [(window, window) for window in windows], batch_size)
+    return TextScore(loss=loss, tokens=count, bytes_per_token=size / count)
 
 
-def _sum_losses(
-    model: PreTrainedModel, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], batch_size: int
+def _mean_loss(
+    model: PreTrainedModel, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], batch_size: int
 ) -> tuple[float, int]:
-    """Sum of the losses in nats and number of predicted tokens, over rows of (input_ids, labels) (T,)."""
+    """Mean loss in nats and number of predicted tokens, over rows of (input_ids, labels) (T,)."""
+    if rows:
+        check_batch(model, min(batch_size, len(rows)), len(rows[0][0]))
     model.eval()
     total, count = 0.0, 0
     for batch in _batches(rows, batch_size):
@@ -141,18 +141,11 @@ def _sum_losses(
         count += int((labels_BT != -100).sum())
     if count == 0:
         raise UserError("there is no token to predict in the text")
-    return total, count
+    return total / count, count
 
 
-def _batches(
-    rows: Iterable[tuple[torch.Tensor, torch.Tensor]], batch_size: int
-) -> Iterable[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Rows of equal length together, in order: the last window of a text is shorter."""
-    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for row in rows:
-        if batch and (len(batch) == batch_size or len(batch[0][0]) != len(row[0])):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+def _batches(rows: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    """Yield rows of equal length together, in order: the last window of a text is shorter."""
+    for _, equal in itertools.groupby(rows, key=lambda row: len(row[0])):
+        alike = list(equal)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))

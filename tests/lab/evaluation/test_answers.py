@@ -56,15 +56,9 @@ def test_the_first_answer_in_the_written_text_counts(model, tokenizer, tmp_path,
     write_lines(tmp_path / "ARC-Easy.jsonl", rows)
     local = find_local_tasks(["arc_easy_local"], tmp_path)
     done = []
-    scores = score_answers(
-        model,
-        tokenizer,
-        local,
-        prompt=prompt,
-        beams=beams,
-        batch_size=4,
-        progress=lambda count, total: done.append((count, total)),
-    )["arc_easy_local"]
+    settings = {"prompt": prompt, "beams": beams, "batch_size": 4}
+    scores = score_answers(model, tokenizer, local, **settings, progress=lambda *counts: done.append(counts))
+    scores = scores["arc_easy_local"]
     assert scores["acc,none"] == pytest.approx(sum(a == row["answer"] for a, row in zip(found, rows, strict=True)) / 9)
     assert scores["answered,none"] == pytest.approx(sum(map(bool, found)) / 9)
     assert (scores["n"], scores["published_n"]) == (9, 2376)
@@ -72,8 +66,8 @@ def test_the_first_answer_in_the_written_text_counts(model, tokenizer, tmp_path,
 
 
 def test_the_eight_are_averaged(model, tokenizer, tmp_path):
-    stems = [test["metadata"]["files"][0] for test in TESTS.values()]
-    for stem in stems:
+    for test in TESTS.values():
+        stem = test["metadata"]["files"][0]
         write_lines(tmp_path / f"{stem}.jsonl", commonsense_rows(stem, 3))
     local = find_local_tasks(["commonsense_local"], tmp_path)
     scores = score_answers(model, tokenizer, local, beams=1, limit=2)
@@ -110,7 +104,7 @@ def test_the_prompt_of_the_release_is_indented():
     assert plain.endswith("\n\n### Instruction:\nWhy {not}?\n\n### Response:\n")
 
 
-def test_models_are_asked_as_nlr_finetune_tunes_them(tmp_path):
+def test_the_default_prompt_is_that_of_nlr_finetune(tmp_path):
     (row,) = commonsense_rows("piqa", 1)
     path = write_lines(tmp_path / "train.jsonl", [row])
     (example,) = read_examples(str(path), "alpaca")
