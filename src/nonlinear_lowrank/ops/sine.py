@@ -28,16 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import as_one_op, kernels, reshaped
+from .precision import autocast_input, no_autocast
 from .sine_delta import (
     Delta,
     SineFactors,
     added,
     as_matrix,
-    autocast_input,
     compute_type,
     flatten,
     in_order,
-    no_autocast,
     split,
     stochastic_bfloat16,
     unflatten,

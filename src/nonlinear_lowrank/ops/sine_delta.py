@@ -4,13 +4,13 @@ Formulas and shapes are those of `sine`. Product, phase and sine are float32 or 
 autocast and the process's settings say.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .precision import product, wide_dtype
 
 
 class SineFactors(NamedTuple):
@@ -42,64 +42,9 @@ def as_matrix(weight: Tensor, transposed: bool) -> Tensor:
     return weight if transposed else weight.reshape(weight.shape[0], -1)
 
 
-def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """Return float32, or float64 where a tensor is."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
-
-
 def compute_type(weight: Tensor | None, factors: Sequence[SineFactors]) -> torch.dtype:
     """Return the type in which a weight with these deltas is formed."""
     return wide_dtype(weight, *(tensor for each in factors for tensor in (each.up, each.down)))
-
-
-def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Return a context without autocast on the tensor's device."""
-    device = tensor.device.type
-    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
-
-
-def autocast_input(x: Tensor) -> Tensor:
-    """Return x in autocast's type: cast once, in front of an operator whose backward runs outside autocast."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
-_PRECISION_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """Form float32 products in float32 and not in TF32 or bfloat16, whatever the process has set."""
-    backends: Any = torch.backends  # its modules are made at run time
-    places = (backends.cuda.matmul, backends.mkldnn.matmul)
-    with _PRECISION_LOCK:  # the settings are the process's, and backward has a thread for each device
-        before = [each.fp32_precision for each in places]
-        if all(each in ("none", "ieee") for each in before):
-            yield
-            return
-        legacy = None
-        with contextlib.suppress(RuntimeError):  # raised where only the newer interface was used
-            legacy = torch.get_float32_matmul_precision()
-        try:
-            if legacy is not None:  # torch refuses to run where the two interfaces disagree
-                torch.set_float32_matmul_precision("highest")
-            for each in places:
-                each.fp32_precision = "ieee"
-            yield
-        finally:
-            if legacy is not None:
-                torch.set_float32_matmul_precision(legacy)
-            for each, value in zip(places, before, strict=True):
-                each.fp32_precision = value
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of wide matrices, in their own type."""
-    with full_precision():
-        return torch.mm(left, right)
 
 
 class Delta:

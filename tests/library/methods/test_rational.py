@@ -19,9 +19,9 @@ from nonlinear_lowrank.hub import make_saveable
 from nonlinear_lowrank.methods.base import all_methods, config_to_dict
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig, solver
 from nonlinear_lowrank.methods.rational.fit import KINDS, fit_rational
+from nonlinear_lowrank.methods.rational.formulas import KIND, activation
 from nonlinear_lowrank.methods.rational.op import FORMS
 from nonlinear_lowrank.methods.rational.sites import formula_of
-from nonlinear_lowrank.ops.activations import KIND, activation
 from nonlinear_lowrank.optim import parameter_roles
 from nonlinear_lowrank.surgery.augment import apply_saved
 

@@ -13,6 +13,7 @@ from transformers import activations as hf
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.rational import op
+from nonlinear_lowrank.methods.rational.formulas import FORMULAS, activation, activation_slope
 from nonlinear_lowrank.methods.rational.op import (
     FORMS,
     LinearTails,
@@ -26,7 +27,6 @@ from nonlinear_lowrank.methods.rational.reference import (
     rational_gated_reference,
     rational_reference,
 )
-from nonlinear_lowrank.ops.activations import FORMULAS, activation, activation_slope
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 TAILS = LinearTails(-1.2, 0.9, 0.1, 0.8)

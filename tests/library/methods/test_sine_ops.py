@@ -10,8 +10,9 @@ from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.sine.embedding import embedding_delta, sine_embedding
 from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
 from nonlinear_lowrank.methods.sine.reference import sine_embedding_reference, sine_layer_reference
+from nonlinear_lowrank.ops.precision import full_precision
 from nonlinear_lowrank.ops.sine import effective_weights, sine_delta, sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm, full_precision
+from nonlinear_lowrank.ops.sine_delta import SineFactors, dora_norm
 from rounding_helpers import assert_close_by_norm
 
 D_IN, D_OUT, RANK = 12, 10, 3

@@ -11,8 +11,8 @@ A separate projection has one of the two, a fused one both, and one of keys and 
 of keys. The norm is put around whatever makes the projection, plain or a method's layer, which stays as it is, one
 level deeper ("q_proj.projection"): so it comes last.
 
-It is a control: an independent audit found that a linear query with QK-norm and a rate of its own closes the gap to
-the nonlinear query.
+It is a control: an independent audit found that a linear query with QK-norm and a learning rate of its own closes the
+gap to the nonlinear query.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 _EPS = 1e-6
 
@@ -42,9 +42,8 @@ class QKNormConfig:
     """Of queries and keys; None: as the model's attention says."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.head_width, int) and not isinstance(self.head_width, bool)
-        if self.head_width is not None and not (whole and self.head_width >= 1):
-            raise UserError(f"head_width must be a positive integer, got {self.head_width!r}")
+        if self.head_width is not None:
+            check_integer("head_width", self.head_width, minimum=1)
 
 
 class QKNormProjection(nn.Module):
@@ -70,8 +69,7 @@ class QKNormProjection(nn.Module):
     ) -> None:
         super().__init__()
         assert config.head_width is not None
-        self.projection, self.qk_norm_config = projection, config
-        self.queries, self.keys = queries, keys
+        self.projection, self.qk_norm_config, self.queries, self.keys = projection, config, queries, keys
         for name, width in (("query", queries), ("key", keys)):
             held = nn.Parameter(torch.empty(config.head_width, device=device, dtype=dtype)) if width else None
             self.register_parameter(f"qk_norm_{name}", held)

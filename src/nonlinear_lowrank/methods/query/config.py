@@ -1,9 +1,10 @@
 """Settings of nonlinear queries."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 Kind = Literal["nonlinear", "linear", "identity"]
 
@@ -28,20 +29,16 @@ class NonlinearQueryConfig:
     """Standard deviation of W1 and W2; the paper names none, this is GPT-2's and OPT's for all linears."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
-        if self.rank is not None and not (whole and self.rank >= 1):
-            raise UserError(f"rank must be a positive integer, or left out for d / 2, got {self.rank!r}")
-        if self.kind not in ("nonlinear", "linear", "identity"):
-            raise UserError(f"unknown kind {self.kind!r}; choose one of nonlinear, linear, identity")
-        for name in ("scale", "init_std"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
+        if self.rank is not None:
+            check_integer("rank", self.rank, minimum=1)
+        check_choice("kind", self.kind, get_args(Kind))
+        check_number("scale", self.scale, above=0)
+        check_number("init_std", self.init_std, above=0)
         if self.kind == "identity":
             for name in ("rank", "scale"):
                 if (value := getattr(self, name)) != type(self).__dict__[name]:
                     raise UserError(f"{name}={value} does nothing for the identity, Q(x) = x; leave it out")
 
     def rank_for(self, width: int) -> int:
-        """r at a model width d."""
+        """Return r at a model width d."""
         return max(1, width // 2) if self.rank is None else self.rank

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from nonlinear_lowrank.ops.precision import autocast_input, wide_dtype
+
 from .config import NonlinearQueryConfig
 
 _RMS_EPS, _LAYER_EPS = 1e-6, 1e-5
@@ -35,13 +37,7 @@ class NonlinearQuery(nn.Module):
     """The query of `Q(x) = (x + f(x)) / 2`: (..., d) -> (..., d).
 
     Its tensors are parameters of its own and no linears, so that neither a model's init nor an adapter for all
-    linears touches them.
-
-    Args:
-        width: d.
-        config: settings.
-        device: of the parameters.
-        dtype: of the parameters; norms are computed in float32 or wider all the same.
+    linears touches them. Norms are computed in float32 or wider.
 
     Source: nonlinear_queries.md, "Core Formula" and "Structure of f".
     """
@@ -79,7 +75,7 @@ class NonlinearQuery(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the query's rows of this file's table; on the meta device nothing."""
+        """Draw the query's rows of this file's table."""
         if self.query_config.kind == "identity":
             return
         init.ones_(self.query_norm_weight)
@@ -90,12 +86,9 @@ class NonlinearQuery(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d), in the type that a linear would give."""
-        return self._query(x)
-
-    def _query(self, x: Tensor) -> Tensor:
-        config, wide = self.query_config, _wide(x)
+        config, wide = self.query_config, x.to(wide_dtype(x))
         if config.kind == "identity":
-            return x.to(_product_type(x))
+            return autocast_input(x)
         shape = (self.width,)
         normed = F.rms_norm(wide, shape, self.query_norm_weight.to(wide.dtype), _RMS_EPS)
         hidden = F.linear(normed.to(x.dtype), self.query_down)
@@ -147,14 +140,14 @@ class NonlinearQKV(NonlinearQuery):
         self.reset_parameters()
 
     def take(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Keys' and values' rows as the model has them; the next `reset_parameters` leaves them as they are."""
+        """Take the model's rows of keys and values; the next `reset_parameters` does not draw them."""
         self.weight = nn.Parameter(weight.detach().clone())
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.has_model_values = not weight.is_meta
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws this file's table; keys and values only where the model's own init has not."""
+        """Draw this file's table; keys and values only where the model's own init has not."""
         super().reset_parameters()
         if "weight" not in self._parameters:
             return  # called by the base's constructor
@@ -167,19 +160,8 @@ class NonlinearQKV(NonlinearQuery):
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d + 2v)."""
         others = F.linear(x, self.weight, self.bias)
-        return torch.cat([self._query(x).to(others.dtype), others], dim=-1)
+        return torch.cat([super().forward(x).to(others.dtype), others], dim=-1)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         return f"{super().extra_repr()}, keys and values {self.others}, bias={self.bias is not None}"
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-def _product_type(x: Tensor) -> torch.dtype:
-    """Of a linear's output for x."""
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if autocast else x.dtype

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal, get_args
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.activations import KIND
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
 from .fit import RationalFit, check_range
+from .formulas import KIND
 from .layer import Anchor, Form, RationalConfig, Tails
 
 ALL_ACTIVATIONS = "all-activations"

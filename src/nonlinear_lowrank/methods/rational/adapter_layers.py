@@ -35,12 +35,12 @@ from nonlinear_lowrank.adapters.sine import SineDeltaLayer
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
+from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 from .adapter_config import NoraConfig
 from .fit import check_range, fit_rational
 from .layer import RationalActivation, RationalConfig
-from .op import compute_type
 from .sites import Site
 
 _SIDES = ("numerator", "denominator")
@@ -194,10 +194,10 @@ class NoraActivation(AdapterLayer):
         if config.tuning == "low_rank":
             a, b = self._dict(side, "_a")[name], self._dict(side, "_b")[name]
             # Written out: a matrix product would be rounded to 16 bits under autocast.
-            shift = (a.to(compute_type(a)) * b.to(compute_type(b))[:, None, :]).sum(-1)
+            shift = (a.to(wide_dtype(a)) * b.to(wide_dtype(b))[:, None, :]).sum(-1)
             return F.pad(shift, (self._first(name, side), 0))
         values = self._dict(side)[name]
-        values = values.to(compute_type(values))
+        values = values.to(wide_dtype(values))
         if config.tuning == "constants":
             return F.pad(values, (0, theta.shape[1] - 1))
         return values if config.tuning == "zero_init" else values - _grouped(theta.to(values.device), config.groups)
@@ -370,7 +370,7 @@ class NoraLoraLinear(_LoraLayer):
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """See `WeightLayer`."""
-        wide = compute_type(weight)
+        wide = wide_dtype(weight)
         total = weight.to(wide)
         for name in names:
             product = self.nlr_nora_lora_up[name].to(wide) @ self.nlr_nora_lora_down[name].to(wide)

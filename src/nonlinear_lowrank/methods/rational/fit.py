@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.activations import KIND
 from nonlinear_lowrank.validation import check_choice
 
+from .formulas import KIND
 from .op import FORMS, LinearTails
 
 KINDS = tuple(dict.fromkeys(KIND.values()))
@@ -57,7 +57,7 @@ def fit_rational(
     """Return the best rational function for an activation; outside the table it takes about a second and scipy.
 
     Args:
-        formula: an activation, one of `ops.activations.FORMULAS`.
+        formula: an activation, one of `formulas.FORMULAS`.
         form: of the denominator, one of `op.FORMS`.
         degrees: of numerator and denominator.
         fit_range: (low, high) around 0, or L for (-L, L).

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.activations import FORMULAS
 from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
+from .formulas import FORMULAS
 from .op import FORMS, LinearTails, denominator_size, rational, rational_anchored
 
 Form = Literal["abs_of_sum", "sum_of_abs"]
@@ -47,7 +47,7 @@ class RationalConfig:
     method: ClassVar[str] = "rational"
 
     activation: str | None = None
-    """What it is fitted to: one of `ops.activations.FORMULAS`. None: in a model that is augmented, each activation's
+    """What it is fitted to: one of `formulas.FORMULAS`. None: in a model that is augmented, each activation's
     own function; a module of its own needs it."""
     groups: int = 8
     """G, contiguous groups of channels with coefficients of their own; must divide the width."""

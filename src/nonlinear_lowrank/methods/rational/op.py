@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.activations import FORMULAS, activation, activation_slope
 from nonlinear_lowrank.ops.kernels import reshaped
+from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
+from .formulas import FORMULAS, activation, activation_slope
 from .gpu import gradients_on_gpu, kernel, on_gpu, opaque
 
 FORMS = ("abs_of_sum", "sum_of_abs")
@@ -125,7 +126,7 @@ def rational_anchored(
         denominator: as the form wants it.
         base_numerator: (G or 1, m + 1), the fit of f; no gradient.
         base_denominator: likewise.
-        formula: f, one of `nonlinear_lowrank.ops.activations.FORMULAS`.
+        formula: f, one of `formulas.FORMULAS`.
         form: of both denominators.
         tails: limits; outside them the difference stays what it is at the limit.
 
@@ -142,11 +143,6 @@ def rational_anchored(
 
 def _limits(tails: LinearTails | None) -> tuple[float, ...] | None:
     return None if tails is None else tuple(tails)
-
-
-def compute_type(x: Tensor) -> torch.dtype:
-    """Return the type that polynomials of x are evaluated in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
@@ -364,7 +360,7 @@ def _in_pieces(
     wanted: Sequence[bool] = (),
 ) -> list[Tensor | None]:
     """Run `_forward` or `_backward` over all of x, whole when compiling, piece by piece in eager mode."""
-    wide, channels = compute_type(x), x.shape[-1]
+    wide, channels = wide_dtype(x), x.shape[-1]
     x_TC = x.reshape(-1, channels)
     dy_TC = None if dy is None else dy.reshape(-1, channels)
     given = ratio.numerator, ratio.denominator, ratio.base_numerator, ratio.base_denominator

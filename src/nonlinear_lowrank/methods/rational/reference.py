@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from nonlinear_lowrank.ops.activations import activation
+from nonlinear_lowrank.ops.precision import wide_dtype
 
-from .op import LinearTails, check, check_anchor, compute_type
+from .formulas import activation
+from .op import LinearTails, check, check_anchor
 
 
 def rational_reference(
@@ -13,7 +14,7 @@ def rational_reference(
 ) -> Tensor:
     """R(x), term by term: (..., C) in the type of x."""
     check(x, numerator, denominator, form)
-    wide = compute_type(x)
+    wide = wide_dtype(x)
     z = x.to(wide).unflatten(-1, (numerator.shape[0], -1))
     inside = z if tails is None else z.clamp(tails.low, tails.high)
     a, b = numerator.to(wide)[:, :, None], denominator.to(wide)[:, :, None]
@@ -42,7 +43,7 @@ def rational_anchored_reference(
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)); beyond the tails' limits the difference stays as it is."""
     check_anchor(base_numerator, base_denominator, numerator, denominator, formula)
-    z = x.to(compute_type(x))
+    z = x.to(wide_dtype(x))
     flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
     shift = rational_reference(z, numerator, denominator, form, flat) - rational_reference(z, *base, form, flat)

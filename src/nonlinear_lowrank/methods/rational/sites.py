@@ -63,7 +63,7 @@ class Site:
     module: nn.Module
     """The plain activation, or a `RationalActivation`."""
     formula: str
-    """Of `ops.activations.FORMULAS`; for a rational activation, what it stands for."""
+    """Of `formulas.FORMULAS`; for a rational activation, what it stands for."""
     width: int | None
     """Channels of its input; None where nothing tells."""
     channel_dim: int
@@ -94,7 +94,7 @@ class Survey:
 
 
 def formula_of(module: nn.Module) -> str | None:
-    """Return the formula of `ops.activations` that a module computes; None if it is no activation with a fit."""
+    """Return the formula of `formulas` that a module computes; None if it is no activation with a fit."""
     kind = type(module)
     if kind is hf.GELUActivation:
         return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.polynomial.polynomial import polyval
 
-from nonlinear_lowrank.ops.activations import activation
 from nonlinear_lowrank.validation import require
 
 from .fit import RationalFit
+from .formulas import activation
 from .op import rational
 
 # What remains is even (0) or odd (1) when c + d x is taken away: kind -> (c, d, parity).

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.precision import no_autocast
 from nonlinear_lowrank.ops.sine_delta import (
     Delta,
     SineFactors,
@@ -21,7 +22,6 @@ from nonlinear_lowrank.ops.sine_delta import (
     compute_type,
     flatten,
     in_order,
-    no_autocast,
     split,
     unflatten,
 )

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product, wide_dtype
 from nonlinear_lowrank.ops.sine import sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors, autocast_input, no_autocast, product, wide_dtype
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
 
 class _Phi(NamedTuple):
