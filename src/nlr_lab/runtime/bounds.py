@@ -1,5 +1,8 @@
-"""Files that a user gives, read within bounds: what their headers claim is held against their sizes, and against the
-memory that is free, before any of it is taken. No pickle is ever read."""
+"""Files that a user gives, read within bounds.
+
+What their headers claim is held against their sizes, and against the memory that is free, before any of it is taken.
+No pickle is ever read.
+"""
 
 import io
 import lzma
@@ -20,19 +23,14 @@ _PIECE = 16 << 20  # bytes read at a time
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Raises UserError where something would take more memory than is free.
-
-    Args:
-        nbytes: that it takes.
-        what: what it is, for the message.
-    """
+    """Raise UserError where something would take more memory than is free."""
     free = psutil.virtual_memory().available
     if nbytes > free:
         raise UserError(f"{what} takes {nbytes:,} bytes of memory, of which {free:,} are free; give a smaller one")
 
 
 def read_array(path: Path) -> np.ndarray:
-    """The array of an .npy file.
+    """Return the array of an .npy file.
 
     Raises:
         UserError: it is no such file, is shorter than its header says, holds Python objects, or is too large.
@@ -47,7 +45,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, also of an .npz.xz, by name.
+    """Return the arrays of an .npz file, also of an .npz.xz, by name.
 
     Raises:
         UserError: it is no such file, an array is shorter than its header says or holds Python objects, or all
@@ -74,23 +72,18 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; of an .xz file, unpacked.
+    """Return the content of a file; of an .xz file, unpacked.
 
     Raises:
-        UserError: it, or what it unpacks to, is larger than the memory that is free.
-        OSError: it cannot be read.
-        lzma.LZMAError: it is no whole .xz file.
+        UserError: it, or what it unpacks to, takes more than half of the memory that is free.
+        OSError, lzma.LZMAError: it cannot be read, or is no whole .xz file.
     """
     with lzma.open(path) if path.suffix.lower() == ".xz" else path.open("rb") as file:
         return b"".join(bounded(file, str(path)))
 
 
 def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
-    """The pieces of a stream whose length nobody knows, for as long as they leave half of the memory free.
-
-    Raises:
-        UserError: it is longer than that.
-    """
+    """Yield the pieces of a stream whose length nobody knows; raise UserError where half of the memory is taken."""
     total, most = 0, half_of_free()
     while piece := file.read(_PIECE):
         total += len(piece)
@@ -99,12 +92,12 @@ def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
 
 
 def half_of_free() -> int:
-    """Bytes that what is read from a file may take at once."""
+    """Return the bytes that what is read from a file may take at once."""
     return psutil.virtual_memory().available // 2
 
 
 def check_held(nbytes: int, most: int, what: str) -> None:
-    """Raises UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
+    """Raise UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
     if nbytes > most:
         raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
 
@@ -115,8 +108,6 @@ def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, fortran, dtype = read_header(file)
-    except ValueError:
-        raise
     except Exception as error:  # numpy has tokenize and the parser of Python look at it
         raise ValueError(f"the header of {name} cannot be read: {one_line(error)}") from error
     if dtype.hasobject:

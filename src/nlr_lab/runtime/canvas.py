@@ -19,7 +19,7 @@ GREYS = ("#222222", "#777777", "#A0A0A0", "#BBBBBB")
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """One plot of so many inches."""
+    """Return one plot of so many inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG at once: readers see the old one or the new one."""
+    """Write a PNG at once: readers see the old one or the new one."""
     buffer = io.BytesIO()
     # No "Software" entry: the same numbers give the same bytes whatever matplotlib drew them.
     figure.savefig(buffer, format="png", dpi=140, metadata={"Software": None})

@@ -23,12 +23,9 @@ _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: the
 
 
 def free_cores(seconds: float = 0.5) -> float:
-    """Cores that other processes leave to this one, of those that it may use, its group's quota included.
+    """Return the cores that other processes leave to this one, of those that it may use, by its group's quota too.
 
     This process sleeps while it looks: what runs then is the others'.
-
-    Args:
-        seconds: to look for.
     """
     before, started = _busy(), time.monotonic()
     time.sleep(seconds)
@@ -36,9 +33,9 @@ def free_cores(seconds: float = 0.5) -> float:
 
 
 def let_threads_sleep() -> None:
-    """Has threads that wait sleep, not spin, where others use the cores; to be called before torch is imported.
+    """Have threads that wait sleep, not spin (which is faster on free cores), where others use the cores.
 
-    On free cores they go on spinning: there it is faster.
+    To be called before torch is imported.
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ and free_cores() + _BLIP < len(_cores()):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -71,7 +68,7 @@ class FreeThreads:
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """So many threads inside it as cores are free now; takes half a second to see."""
+        """Use as many threads inside it as cores are free now; takes half a second to see."""
         from .environment import cpu_threads
 
         count = None
@@ -83,7 +80,7 @@ class FreeThreads:
             yield
 
     def give_way(self) -> None:
-        """Takes fewer threads for the rest of `chosen` if others have begun to use its cores; to be called often."""
+        """Take fewer threads for the rest of `chosen` if others have begun to use its cores; to be called often."""
         import torch
 
         if self._fixed or self.now <= 1 or time.monotonic() - self._looked[0] < _LOOK_EVERY:

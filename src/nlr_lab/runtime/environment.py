@@ -24,40 +24,32 @@ _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """The kind of machine: never its name, its user or a path on it.
+    """Return the kind of machine: never its name, its user or a path on it.
 
     Args:
         threads: CPU threads that the runs set; None: torch's own choice.
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": world_size(),
     }
 
 
 def provenance(threads: int | None = None) -> dict[str, Any]:
-    """What the folder of a run says of where it was made: `versions`, `machine` and `git_state`.
-
-    Args:
-        threads: see `machine`.
-    """
+    """Return what the folder of a run says of where it was made: `versions`, `machine` and `git_state`."""
     return {"versions": versions(), "machine": machine(threads), "git": git_state()}
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """The commit that a folder's checkout is at, and whether a tracked file differs from it ("dirty").
+    """Return the commit of a folder's (or the working directory's) checkout, and whether a tracked file differs.
 
-    Never fails: None where there is no git, no repository or no commit. Runs none of the repository's own programs.
-
-    Args:
-        folder: None: the working directory.
+    None where there is no git, no repository or no commit. Runs none of the repository's own programs.
     """
 
     def ask(*command: str) -> str:
@@ -76,13 +68,13 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Only kernels that repeat their bits inside it, where that is wanted; the process's settings are put back after.
+    """Use only kernels that repeat their bits inside it, where that is wanted.
 
     Sets torch.use_deterministic_algorithms, cuDNN's deterministic mode without its search for fast kernels, and
     cuBLAS's workspace of a fixed size (unless the environment has chosen one).
 
     Raises:
-        UserError: something in it has no such kernel; the message names the operation.
+        UserError: an operation in it, which the message names, has no such kernel.
     """
     if not wanted:
         yield
@@ -99,7 +91,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         if (found := _NO_KERNEL.search(str(error))) is None:
             raise
         raise UserError(
-            f"{found[1]} has no deterministic kernel on this device; leave --deterministic out, or use another arm"
+            f"{found[1]} has no deterministic kernel on this device; omit --deterministic, or use another arm"
         ) from error
     finally:
         torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
@@ -109,7 +101,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def determinism() -> dict[str, Any]:
-    """The process's settings that decide whether kernels repeat their bits, for the record."""
+    """Return the process's settings that decide whether kernels repeat their bits, for the record."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -121,7 +113,7 @@ def determinism() -> dict[str, Any]:
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """So many of torch's CPU threads inside it; None leaves them."""
+    """Use so many of torch's CPU threads inside it; None leaves them."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -133,16 +125,16 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterator[None]:
-    """Every model that torch.compile meets inside it is compiled, for its own shapes, however many there are.
+    """Compile every model that torch.compile meets inside it, for its own shapes, however many there are.
 
     torch keeps 8 compiled forms of a function, and runs further ones uncompiled. Arms of a comparison are models of one
-    class, so of one function: without this, arms from the eighth form on would be timed and trained uncompiled beside
-    compiled ones. Nor are shapes made general once they have been seen to differ: what is compiled does not depend on
-    what ran before, nor on where a run was resumed.
+    class, so of one function: arms from the eighth form on would be timed and trained uncompiled beside compiled ones.
+    Nor are shapes made general once they have been seen to differ: what is compiled does not depend on what ran before,
+    nor on where a run was resumed.
 
     Args:
         wanted: False: nothing changes.
-        lengths_vary: a model meets batches of many lengths: one form serves them all, in the place of one for each.
+        lengths_vary: batches have many lengths: one form serves them all, in the place of one for each.
     """
     if not wanted:
         yield
@@ -159,8 +151,6 @@ def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterato
 def _processor() -> str:
     # platform.processor() is empty or only the architecture on Linux.
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -8,7 +8,7 @@ from nonlinear_lowrank.errors import UserError
 
 
 def eight_bits(image: Any) -> Any:
-    """A PIL image, or an array (H, W) or (H, W, C) uint8 -> a PIL image of 8 bits a channel, in its own size.
+    """Return a PIL image of 8 bits a channel, of a PIL image or an array (H, W) or (H, W, C) uint8.
 
     Grey of 16 bits is divided by 257, so that white stays white.
 

@@ -15,14 +15,10 @@ RESERVE = 100_000_000
 
 
 def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.device:
-    """The device of that name; by default the GPU where there is one.
-
-    Args:
-        name: as torch has it, "cuda:0" for example; empty: the default.
-        dtype: of numbers that it must hold.
+    """Return the device of that name, as torch has it; where it is empty, the GPU if there is one.
 
     Raises:
-        UserError: there is no such device here, or it holds no such numbers.
+        UserError: there is no such device here, or it holds no numbers of that dtype.
     """
     if not name:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,17 +27,24 @@ def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.dev
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; leave --device away")
+        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; omit --device")
     try:
         torch.zeros((), dtype=dtype, device=device).item()  # "meta" gives nothing back
     except Exception as error:  # each backend has errors of its own
         words = str(error).partition("\n")[0].partition(". ")[0]
-        raise UserError(f"device {name} cannot be used here ({words}); leave --device away") from error
+        raise UserError(f"device {name} cannot be used here ({words}); omit --device") from error
     return device
 
 
+# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
+)
+
+
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's, or its group's where that is less."""
+    """Return the bytes that this process may still take: the machine's, or its group's where that is less."""
     free = psutil.virtual_memory().available
     for limit, used, prefix in _CGROUPS:
         try:
@@ -54,22 +57,11 @@ def free_memory() -> int:
     return free
 
 
-# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
-)
-
-
-def check_bytes(needed: int, what: str, mend: str) -> None:
-    """Asks whether so many bytes fit the memory that is free.
-
-    Raises:
-        UserError: they do not.
-    """
+def check_bytes(needed: int, what: str, hint: str) -> None:
+    """Raise UserError unless so many bytes fit the memory that is free."""
     free = free_memory()
     if needed + RESERVE > free:
-        raise UserError(f"{what} takes {(needed + RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {mend}")
+        raise UserError(f"{what} takes {(needed + RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {hint}")
 
 
 # On the CPU torch has no class for it.
@@ -78,11 +70,7 @@ _NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size ca
 
 @contextlib.contextmanager
 def told_of_memory(what: str) -> Iterator[None]:
-    """Says in one line what did not fit memory.
-
-    Raises:
-        UserError: it did not.
-    """
+    """Raise UserError, which says in one line what did not fit memory, where it did not."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:

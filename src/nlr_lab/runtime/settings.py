@@ -6,12 +6,7 @@ from typing import Any
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dataclasses and mappings as one dict; tuples as lists, which is what JSON makes of them.
-
-    Args:
-        value: what is flattened.
-        prefix: stands before all names, as in "train" for "train.lr".
-    """
+    """Return nested dataclasses and mappings as one dict; tuples as lists, which is what JSON makes of them."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     if not isinstance(value, Mapping):

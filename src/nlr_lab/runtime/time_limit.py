@@ -40,19 +40,14 @@ class OutOfTimeError(UserError):
 
 
 class TimeLimit:
-    """Seconds that a comparison may take, its report included.
-
-    Args:
-        seconds: from now; None: no limit.
-        clock: seconds.
-    """
+    """Seconds from now that a comparison may take, its report included; None: no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float]) -> None:
         self.seconds, self._clock, self._started = seconds, clock, clock()
         self._kept = 0.0 if seconds is None else min(_REPORT_SHARE * seconds, _REPORT_SECONDS)
 
     def keep(self, seconds: float) -> None:
-        """Keeps so many more for the report and its pictures."""
+        """Keep so many more for the report and its pictures."""
         self._kept += seconds
 
     @property
@@ -66,7 +61,7 @@ class TimeLimit:
         return math.inf if self.seconds is None else self.seconds - self._kept - self.passed
 
     def words(self, expected: float) -> str:
-        """The time to go, for the screen: what is expected, and the limit where that is sooner."""
+        """Return the time to go, for the screen: what is expected, or the limit where that is sooner."""
         if expected <= self.left:
             return f"about {duration(expected)} to go"
         return f"at most {duration(max(self.left, 0.0))} to go"
@@ -90,15 +85,15 @@ class Forecast:
     """How much longer runs took than was forecast; at least 1."""
 
     def seconds(self, arm: str, steps: int) -> float:
-        """Of a run of so many steps."""
+        """Return the seconds of a run of so many steps."""
         return self.slower * (steps * self.step[arm] + self.evaluations * self.evaluation[arm] + self.start)
 
     def total(self, arms: Sequence[str], steps: int) -> float:
-        """Of one run of each arm, as often as it is named."""
+        """Return the seconds of one run of each arm, as often as it is named."""
         return self._side_by_side([self.seconds(arm, steps) for arm in arms])
 
     def steps_within(self, arms: Sequence[str], seconds: float) -> int:
-        """The most steps at which one run of each arm (as often as it is named) fits; below 1: none."""
+        """Return the most steps at which one run of each arm, as often as it is named, fits; below 1: none."""
         each = self.slower * self._side_by_side([self.step[arm] for arm in arms])
         steps = math.floor((seconds - self.total(arms, 0)) / each)
         return steps - steps % 10 if steps > 20 else steps
@@ -107,32 +102,27 @@ class Forecast:
         return max(sum(seconds) / self.at_once, max(seconds, default=0.0))
 
     def observe(self, arm: str, steps: int, seconds: float) -> None:
-        """Takes in what a whole run of so many steps took, or would at its pace."""
+        """Take in what a whole run of so many steps took, or would at its pace."""
         self.slower *= max(1.0, seconds / self.seconds(arm, steps))
 
 
 def median_steps(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Seconds of a step by arm."""
+    """Return the seconds of a step by arm."""
     return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in times.items()}
 
 
 def seconds_around(passed: float, times: Mapping[str, Sequence[float]], least: float) -> float:
-    """Seconds that an arm took beside its timed steps, of so many in all; at least `least`."""
+    """Return the seconds that an arm took beside its timed steps, of `passed` in all; at least `least`."""
     return max(least, (passed - sum(map(sum, times.values()))) / len(times))
 
 
 def evaluation_seconds(step: float, examples: int, batch_size: int) -> float:
-    """Seconds of an evaluation of so many examples, by those of a training step of `batch_size`."""
+    """Return the seconds of an evaluation of so many examples, by those of a training step of `batch_size`."""
     return _EVALUATION * step * max(1.0, examples / batch_size)
 
 
 def shortened(config: Config, steps: int) -> Config:
-    """The same training in fewer steps: the whole schedule, with as many evaluations.
-
-    Args:
-        config: of steps (not of epochs).
-        steps: at most its own.
-    """
+    """Return the same training (of steps, not epochs) in fewer: the whole schedule, with as many evaluations."""
     plain: Any = config
     share = steps / plain.steps
     names = {each.name for each in fields(plain)} & {"eval_every", "save_every", "log_every"}
@@ -173,11 +163,7 @@ class Lengths:
         self.full, self.forecast, self.limit, self.earlier, self.missing = full, forecast, limit, earlier, missing
 
     def choose(self, *, fewer_than: int | None = None, anew: bool = False) -> int | None:
-        """A length that fits.
-
-        Args:
-            fewer_than: so many steps.
-            anew: finished runs do not count.
+        """Return a length that fits, also fewer than so many steps; with `anew`, as if no run were finished.
 
         Raises:
             UserError: not even `LEAST_STEPS` fit; the message names the limit that would do.
@@ -204,11 +190,7 @@ class Lengths:
         return steps
 
     def shorten(self, steps: int | None, error: OutOfTimeError) -> None:
-        """Where a run that the comparison cannot do without was stopped; returns if fewer steps would not do either.
-
-        Raises:
-            TooLongError: they would.
-        """
+        """Raise TooLongError where a necessary run was stopped, and fewer steps would have done."""
         try:
             fewer = self.choose(fewer_than=steps or self.full)
         except UserError:
@@ -217,7 +199,7 @@ class Lengths:
             raise TooLongError(fewer) from error
 
     def run(self, session: Callable[[int | None], T], steps: int | None) -> T:
-        """What a session of the comparison gives, of so many steps or, where it raises TooLongError, of fewer."""
+        """Return what a session of the comparison gives, of so many steps or, after TooLongError, of fewer."""
         while True:
             try:
                 return session(steps)
@@ -225,7 +207,7 @@ class Lengths:
                 steps = error.steps
 
     def note(self, steps: int) -> str:
-        """What the report says of runs that were shortened to so many steps."""
+        """Return what the report says of runs that were shortened to so many steps."""
         return (
             f"Every run was shortened from {self.full} to {steps} steps, its whole schedule with it, so that one seed "
             f"of every arm ends within {duration(self.limit.seconds or 0.0)}: this compares arms at {steps} steps, and "
@@ -282,12 +264,7 @@ class Pace:
 
 
 def duration(seconds: float, *, up: bool = False) -> str:
-    """In words of one unit: 40 s, 3 min, 2.5 h.
-
-    Args:
-        seconds: at least 0.
-        up: round up.
-    """
+    """Return words of one unit: 40 s, 3 min, 2.5 h."""
     whole = math.ceil if up else round
     if seconds < 90:
         return f"{whole(seconds)} s"
