@@ -41,6 +41,46 @@ class GlueInfo:
         """Outputs of the head."""
         return 1 if self.classes is None else len(self.classes)
 
+    def places(self, head: Sequence[str]) -> list[int] | None:
+        """Return the places of the texts and the label in a header; None where one of them is not in it."""
+        found = [
+            next((head.index(each) for each in names if each in head), None) for names in (*self.texts, self.label)
+        ]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def read_label(self, text: str, where: str) -> float:
+        """Return a label as a number.
+
+        Raises:
+            UserError: it is none of the task's.
+        """
+        text = text.strip()
+        if self.classes is None:
+            try:
+                score = float(text)
+            except ValueError:
+                score = -1.0
+            if not 0 <= score <= 5:
+                raise UserError(f"{where}: the score {text!r} is no number from 0 to 5")
+            return score
+        if text in self.classes:
+            return self.classes.index(text)
+        if text in map(str, range(len(self.classes))):
+            return int(text)
+        unlabelled = " (the split has no labels)" if text in ("-1", "") else ""
+        raise UserError(f"{where}: unknown label {text!r}{unlabelled}; {self.folder} has {', '.join(self.classes)}")
+
+    def rows(self, texts: list[tuple[str, ...]], labels: list[float]) -> "Rows":
+        """Put texts and labels together."""
+        return Rows(texts, np.array(labels, dtype=np.float32 if self.classes is None else np.int64))
+
+    def wrong_columns(self, where: str, head: Sequence[str]) -> UserError:
+        """Return the error of a file or dataset that has other columns."""
+        wanted = ", ".join("/".join(names) for names in (*self.texts, self.label))
+        bare = f" (or, without a header, {len(self.bare)} columns: {' '.join(self.bare)})" if self.bare else ""
+        found = ", ".join(name[:30] for name in head[:8]) + (", ..." if len(head) > 8 else "")
+        return UserError(f"{where}: {self.folder} needs the columns {wanted}{bare}; line 1 has {found}")
+
 
 _SENTENCES = (("sentence1", "#1 String"), ("sentence2", "#2 String"))
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -99,16 +139,10 @@ class Rows:
 
 
 def find_task(source: str) -> str:
-    """Return the task whose data lie in a source.
+    """Return the task whose data lie in a source: a key of `GLUE`.
 
     A folder is known by its name, else by the columns and labels of its training file; of a folder that holds the
     folders of several tasks, and of a dataset, which has all, it is CoLA.
-
-    Args:
-        source: as in `read_split`.
-
-    Returns:
-        A key of `GLUE`.
 
     Raises:
         UserError: there is no such folder, or it does not tell the task, or is of none.
@@ -118,12 +152,12 @@ def find_task(source: str) -> str:
         _check_dataset(source)
         return "cola"
     there = [each for each in (path / name for name in _FILES["train"]) if each.is_file()]
-    if there and (named := _plain(path.resolve().name)) in GLUE:
+    if there and (named := _plain(path)) in GLUE:
         return named
-    inside = [name for each in path.iterdir() if each.is_dir() and (name := _plain(each.name)) in GLUE]
+    inside = sorted(name for each in path.iterdir() if each.is_dir() and (name := _plain(each)) in GLUE)
     if "cola" in inside:
         return "cola"
-    found = sorted(inside) or (_fitting(there[0]) if there else [])
+    found = inside or (_fitting(there[0]) if there else [])
     if len(found) == 1:
         return found[0]
     if found:
@@ -135,7 +169,7 @@ def find_task(source: str) -> str:
 
 
 def read_split(task: str, source: str, split: str) -> Rows:
-    """One split of a task.
+    """Read one split of a task.
 
     Args:
         task: a key of `GLUE`.
@@ -149,23 +183,22 @@ def read_split(task: str, source: str, split: str) -> Rows:
     info, path = GLUE[task], Path(source).expanduser()
     if not path.is_dir():
         _check_dataset(source)
-        return _from_hub(task, info, source, split)
+        return _from_hub(task, source, split)
     names = (*(info.dev if split == "dev" else ()), *_FILES[split])
-    own = [each for each in sorted(path.iterdir()) if each.is_dir() and _plain(each.name) == _plain(info.folder)]
-    for folder in (*own, path):
-        for name in names:
-            if (folder / name).is_file():
-                if (other := _plain(folder.resolve().name)) in GLUE and other != task:
-                    raise UserError(
-                        f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}: choose --glue.task "
-                        f"{other}, or give {info.folder}'s folder"
-                    )
-                return read_tsv(folder / name, task)
+    own = [each for each in sorted(path.iterdir()) if each.is_dir() and _plain(each) == task]
+    for file in (folder / name for folder in (*own, path) for name in names):
+        if file.is_file():
+            if (other := _plain(file.parent)) in GLUE and other != task:
+                raise UserError(
+                    f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}: choose --glue.task "
+                    f"{other}, or give {info.folder}'s folder"
+                )
+            return read_tsv(file, task)
     raise UserError(f"no {split} split of {info.folder} in {source}: it has no {' or '.join(names)}")
 
 
 def read_tsv(path: Path, task: str) -> Rows:
-    """A file in any of the task's layouts.
+    """Read a file in any of the task's layouts.
 
     Raises:
         UserError: it is not UTF-8, empty, or has other columns or rows than the task.
@@ -181,7 +214,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _fitting(path: Path) -> list[str]:
-    """The tasks that a file's columns and first labels fit; of these, those that read the most of its texts."""
+    """Return the tasks that a file's columns and first labels fit; of these, those that read the most of its texts."""
     lines = _lines(path)[:_ENOUGH]
     fits = []
     for task in GLUE:
@@ -198,24 +231,27 @@ def _parse(path: Path, lines: Sequence[str], task: str) -> Rows:
     if not rows:
         raise UserError(f"{path} is empty")
     head = [name.strip() for name in rows[0][1]]
-    columns = _columns(info, head)
-    if columns is None:
-        if not info.bare or len(head) != len(info.bare) or not _is_label(info, head[_place(info, info.bare)]):
-            raise UserError(_wrong_columns(path, info, head))
-        columns, head = _columns(info, list(info.bare)), list(info.bare)
-    else:
+    places = info.places(head)
+    if places is not None:
         rows = rows[1:]
-    assert columns is not None
-    *texts, label = columns
-    found, labels = [], []
+    else:  # perhaps a layout without a header
+        places = info.places(info.bare)
+        if places is None or len(head) != len(info.bare):
+            raise info.wrong_columns(str(path), head)
+        try:
+            info.read_label(head[places[-1]], "")
+        except UserError:
+            raise info.wrong_columns(str(path), head) from None
+    texts, labels = [], []
     for number, fields in rows:
         if len(fields) != len(head):
             raise UserError(f"{path}, line {number}: {len(fields)} fields where the file has {len(head)} columns")
-        found.append(tuple(fields[place] for place in texts))
-        labels.append(_label(info, fields[label], f"{path}, line {number}"))
-    if not found:
+        *found, label = (fields[place] for place in places)
+        texts.append(tuple(found))
+        labels.append(info.read_label(label, f"{path}, line {number}"))
+    if not texts:
         raise UserError(f"{path} has a header and no rows")
-    return _rows(info, found, labels)
+    return info.rows(texts, labels)
 
 
 def _check_dataset(source: str) -> None:
@@ -224,79 +260,26 @@ def _check_dataset(source: str) -> None:
         raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
 
 
-def _from_hub(task: str, info: GlueInfo, source: str, split: str) -> Rows:
+def _from_hub(task: str, source: str, split: str) -> Rows:
     from datasets import load_dataset
 
+    info = GLUE[task]
     name = {"train": "train", "test": "test", "dev": "validation_matched" if task == "mnli" else "validation"}[split]
     try:
         data: Any = load_dataset(source, task, split=name)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        text = one_line(error, 200)
+        why = one_line(error, 200)
         raise UserError(
-            f"cannot read {task} from the dataset {source!r} ({text}); give a folder with GLUE's files (--source)"
+            f"cannot read {task} from the dataset {source!r} ({why}); give a folder with GLUE's files (--source)"
         ) from error
-    columns = _columns(info, list(data.column_names))
-    if columns is None:
-        raise UserError(_wrong_columns(Path(f"{source}/{task}"), info, list(data.column_names)))
-    values = [data[data.column_names[place]] for place in columns]
-    texts = [tuple(map(str, row)) for row in zip(*values[:-1], strict=True)]
-    return _rows(info, texts, [_label(info, str(label), f"{source}/{task} {name}") for label in values[-1]])
+    places = info.places(list(data.column_names))
+    if places is None:
+        raise info.wrong_columns(f"{source}/{task}", list(data.column_names))
+    *columns, labels = (data[data.column_names[place]] for place in places)
+    texts = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
+    return info.rows(texts, [info.read_label(str(label), f"{source}/{task} {name}") for label in labels])
 
 
-def _columns(info: GlueInfo, head: Sequence[str]) -> list[int] | None:
-    """Places of the texts and the label in a header; None where one of them is not in it."""
-    places = []
-    for names in (*info.texts, info.label):
-        place = next((head.index(name) for name in names if name in head), None)
-        if place is None:
-            return None
-        places.append(place)
-    return places
-
-
-def _place(info: GlueInfo, columns: Sequence[str]) -> int:
-    return next(columns.index(name) for name in info.label if name in columns)
-
-
-def _wrong_columns(path: Path, info: GlueInfo, head: Sequence[str]) -> str:
-    wanted = ", ".join("/".join(names) for names in (*info.texts, info.label))
-    bare = f" (or, without a header, {len(info.bare)} columns: {' '.join(info.bare)})" if info.bare else ""
-    found = ", ".join(name[:30] for name in head[:8]) + (", ..." if len(head) > 8 else "")
-    return f"{path}: {info.folder} needs the columns {wanted}{bare}; line 1 has {found}"
-
-
-def _is_label(info: GlueInfo, text: str) -> bool:
-    try:
-        _label(info, text, "")
-    except UserError:
-        return False
-    return True
-
-
-def _label(info: GlueInfo, text: str, where: str) -> float:
-    text = text.strip()
-    if info.classes is None:
-        try:
-            score = float(text)
-        except ValueError:
-            score = -1.0
-        if not 0 <= score <= 5:
-            raise UserError(f"{where}: the score {text!r} is no number from 0 to 5")
-        return score
-    known = {**{str(index): index for index in range(len(info.classes))}, **_numbered(info.classes)}
-    if text not in known:
-        unlabelled = " (the split has no labels)" if text in ("-1", "") else ""
-        raise UserError(f"{where}: unknown label {text!r}{unlabelled}; {info.folder} has {', '.join(info.classes)}")
-    return known[text]
-
-
-def _numbered(classes: Sequence[str]) -> dict[str, int]:
-    return {name: index for index, name in enumerate(classes)}
-
-
-def _rows(info: GlueInfo, texts: list[tuple[str, ...]], labels: list[float]) -> Rows:
-    return Rows(texts, np.array(labels, dtype=np.float32 if info.classes is None else np.int64))
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
+def _plain(folder: Path) -> str:
+    """Return a folder's name as the keys of `GLUE` are written."""
+    return folder.resolve().name.lower().replace("-", "").replace("_", "")

@@ -72,13 +72,12 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
 def _records(source: str) -> Iterator[tuple[str, Any]]:
     path = Path(source).expanduser()
     if source == "stdlib":
-        yield from (("stdlib", record) for record in _docstrings())
-    elif path.is_file():
-        yield from _of_file(path)
-    elif path.exists() or path.suffix in (".json", ".jsonl", ".xz") or source.startswith((".", "/", "~")):
+        return (("stdlib", record) for record in _docstrings())
+    if path.is_file():
+        return _of_file(path)
+    if path.exists() or path.suffix in (".json", ".jsonl", ".xz") or source.startswith((".", "/", "~")):
         raise UserError(f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name")
-    else:
-        yield from _of_dataset(source)
+    return _of_dataset(source)
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -153,14 +152,16 @@ def _example(record: Any, template: str, where: str) -> Example | str:
     if not isinstance(record, dict):
         raise UserError(f"{where}: a record must be a JSON object, got {type(record).__name__}")
     if "messages" in record or "conversations" in record:
-        return _chat(record, where)
+        return _chat(record.get("messages", record.get("conversations")), where)
     if "prompt" in record or "completion" in record:
         prompt, answer = _field(record, "prompt", where, list), _field(record, "completion", where, list)
-        if isinstance(prompt, list) or isinstance(answer, list):
-            if not (isinstance(prompt, list) and isinstance(answer, list)):
-                raise UserError(f"{where}: prompt and completion must both be texts, or both lists of messages")
-            return _chat({"messages": prompt + answer}, where)
-        return _texts(prompt, answer)
+        if type(prompt) is not type(answer):
+            raise UserError(f"{where}: prompt and completion must both be texts, or both lists of messages")
+        if isinstance(prompt, list):
+            return _chat(prompt + answer, where)
+        if not answer.strip():
+            return "empty answer"
+        return Example(prompt, answer) if prompt.strip() else "empty prompt"
     if "instruction" not in record and "output" not in record:
         fields = ", ".join(map(str, record)) or "no fields"
         raise UserError(
@@ -181,14 +182,7 @@ def _example(record: Any, template: str, where: str) -> Example | str:
     return Example(form.format(instruction=instruction, input=context), answer)
 
 
-def _texts(prompt: str, answer: str) -> Example | str:
-    if not answer.strip():
-        return "empty answer"
-    return Example(prompt, answer) if prompt.strip() else "empty prompt"
-
-
-def _chat(record: dict[str, Any], where: str) -> Example | str:
-    messages = record.get("messages", record.get("conversations"))
+def _chat(messages: Any, where: str) -> Example | str:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise UserError(f"{where}: messages must be a list of objects with role and content")
     if messages and "from" in messages[0]:
@@ -197,8 +191,7 @@ def _chat(record: dict[str, Any], where: str) -> Example | str:
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 raise UserError(f"{where}: message {index} has no {name}")
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not any(message["content"].strip() for message in answers):
+    if not any(each["content"].strip() for each in messages if each["role"] == "assistant"):
         return "empty answer"
     if messages[0]["role"] == "assistant":
         return "empty prompt"

@@ -31,6 +31,7 @@ from nlr_lab.runtime.pictures import eight_bits
 from nlr_lab.tasks.cache import are_whole, cache_folder, cached
 from nlr_lab.tasks.task import Prepared, choose, fingerprint
 from nlr_lab.tasks.text.packed import TokenBlocks
+from nlr_lab.tasks.text.token_files import NpyWriter
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder
 
@@ -175,9 +176,9 @@ class _Encoding:
                 "tokenizer": self.config.tokenizer,
                 "codes": codec.tokenizer.codes,
                 "grid": [codec.rows, codec.columns],
+                "train": self._side("train", self.train, codec.tokenizer, staged),
+                "valid": self._side("valid", self.valid, codec.tokenizer, staged),
             }
-            for name, images in (("train", self.train), ("valid", self.valid)):
-                facts[name] = self._side(name, images, codec.tokenizer, staged)
             facts["psnr_db"] = facts["valid"].pop("psnr_db")
             (staged / "images.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
         shutil.rmtree(self.parts)
@@ -205,37 +206,30 @@ class _Encoding:
 
     def _side(self, name: str, images: Images, tokenizer: ImageTokenizer, staged: Path) -> dict[str, Any]:
         """Encode one side into <name>.npy; return what there is to say of it."""
-        unreadable: list[str] = []
-        error, compared, used = 0.0, 0, np.zeros(tokenizer.codes, dtype=bool)
         files = []
         for start in range(0, len(images), _PART):
-            file = self.parts / f"{name}-{start:09d}.npz"
-            if not zipfile.is_zipfile(file):  # absent, or cut short
+            files.append(self.parts / f"{name}-{start:09d}.npz")
+            if not zipfile.is_zipfile(files[-1]):  # absent, or cut short
                 self._say(f"encoding {name}: {start:,} of {len(images):,} images")
-                self._part(file, images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
-            with np.load(file, allow_pickle=False) as part:
-                files.append((file, len(part["tokens"])))
-                unreadable += part["unreadable"].tolist()
-                error, compared = error + float(part["error"]), compared + int(part["compared"])
-                used[np.unique(part["tokens"][:, 1:])] = True
-        count, length = sum(rows for _, rows in files), self.config.sequence_length
+                self._part(files[-1], images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
+        unreadable: list[str] = []
+        error, compared, used = 0.0, 0, np.zeros(tokenizer.codes, dtype=bool)
+        with NpyWriter(staged / f"{name}.npy", tokenizer.codes + len(self.classes)) as written:
+            for file in files:
+                with np.load(file, allow_pickle=False) as part:
+                    tokens = part["tokens"]
+                    unreadable += part["unreadable"].tolist()
+                    error, compared = error + float(part["error"]), compared + int(part["compared"])
+                used[np.unique(tokens[:, 1:])] = True
+                written.append(tokens.reshape(-1))
+        count = written.count // self.config.sequence_length
         _report(unreadable, count, self.config.source, name)
-        kind = np.uint16 if tokenizer.codes + len(self.classes) <= 2**16 else np.uint32
-        array = np.lib.format.open_memmap(staged / f"{name}.npy", mode="w+", dtype=kind, shape=(count * length,))
-        at, digest = 0, hashlib.sha256()
-        for file, rows in files:
-            with np.load(file, allow_pickle=False) as part:
-                tokens = part["tokens"].astype(kind).reshape(-1)
-            array[at : at + rows * length] = tokens
-            digest.update(tokens.tobytes())
-            at += rows * length
-        array.flush()
         facts = {
             "images": count,
-            "tokens": count * length,
+            "tokens": written.count,
             "unreadable": len(unreadable),
             "codes_used": int(used.sum()),
-            "sha256": digest.hexdigest(),
+            "sha256": written.digest.hexdigest(),
         }
         if compared:
             facts["psnr_db"] = round(10 * math.log10(255**2 / max(error / compared, 1e-9)), 3)
@@ -243,10 +237,10 @@ class _Encoding:
 
     def _part(self, file: Path, images: Images, start: int, tokenizer: ImageTokenizer, pictures: int) -> None:
         """Encode up to _PART images from `start` into a file, which appears when it is whole."""
-        end = min(start + _PART, len(images))
         sequences = [np.zeros((0, self.config.sequence_length), dtype=np.int64)]
         unreadable: list[str] = []
         error, compared, seen = 0.0, 0, start
+        end = min(start + _PART, len(images))
         for pixels, places in self._pixels(images, start, end, tokenizer.channels, unreadable):
             codes = tokenizer.encode(pixels)
             classes = tokenizer.codes + images.labels[places]

@@ -13,7 +13,6 @@ and its weights as safetensors beside it; a VQModel is saved whole, so that a mo
 import hashlib
 import json
 import shutil
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +38,7 @@ _CHUNK = 16_384  # patches whose distances are held at once
 _VQ_BATCH = 16  # images that a VQModel takes at once
 
 
-class ImageTokenizer(ABC):
+class ImageTokenizer:
     """What encodes and decodes."""
 
     kind: str
@@ -50,21 +49,21 @@ class ImageTokenizer(ABC):
     channels: int
     """1 or 3."""
 
-    @abstractmethod
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """(N, H, W, C) uint8 -> (N, H / patch, W / patch) int64.
+        """Return codes: (N, H, W, C) uint8 -> (N, H / patch, W / patch) int64.
 
         Raises:
             UserError: the sides do not divide into patches, or the channels are others.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """(N, rows, columns) -> (N, rows x patch, columns x patch, C) uint8."""
+        """Return pixels: (N, rows, columns) -> (N, rows x patch, columns x patch, C) uint8."""
+        raise NotImplementedError
 
-    @abstractmethod
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the weights and return what CONFIG says of it beside its kind."""
+        raise NotImplementedError
 
     def check(self, images: np.ndarray) -> None:
         """Raise UserError unless images have the right channels, and sides that divide into patches."""
@@ -74,32 +73,23 @@ class ImageTokenizer(ABC):
             raise UserError(f"the image tokenizer takes {self.channels} channels, and these have {images.shape[-1]}")
 
 
-# --- patches -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class PatchTokenizer(ImageTokenizer):
-    """A patch becomes the nearest of the mean patches, by squared error."""
+    """A patch becomes the nearest of the mean patches, by squared error.
 
-    means: np.ndarray
-    """(K, patch x patch x C) float32, in units of a pixel's 0 to 255."""
-    patch: int
-    channels: int
+    Args:
+        means: (K, patch x patch x C) float32, in units of a pixel's 0 to 255.
+        patch: pixels of a patch's side.
+        channels: C.
+    """
+
     kind = "patches"
 
-    @property
-    def codes(self) -> int:  # type: ignore[override]
-        return len(self.means)
+    def __init__(self, means: np.ndarray, patch: int, channels: int) -> None:
+        self.means, self.patch, self.channels, self.codes = means, patch, channels, len(means)
 
     @classmethod
     def fit(cls, images: np.ndarray, *, codes: int, patch: int, seed: int = 0) -> "PatchTokenizer":
         """Fit means of the patches of some images; the same images and seed give the same means.
-
-        Args:
-            images: (N, H, W, C) uint8.
-            codes: means, K.
-            patch: pixels of a patch's side.
-            seed: of the choice of patches and of the first means.
 
         Raises:
             UserError: the images do not divide into patches, or have fewer different ones than codes.
@@ -119,7 +109,7 @@ class PatchTokenizer(ImageTokenizer):
                 f"the images have {different} different patches, fewer than the {codes} codes; choose --codes of at "
                 f"most {different}"
             )
-        settings = {"batch_size": 4096, "max_iter": 20, "n_init": 1, "max_no_improvement": None}
+        settings: Any = {"batch_size": 4096, "max_iter": 20, "n_init": 1, "max_no_improvement": None}
         means = MiniBatchKMeans(codes, **settings, random_state=seed)
         with threadpool_limits(1):  # sums over threads would depend on their number
             means.fit(patches.astype(np.float32))
@@ -150,8 +140,7 @@ class PatchTokenizer(ImageTokenizer):
     @classmethod
     def load(cls, folder: Path, facts: dict[str, Any]) -> "PatchTokenizer":
         """Reverse `save`."""
-        means = load_file(folder / _MEANS)["means"]
-        patch, channels = int(facts["patch"]), int(facts["channels"])
+        means, patch, channels = load_file(folder / _MEANS)["means"], int(facts["patch"]), int(facts["channels"])
         if means.ndim != 2 or means.shape[1] != patch * patch * channels:
             raise UserError(f"{folder / _MEANS} does not fit {CONFIG}; copy both again")
         return cls(means, patch, channels)
@@ -165,16 +154,10 @@ def _to_patches(images: np.ndarray, patch: int) -> np.ndarray:
     return split.reshape(count, rows, columns, -1)
 
 
-# --- diffusers' VQModel --------------------------------------------------------------------------------------
-
-
 class VQTokenizer(ImageTokenizer):
     """A VQGAN in diffusers' form. Its weights are read when something is encoded or decoded.
 
     Pixels go in and come out as 0 to 1, as amused's own pipelines have it.
-
-    Args:
-        folder: holds config.json and diffusion_pytorch_model.safetensors.
 
     Raises:
         UserError: it is no folder of a VQModel.
@@ -183,7 +166,7 @@ class VQTokenizer(ImageTokenizer):
     kind = "vq"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.weights = folder, folder / _VQ_FILES[1]
         try:
             config = json.loads((folder / _VQ_FILES[0]).read_text(encoding="utf-8"))
             name = config.get("_class_name")
@@ -194,17 +177,16 @@ class VQTokenizer(ImageTokenizer):
             raise UserError(f"{folder} holds no VQModel of diffusers: {one_line(error)}") from error
         if name != "VQModel" or self.channels not in (1, 3):
             raise UserError(f"{folder} holds a {name} of {self.channels} channels, no VQModel for images")
-        if not (folder / _VQ_FILES[1]).is_file():
+        if not self.weights.is_file():
             raise UserError(f"{folder} has no {_VQ_FILES[1]}; pickled weights are never read")
 
     @cached_property
     def model(self) -> Any:
         """The VQModel, in float32 on the GPU where there is one."""
-        diffusers = require("images", "diffusers")
+        kind = require("images", "diffusers").VQModel
+        settings = {"use_safetensors": True, "low_cpu_mem_usage": False, "torch_dtype": torch.float32}
         try:
-            model = diffusers.VQModel.from_pretrained(
-                str(self.folder), use_safetensors=True, low_cpu_mem_usage=False, torch_dtype=torch.float32
-            )
+            model = kind.from_pretrained(str(self.folder), **settings)
         except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
             raise UserError(f"{self.folder} cannot be loaded as a VQModel: {one_line(error)}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -236,10 +218,10 @@ class VQTokenizer(ImageTokenizer):
     def check_weights(self) -> None:
         """Raise UserError where the file of weights is shorter than its header says, or has none."""
         try:
-            with safe_open(self.folder / _VQ_FILES[1], framework="numpy"):
+            with safe_open(self.weights, framework="numpy"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.folder / _VQ_FILES[1]} is damaged ({error}); copy it again") from error
+            raise UserError(f"{self.weights} is damaged ({error}); copy it again") from error
 
     def identity(self) -> str:
         """Return a hash of its files."""
@@ -265,23 +247,21 @@ def find_vq(name: str) -> VQTokenizer:
             raise UserError(f"no such image tokenizer: {name!r}; give patches, a folder with a VQModel, or a hub name")
         from huggingface_hub import snapshot_download
 
-        wanted = [place + file for place in ("", "vqvae/") for file in _VQ_FILES]
         try:
-            folder = Path(snapshot_download(name, allow_patterns=wanted))
+            folder = Path(
+                snapshot_download(name, allow_patterns=[place + file for place in ("", "vqvae/") for file in _VQ_FILES])
+            )
         except Exception as error:  # the hub, the network and the cache each have errors of their own
             raise UserError(
-                f"cannot get the image tokenizer {name!r} ({one_line(error, 200)}); give a folder that "
-                "holds the VQModel (--tokenizer)"
+                f"cannot get the image tokenizer {name!r} ({one_line(error, 200)}); give a folder that holds the "
+                "VQModel (--tokenizer)"
             ) from error
     return VQTokenizer(folder / "vqvae" if (folder / "vqvae").is_dir() else folder)
 
 
-# --- what is saved beside a model ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ImageCodec:
-    """A tokenizer, the grid that a model was trained on, and the names of its classes."""
+    """A tokenizer, the grid that a model was trained on, and the names of its classes; saved beside the model."""
 
     tokenizer: ImageTokenizer
     rows: int
@@ -292,14 +272,8 @@ class ImageCodec:
         """Write CONFIG and the weights; the folder is made if it is not there."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "kind": self.tokenizer.kind,
-            "codes": self.tokenizer.codes,
-            **self.tokenizer.save(place),
-            "rows": self.rows,
-            "columns": self.columns,
-            "classes": list(self.classes),
-        }
+        facts = {"kind": self.tokenizer.kind, "codes": self.tokenizer.codes, **self.tokenizer.save(place)}
+        facts |= {"rows": self.rows, "columns": self.columns, "classes": list(self.classes)}
         (place / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -318,17 +292,17 @@ class ImageCodec:
                 tokenizer = VQTokenizer(folder / _VQ_FOLDER)
             else:
                 raise UserError(f"{folder / CONFIG} names an image tokenizer that is not known: {facts['kind']!r}")
-            codec = cls(tokenizer, int(facts["rows"]), int(facts["columns"]), tuple(map(str, facts["classes"])))
-            codes = int(facts["codes"])
+            if int(facts["codes"]) != tokenizer.codes:
+                raise UserError(
+                    f"the image tokenizer in {folder} has {tokenizer.codes} codes, and {CONFIG} says {facts['codes']}"
+                )
+            return cls(tokenizer, int(facts["rows"]), int(facts["columns"]), tuple(map(str, facts["classes"])))
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(
                 f"the image tokenizer in {folder} cannot be read ({one_line(error)}); copy it again"
             ) from error
-        if codes != tokenizer.codes:
-            raise UserError(f"the image tokenizer in {folder} has {tokenizer.codes} codes, and {CONFIG} says {codes}")
-        return codec
 
     def find_class(self, name: str) -> int:
         """Return the number of a class, given by name or by number.
