@@ -154,12 +154,9 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             counted.add(id(parameter))
             parameters += parameter.numel()
             branch_parameters += parameter.numel() if local in added else 0
-        branch_flops = method.flops(module) if method else 0
-        experts = expert_flops(module, model) if expert_tensors(module) and method is None else None
-        flops = branch_flops + (_dense_flops(dense) if experts is None else experts)
-        if method is not None and (plain := method.plain(module)) is not None:
-            flops = branch_flops + plain.flops
-            branch_parameters = parameters - plain.parameters if parameters else 0
+        flops = own_flops(module, model) + (own_flops(dense, model) if dense is not module else 0)
+        if method is not None and parameters and (plain := method.plain(module)) is not None:
+            branch_parameters = parameters - plain.parameters
         if id(module) in attention:
             width = _attention_width(module, model)
             if width is None:
@@ -176,14 +173,20 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
                     parameters=parameters,
                     branch_parameters=branch_parameters,
                     flops=flops,
-                    branch_flops=branch_flops,
+                    branch_flops=method.flops(module) if method else 0,
                 )
             )
     return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes)
 
 
-def _dense_flops(module: nn.Module) -> int:
-    """Return those of the module's own plain product."""
+def own_flops(module: nn.Module, model: nn.Module) -> int:
+    """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
+    method = method_of_layer(module)
+    if method is not None:
+        plain = method.plain(module)
+        return method.flops(module) + (plain.flops if plain else 0)
+    if expert_tensors(module):
+        return expert_flops(module, model) or 0
     if isinstance(module, nn.Linear | Conv1D):
         return 2 * module.weight.numel()
     if isinstance(module, nn.MultiheadAttention):

@@ -23,7 +23,7 @@ from nonlinear_lowrank.methods.base import (
 from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .budget import config_within
-from .experts import expert_flops, expert_tensors
+from .experts import expert_tensors
 from .report import AugmentReport
 from .targets import (
     Patterns,
@@ -280,25 +280,17 @@ def _was_loaded(model: nn.Module) -> bool:
 
 
 def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
-    """Count the model's parameters and FLOPs, and what share of its body is in these modules, before the swap."""
+    """Count the model's parameters, the FLOPs of its linears and experts, and what share of its body is reached."""
+    from nonlinear_lowrank.analysis.cost import own_flops
+
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-    report.flops_before = _flops(model)
+    report.flops_before = sum(
+        own_flops(each, model)
+        for each in model.modules()
+        if linear_method(each) or is_linear(each) or expert_tensors(each)
+    )
     if report.kind == "linear":
         report.body_parameters, report.reached_parameters = _reach(model, names)
-
-
-def _flops(model: nn.Module) -> int:
-    """Forward FLOPs per token of a model's linears, and of the experts that a token goes through."""
-    total = 0
-    for module in model.modules():
-        method = linear_method(module)
-        if method is not None:
-            total += method.flops(module) + (plain.flops if (plain := method.plain(module)) else 0)
-        elif is_linear(module):  # the dense part of a layer too
-            total += 2 * module.weight.numel()  # type: ignore[operator, union-attr]
-        elif expert_tensors(module):
-            total += expert_flops(module, model) or 0
-    return total
 
 
 def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
