@@ -1,4 +1,4 @@
-"""Models by where their activations are: what the finder takes, with its channels, what it leaves, what it refuses."""
+"""Models by where their activations are: what the finder takes, with its channels, what it skips, what it refuses."""
 
 import types
 
@@ -66,8 +66,8 @@ def inputs_of(model):
     return {"input_ids": torch.randint(2, model.config.vocab_size, (2, 9))}
 
 
-# What is left, and what cannot be swapped: (made, what is left and why, what calls functions).
-SPOKEN_OF = {
+# What is skipped, and what cannot be swapped: (made, what is skipped and why, what calls functions).
+SKIPPED = {
     "bert-head-and-pooler": (
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT)),
         {"bert.pooler.activation": "pooler"},

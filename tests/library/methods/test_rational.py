@@ -9,21 +9,14 @@ import torch
 import torch.nn.functional as F
 from scipy.special import erf, expit
 from torch import nn
-from transformers import AutoModelForImageClassification
 from transformers.activations import ACT2FN
 
-import model_helpers
-import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.hub import make_saveable
-from nonlinear_lowrank.methods.base import all_methods, config_to_dict
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig, solver
 from nonlinear_lowrank.methods.rational.fit import KINDS, fit_rational
 from nonlinear_lowrank.methods.rational.formulas import KIND, activation
 from nonlinear_lowrank.methods.rational.op import FORMS
 from nonlinear_lowrank.methods.rational.sites import formula_of
-from nonlinear_lowrank.optim import parameter_roles
-from nonlinear_lowrank.surgery.augment import apply_saved
 
 # Written out again, so that a wrong formula cannot agree with itself.
 EXACT = {
@@ -159,17 +152,6 @@ def test_every_activation_of_transformers_is_known_or_skipped():
     assert formula_of(Own()) is None
 
 
-@pytest.mark.parametrize("anchor", ["none", "exact"])
-def test_groups_train_apart(anchor):
-    module = RationalActivation(RationalConfig(activation="gelu", groups=4, anchor=anchor))
-    x = torch.randn(50, 16)
-    y = module(x)
-    y[:, 4:8].square().sum().backward()
-    moved = module.rational_numerator.grad.abs().sum(1) > 0
-    assert moved.tolist() == [False, True, False, False]
-    assert [name for name, _ in module.named_parameters()] == ["rational_numerator", "rational_denominator"]
-
-
 def test_channels_behind_the_batch():
     x = torch.randn(2, 8, 5, 3)
     first = RationalActivation(RationalConfig(activation="gelu", groups=4, channel_dim=1))
@@ -204,57 +186,6 @@ def test_meta_and_empty():
     assert torch.equal(meta(x), F.gelu(x))
     with torch.device("meta"):
         assert RationalActivation(RationalConfig(activation="silu")).rational_numerator.is_meta
-
-
-def test_compiles_whole():
-    torch.compiler.reset()
-    for more in ({}, {"anchor": "exact", "channel_dim": 1}):
-        module = RationalActivation(RationalConfig(activation="gelu", groups=2, **more))
-        x = torch.randn(3, 8, 4)
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), module(x))
-
-
-def test_method_swaps_and_names_roles():
-    method = all_methods()["rational"]
-    module = method.build("act", nn.GELU().eval(), RationalConfig(groups=2))
-    assert isinstance(module, RationalActivation)
-    assert not module.training
-    assert set(method.roles(module)) == {name for name, _ in module.named_parameters()}
-    assert not any(role.decay for role in method.roles(module).values())
-    assert method.is_target(nn.SiLU())
-    assert method.is_target(module)
-    assert not method.is_target(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_with_rational_activations_are_saved_and_loaded(tmp_path, dtype):
-    model = model_helpers.vit().eval()
-    names = [name for name, module in model.named_modules() if formula_of(module)]
-    config = RationalConfig(activation="gelu", groups=4, anchor="exact")
-    entry = {"method": "rational", "config": config_to_dict(config), "modules": names}
-    apply_saved(model, [entry])
-    make_saveable(model, entry)
-    with torch.no_grad():
-        for name in names:
-            model.get_submodule(name).rational_numerator.add_(0.1 * torch.randn(4, 6))
-    model.save_pretrained(tmp_path)
-    again = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype).eval()
-    assert again.dtype == dtype
-    for name in names:
-        layer, loaded = model.get_submodule(name), again.get_submodule(name)
-        assert loaded.rational_config == config
-        for ours, theirs in zip(layer.state_dict().values(), loaded.state_dict().values(), strict=True):
-            assert theirs.dtype == torch.float32
-            assert torch.equal(ours, theirs)
-    inputs = model_helpers.batch(model)
-    if dtype == torch.float32:
-        assert torch.equal(model(**inputs).logits, again(**inputs).logits)
-    roles = {role.name for role in parameter_roles(again).values()}
-    assert {"rational.numerator", "rational.denominator"} <= roles
-    # Another method's surgery leaves them alone.
-    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    assert not set(names) & {*report.swapped, *report.skipped}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from activation_helpers import BERT_MLP, FOUND, LAYOUTS, SPOKEN_OF, TEXT, fast_path, inputs_of, liger_like, mamba, two
+from activation_helpers import BERT_MLP, FOUND, LAYOUTS, SKIPPED, TEXT, fast_path, inputs_of, liger_like, mamba, two
 from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import RationalActivation, RationalConfig, UserError
@@ -77,15 +77,15 @@ def test_the_channels_are_where_the_neighbours_say(name):
         assert_one_group_moves({"act": layer}, lambda: model(*inputs))
 
 
-@pytest.mark.parametrize("name", SPOKEN_OF)
-def test_poolers_heads_and_functions_are_left_alone_and_named(name, capsys):
-    make, left, functional = SPOKEN_OF[name]
+@pytest.mark.parametrize("name", SKIPPED)
+def test_poolers_heads_and_functions_are_skipped_and_named(name, capsys):
+    make, skipped, functional = SKIPPED[name]
     model = make().eval()
     report = nlr.augment(model, RationalConfig(groups=4))
     assert capsys.readouterr().out == f"{report}\n"
     assert len(rational(model)) == len(report.swapped) == 2
     functions = {where or "the model": f"{why}; a function cannot be swapped" for where, why in functional.items()}
-    assert report.skipped == left | functions
+    assert report.skipped == skipped | functions
     for where, why in report.skipped.items():
         assert f"  skipped {where}: {why}" in str(report)
     model(**inputs_of(model))
