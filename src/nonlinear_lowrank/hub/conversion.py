@@ -8,13 +8,12 @@ is measured, between the input folder's model and the one that is loaded again f
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_config
@@ -43,7 +42,7 @@ class ConvertReport:
     output: Path
     augmented: AugmentReport
     up_init: str | None
-    """Of NOBLE's branches; None: there are none."""
+    """"zero" or "paper"; None: there are no up projections to draw."""
     difference: float
     """Largest absolute difference of the outputs on random inputs, after writing and loading again."""
     bit_equal: bool
@@ -103,8 +102,8 @@ def convert(
         raise UserError(
             f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"
         )
-    branches = method is not None and method.dense is not None
-    if up_init == "paper" and not branches:
+    draws_up = method is not None and method.draws_up
+    if up_init == "paper" and not draws_up:
         raise UserError("up_init='paper' is of NOBLE's up projections; leave it out")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     if output == source or output in source.parents or source in output.parents:
@@ -117,12 +116,11 @@ def convert(
     model = load_model(source, **load)
     inputs = random_inputs(model)
     before, measured = first_output(model, inputs)
-    settings = replace(config, init="pretrained") if branches else config
+    settings = config if method is None else method.converted(config)
     report = augment(model, settings, include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
-        for layer in augmented_layers(model):  # as in a model from scratch
-            with torch.no_grad():
-                init.normal_(layer.noble_up, std=config.up_scale / layer.noble_rank**0.5)
+        for layer in augmented_layers(model):
+            method.draw_up(layer)  # type: ignore[union-attr]
     with staged_output(output, {}) as folder:
         model.save_pretrained(folder)
         del model
@@ -131,7 +129,7 @@ def convert(
         converted = ConvertReport(
             output=output,
             augmented=report,
-            up_init=up_init if branches else None,
+            up_init=up_init if draws_up else None,
             difference=(after.double() - before.double()).abs().max().item(),
             bit_equal=torch.equal(before, after),
             measured=measured,
@@ -143,7 +141,7 @@ def convert(
 
 def _origin(source: Path, report: ConvertReport) -> Origin:
     start = "" if report.up_init is None else f" (up init: {report.up_init})"
-    what = "rational activations" if report.up_init is None else "branches"
+    what = f"{report.augmented.method} layers"
     return Origin(
         title=f"{shown_name(str(source))} with {what}",
         summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",

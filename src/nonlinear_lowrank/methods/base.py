@@ -122,6 +122,8 @@ class Method:
     """Arms of comparisons that fine-tune with these adapters, by name."""
     optimizable: ClassVar[bool] = False
     """Whether `optimize_for_inference` makes a model with its layers faster."""
+    draws_up: ClassVar[bool] = False
+    """Whether `draw_up` is there."""
     controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Arms of comparisons that change one factor of the method and keep the rest: config fields by the arm's name."""
     budgeted: ClassVar[bool] = False
@@ -168,6 +170,14 @@ class Method:
     def find(self, model: nn.Module, config: Any) -> Findings | None:
         """Return what the model has for a method that replaces other modules than linears; None: linears."""
         return None
+
+    def converted(self, config: Any) -> Any:
+        """Return the config by which the layers of a converted checkpoint keep its weights and start at its outputs."""
+        return config
+
+    def draw_up(self, layer: nn.Module) -> None:
+        """Draw, as in a model from scratch, what starts at zero in a converted one; only with `draws_up`."""
+        raise NotImplementedError
 
     def initial(self, config: Any, *, pretrained: bool) -> Any:
         """Return the config with an init that is left open chosen for a trained model, or a new one."""

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
@@ -24,6 +26,7 @@ class NobleMethod(Method):
     layer_types = (NobleLinear, NobleConv1D)
     optimizable = True
     dense = "dense"
+    draws_up = True
     budgeted = True
     adapter = "nonlinear_lowrank.methods.noble.adapter"
     adapter_arms: ClassVar = {
@@ -47,6 +50,13 @@ class NobleMethod(Method):
                 f"rank {config.rank_of(d_in, d_out)} is not low for {name} ({d_in} -> {d_out}); "
                 f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
             )
+
+    def converted(self, config: Any) -> Any:
+        return replace(config, init="pretrained")
+
+    @torch.no_grad()
+    def draw_up(self, layer: Any) -> None:
+        init.normal_(layer.noble_up, std=layer.noble_config.up_scale / layer.noble_rank**0.5)
 
     def initial(self, config: Any, *, pretrained: bool) -> Any:
         if config.init != "auto":
