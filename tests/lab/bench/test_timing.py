@@ -1,4 +1,4 @@
-"""Interleaving, pairing and clocks of `analysis.timing`."""
+"""Interleaving, pairing and clocks of timed steps."""
 
 import gc
 import time
@@ -11,7 +11,7 @@ from nonlinear_lowrank.errors import UserError
 from seeds import rng
 
 
-def test_arms_take_turns_and_the_order_rotates():
+def test_arms_take_turns_in_rotating_order():
     calls = []
     rounds_done = []
     arms = {name: (lambda name=name: calls.append(name)) for name in "abc"}
@@ -30,7 +30,7 @@ def _spin(seconds: float) -> None:
         pass
 
 
-def test_process_clock_counts_work_and_not_waiting():
+def test_process_clock_counts_work_alone():
     arms = {"work": lambda: _spin(0.02), "wait": lambda: time.sleep(0.02)}
     by_cpu = interleaved_step_times(arms, 3, 0, "process")
     by_wall = interleaved_step_times(arms, 3, 0, "wall")
@@ -39,7 +39,7 @@ def test_process_clock_counts_work_and_not_waiting():
     assert min(by_wall["wait"]) >= 0.02
 
 
-def test_ratio_of_known_work():
+def test_drift_cancels_in_ratios():
     """Drift that both arms see cancels: the second half of the rounds is three times as slow."""
     done = {"slow": 0, "fast": 0}
 
@@ -57,7 +57,7 @@ def test_ratio_of_known_work():
     assert max(times["fast"]) > 2.5 * min(times["fast"])
 
 
-def test_garbage_is_not_collected_within_a_round():
+def test_garbage_is_collected_between_rounds():
     states = []
     interleaved_step_times({"arm": lambda: states.append(gc.isenabled())}, 2, 1)
     assert states == [False] * 3
@@ -67,7 +67,7 @@ def test_garbage_is_not_collected_within_a_round():
     assert gc.isenabled()
 
 
-def test_summary_against_numpy_and_an_interval_that_covers():
+def test_ratio_equals_numpys_and_its_interval_covers():
     generator = rng()
     covered = 0
     for _ in range(100):
@@ -84,16 +84,14 @@ def test_summary_against_numpy_and_an_interval_that_covers():
     assert paired_ratio([2.0], [1.0]).median == 2
 
 
-def test_bad_input_is_refused():
-    with pytest.raises(UserError, match="at least one arm"):
-        interleaved_step_times({}, 3)
-    with pytest.raises(UserError, match="rounds must be"):
-        interleaved_step_times({"arm": list}, 0)
-    with pytest.raises(UserError, match="unknown clock 'sun'"):
-        interleaved_step_times({"arm": list}, 1, clock="sun")
-    with pytest.raises(UserError, match="same rounds"):
-        paired_ratio([1.0, 2.0], [1.0])
-    with pytest.raises(UserError, match="no measurable time"):
-        paired_ratio([1.0], [0.0])
-    with pytest.raises(UserError, match="no arm 'c' was timed"):
-        paired_ratios({"a": [1.0]}, "c")
+def test_bad_input_raises():
+    for call, message in (
+        (lambda: interleaved_step_times({}, 3), "at least one arm"),
+        (lambda: interleaved_step_times({"arm": list}, 0), "rounds must be"),
+        (lambda: interleaved_step_times({"arm": list}, 1, clock="sun"), "unknown clock 'sun'"),
+        (lambda: paired_ratio([1.0, 2.0], [1.0]), "same rounds"),
+        (lambda: paired_ratio([1.0], [0.0]), "no measurable time"),
+        (lambda: paired_ratios({"a": [1.0]}, "c"), "no arm 'c' was timed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -56,8 +55,7 @@ SMALL = {
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", SMALL)
-def test_bytes_are_those_of_a_real_step(name, bf16):
-    """Parameters, gradients, AdamW's state and what is kept for backward, of five sequences."""
+def test_bytes_equal_those_of_a_step(name, bf16):
     family, method = SMALL[name]
     model = make(family, method)
     cost = arm_cost(model, name, LENGTH, bf16=bf16)
@@ -77,14 +75,11 @@ def test_bytes_are_those_of_a_real_step(name, bf16):
     assert cost.gradient_bytes == sum(each.grad.nbytes for each in model.parameters())
     assert cost.optimizer_bytes == state
     assert cost.activations.kept(5) == pytest.approx(kept, rel=0.01)
-    measured = cost.parameter_bytes + state + kept
-    planned = cost.parameter_bytes + cost.optimizer_bytes + cost.activations.kept(5)
-    assert planned == pytest.approx(measured, rel=0.15)  # the promise; what is above is what it comes to
 
 
 @pytest.mark.parametrize("family", ["llama", "glm", "gpt2"])
 @pytest.mark.parametrize("method", [None, nlr.NobleConfig(rank=8)], ids=["plain", "noble"])
-def test_flops_are_those_that_torch_counts_in_a_training_step(family, method, monkeypatch):
+def test_flops_equal_torchs_count_of_a_step(family, method, monkeypatch):
     # torch's counter knows no in-place addmm_ and no fused CPU attention: the plain formulas, same products.
     monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
     model = make(family, method)
@@ -118,7 +113,7 @@ def test_frozen_weights_need_no_gradients():
     assert 3 * LENGTH * cost.training_flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_muon_keeps_one_moment_of_its_matrices():
+def test_muon_state_is_one_moment_a_matrix():
     model = make("glm", nlr.NobleConfig(rank=8))
     optimizer = nlr.MuonAdamW(nlr.param_groups(model, 1e-3, 0.01, muon=True, verbose=False))
     model(**inputs_of(model, 2))["loss"].backward()
@@ -128,7 +123,7 @@ def test_muon_keeps_one_moment_of_its_matrices():
     assert cost.optimizer_bytes == sum(each.nbytes for each in tensors)
 
 
-def test_recomputed_activations_are_those_of_a_real_step():
+def test_recomputed_activations_equal_those_of_a_step():
     model = make("llama", nlr.NobleConfig(rank=8))
     cost = arm_cost(model, "noble", LENGTH, bf16=False)
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -150,7 +145,7 @@ def seven() -> ArmCost:
     return arm_cost(build_on_meta(small), "small", 512)
 
 
-def test_memory_and_traffic_of_ddp_by_hand(seven):
+def test_ddp_agrees_with_counts_by_hand(seven):
     plan = lay_out(seven, config(gpus=8), sharding=1, micro_batch=4, recompute=False)
     parameters = seven.parameters
     assert plan.memory["parameters"] == plan.memory["gradients"] == 4 * parameters
@@ -166,7 +161,7 @@ def test_memory_and_traffic_of_ddp_by_hand(seven):
     assert plan.hours == pytest.approx(expected * 1000 / 3600)
 
 
-def test_memory_and_traffic_of_fsdp_by_hand(seven):
+def test_fsdp_agrees_with_counts_by_hand(seven):
     plan = lay_out(seven, config(gpus=16, batch_size=64), sharding=4, micro_batch=2, recompute=True)
     assert plan.memory["parameters"] == seven.parameters
     gathered, summed = 2 * 3 * 3 / 4 * 2 * seven.parameters, 2 * 3 / 4 * seven.parameters
@@ -178,7 +173,7 @@ def test_memory_and_traffic_of_fsdp_by_hand(seven):
     assert plan.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
 
 
-def test_the_smallest_sharding_that_fits_is_chosen(seven):
+def test_smallest_fitting_sharding_is_chosen(seven):
     whole = lay_out(seven, config(gpus=8), sharding=1, micro_batch=1, recompute=False).total
     found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 1.0001)).layout
     assert (found.sharding, found.micro_batch, found.recompute, found.fits) == (1, 1, False, True)
@@ -193,7 +188,7 @@ def test_the_smallest_sharding_that_fits_is_chosen(seven):
     assert plan_arm(seven, config(gpus=8, recompute=True)).layout.recompute
 
 
-def test_more_gpus_never_need_more_time_or_more_room_each(seven):
+def test_more_gpus_need_less_time_and_room_each(seven):
     hours, room = [], []
     for gpus in (1, 2, 4, 8, 16, 64):
         found = plan_arm(seven, config(gpus=gpus)).layout
@@ -228,12 +223,12 @@ def test_presets_have_the_published_sizes(name, parameters):
         ({"steps": 0}, "steps must be"),
     ],
 )
-def test_settings_out_of_range(settings, words):
+def test_bad_settings_raise(settings, words):
     with pytest.raises(UserError, match=words):
         config(**settings)
 
 
-def test_hardware_by_name():
+def test_hardware_is_found_by_name():
     assert find_hardware("RTX 4090").name == "rtx4090"
     with pytest.raises(UserError, match=r"unknown hardware 'tpu'; there are a100, "):
         find_hardware("tpu")
@@ -250,7 +245,7 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_a_recipe_is_planned_arm_by_arm(capsys):
+def test_recipes_are_planned_arm_by_arm(capsys):
     options = ("llm-demo", "--gpus", 2, "--memory", 24, "--hardware", "rtx4090", "--sequence-length", 32)
     code, out, err = run(capsys, *options, "--arms", "noble:rank=16")
     assert (code, err) == (0, "")
@@ -267,14 +262,14 @@ def test_a_recipe_is_planned_arm_by_arm(capsys):
     assert noble["layout"]["step_seconds"] > plain["layout"]["step_seconds"]
 
 
-def test_what_does_not_fit_says_so(capsys):
+def test_arms_that_do_not_fit_are_named(capsys):
     code, out, _ = run(capsys, "124m", "--memory", 0.1, "--arms", "baseline", "--sequence-length", 64)
     assert code == 0
     assert re.search(r"^baseline does not fit: .* GiB a GPU of 0", out, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_the_largest_over_thousands_of_gpus(capsys):
+def test_largest_preset_fits_thousands_of_gpus(capsys):
     code, out, _ = run(capsys, "70b", "--gpus", 2048, "--arms", "baseline", "--json")
     assert code == 0
     (arm,) = json.loads(out)["arms"]
@@ -297,17 +292,9 @@ def test_the_largest_over_thousands_of_gpus(capsys):
         (["llm-demo", "--memory", "-1"], "memory must be"),
     ],
 )
-def test_refused_in_one_line(capsys, arguments, words):
+def test_bad_arguments_give_one_line(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 2
     assert out == ""
     assert words in err
     assert err.count("\n") == 1
-
-
-def test_a_plan_leaves_the_model_as_it_was():
-    model = make("llama", None)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    arm_cost(model, "x", LENGTH)
-    assert all(each.equal(before[name]) for name, each in model.state_dict().items())
-    assert replace(config(), gpus=2).gpus == 2

@@ -23,7 +23,7 @@ def decaying(m, n, power=1.0):
 
 
 @pytest.mark.parametrize("shape", [(40, 70), (70, 40), (600, 530), (1, 9)])
-def test_spectrum_is_that_of_an_svd(shape):
+def test_spectrum_equals_an_svd(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
     found, values = spectrum(matrix), np.linalg.svd(matrix.numpy(), compute_uv=False)
     np.testing.assert_allclose(found.values.numpy(), values, rtol=1e-8)
@@ -34,7 +34,7 @@ def test_spectrum_is_that_of_an_svd(shape):
     assert float(found.normalised[0]) == 1
 
 
-def test_the_gram_matrix_resolves_the_stated_tolerance():
+def test_gram_matrix_resolves_the_stated_tolerance():
     size = 520
     exponents = torch.linspace(0, -10, size, dtype=torch.float64)
     basis = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
@@ -43,12 +43,12 @@ def test_the_gram_matrix_resolves_the_stated_tolerance():
         assert found.rank(tolerance) == pytest.approx(int((10**exponents > tolerance).sum()), abs=1)
 
 
-def test_a_16_bit_weight_is_measured_as_it_is_stored():
+def test_16_bit_weights_are_measured_as_stored():
     matrix = torch.randn(530, 600).to(torch.bfloat16)
     torch.testing.assert_close(spectrum(matrix).values, torch.linalg.svdvals(matrix.double()), rtol=1e-8, atol=1e-8)
 
 
-def test_a_sketch_stays_below_the_svd_and_finds_the_stable_rank():
+def test_sketch_stays_below_the_svd_and_finds_the_stable_rank():
     for matrix in (decaying(560, 530), decaying(530, 560, 0.3), torch.randn(530, 600, dtype=torch.float64)):
         found, truth = spectrum(matrix, exact_up_to=0), spectrum(matrix)
         assert not found.exact
@@ -57,7 +57,7 @@ def test_a_sketch_stays_below_the_svd_and_finds_the_stable_rank():
         assert found.frobenius == pytest.approx(truth.frobenius)
 
 
-def test_a_product_is_measured_without_forming_it():
+def test_product_spectrum_equals_that_of_the_product():
     up, down = torch.randn(90, 5, dtype=torch.float64), torch.randn(5, 60, dtype=torch.float64)
     found, formed = product_spectrum(up, down, -2.5), spectrum(-2.5 * up @ down)
     torch.testing.assert_close(found.values, formed.values[:5])
@@ -76,25 +76,27 @@ def test_independent_entries_have_the_stable_rank_of_the_law():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_matrix_is_refused(bad):
+def test_bad_matrices_raise(bad):
     matrix = torch.randn(5, 4)
     matrix[2, 1] = bad
-    with pytest.raises(UserError, match="not finite"):
-        spectrum(matrix)
-    with pytest.raises(UserError, match="not finite"):
-        product_spectrum(matrix, torch.randn(4, 4))
-    with pytest.raises(UserError, match=r"not shape \(3, 0\)"):
-        spectrum(torch.empty(3, 0))
-    with pytest.raises(UserError, match="tolerance must be"):
-        spectrum(torch.randn(4, 4)).rank(1e-9)
+    for call, message in (
+        (lambda: spectrum(matrix), "not finite"),
+        (lambda: product_spectrum(matrix, torch.randn(4, 4)), "not finite"),
+        (lambda: spectrum(torch.empty(3, 0)), r"not shape \(3, 0\)"),
+        (lambda: spectrum(torch.randn(4, 4)).rank(1e-9), "tolerance must be"),
+        (lambda: sine_bounds(torch.zeros(2, 2), 1.0), "not zero"),
+        (lambda: sine_bounds(torch.ones(2, 2), 0.0), "omega must be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
     assert math.isnan(spectrum(torch.zeros(3, 3)).stable_rank)
 
 
 # --- activations of low-rank products --------------------------------------------------------------------------
 
 
-def test_sine_raises_the_rank_with_omega_and_relu_does_not_see_it():
-    up, down = kaiming_factors((96, 96), 3, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+def test_sine_raises_the_rank_with_omega_and_relu_does_not():
+    up, down = kaiming_factors((96, 96), 3, torch.Generator().manual_seed(0))
     product = up @ down
     assert spectrum(product).rank(1e-6) == 3
     ranks = [spectrum(torch.sin(omega * product)).rank(0.05) for omega in (1, 100, 3000)]
@@ -103,21 +105,19 @@ def test_sine_raises_the_rank_with_omega_and_relu_does_not_see_it():
     torch.testing.assert_close(relu[0], relu[1])
 
 
-def test_rank_one_products_under_each_activation():
-    """sin, tanh and the sigmoid: full rank in exact arithmetic; relu(u v) = u+ v+ + u- v- has rank 2."""
-    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    up, down = kaiming_factors((40, 40), 1, generator, init="kaiming_zero")
-    product = up @ down
-    assert spectrum(torch.relu(product)).rank(1e-7) == 2
+def test_rank_one_products_have_full_rank_but_under_relu():
+    """relu(u v) = u+ v+ + u- v- has rank 2."""
+    up, down = kaiming_factors((40, 40), 1, torch.Generator().manual_seed(0), init="kaiming_zero")
+    assert spectrum(torch.relu(up @ down)).rank(1e-7) == 2
     for name in ("sine", "tanh", "sigmoid"):
-        assert spectrum(ACTIVATIONS[name](20 * product)).rank(1e-7) > 4, name
+        assert spectrum(ACTIVATIONS[name](20 * up @ down)).rank(1e-7) > 4, name
 
 
 # --- the paper's bounds ----------------------------------------------------------------------------------------
 
 
 def a_matrix():
-    """Fresh: any shape, any scale, sometimes with zeros, sometimes low rank."""
+    """Any shape, any scale, sometimes with zeros, sometimes of low rank."""
     m, n, k = (int(each) for each in torch.randint(1, 9, (3,)))
     matrix = torch.randn(m, n, dtype=torch.float64)
     if torch.rand(()) < 0.4:
@@ -133,7 +133,7 @@ def largest_omega(matrix):
     return math.pi / (3 * float(size[size > 0].min()))
 
 
-def test_the_corrected_bounds_hold_up_to_the_stated_omega():
+def test_corrected_bounds_hold_up_to_the_stated_omega():
     for _ in range(300):
         matrix = a_matrix()
         bounds = sine_bounds(matrix, float(torch.rand(())) * largest_omega(matrix) or 1e-9)
@@ -147,7 +147,7 @@ def test_the_corrected_bounds_hold_up_to_the_stated_omega():
             assert bounds.proposition_1 <= math.pi / (12 * matrix.numel()) * (1 + 1e-12)
 
 
-def test_lemma_2_holds_at_any_omega_but_not_vector_by_vector_as_its_proof_says():
+def test_lemma_2_holds_at_any_omega_but_not_vector_by_vector():
     for _ in range(100):
         matrix = a_matrix()
         bounds = sine_bounds(matrix, largest_omega(matrix) * 10 ** float(torch.empty(()).uniform_(-2, 3)))
@@ -157,48 +157,29 @@ def test_lemma_2_holds_at_any_omega_but_not_vector_by_vector_as_its_proof_says()
     assert left.square() > right.square() == 0
 
 
-def test_lemma_1_as_printed_fails_for_every_matrix_once_it_is_small():
+def test_printed_lemma_1_and_equation_29_fail_once_a_matrix_is_small():
     for _ in range(50):
         matrix = a_matrix()
         size = matrix.abs()
         # ||sin(omega A)||_F^2 <= omega^2 ||A||_F^2, below omega^2 A_min as soon as ||A||_F^2 < A_min.
-        matrix = matrix * 0.5 * float(size[size > 0].min() / size.square().sum())
-        bounds = sine_bounds(matrix, float(torch.rand(())) * largest_omega(matrix) or 1e-9)
+        small = matrix * 0.5 * float(size[size > 0].min() / size.square().sum())
+        bounds = sine_bounds(small, float(torch.rand(())) * largest_omega(small) or 1e-9)
         assert bounds.frobenius_squared < bounds.lemma_1_printed
+        # (29) grows without limit as the matrix shrinks; no rank exceeds min(m, n).
+        root = float(torch.linalg.matrix_norm(size.sqrt(), 2))
+        small = matrix * (math.pi / (4 * min(matrix.shape) * root)) ** 2
+        assert sine_bounds(small, largest_omega(small)).equation_29 > min(matrix.shape)
 
 
-def test_lemma_1_fails_beyond_its_range():
+def test_other_printed_statements_fail():
     matrix = torch.rand(1, 1, dtype=torch.float64) + 0.1
-    bounds = sine_bounds(matrix, math.pi / float(matrix))
-    assert bounds.frobenius_squared < bounds.lemma_1
-
-
-def test_proposition_1_as_printed_fails_for_one_entry():
+    beyond = sine_bounds(matrix, math.pi / float(matrix))
+    assert beyond.frobenius_squared < beyond.lemma_1, "lemma 1 beyond its range"
     matrix = torch.zeros(4, 6, dtype=torch.float64)
     matrix[2, 3] = torch.rand(()).double() + 0.1
     bounds = sine_bounds(matrix, largest_omega(matrix))
     assert bounds.stable_rank == pytest.approx(1)
     assert bounds.proposition_1_printed == pytest.approx(math.pi / 3)  # 1.047, and the rank is 1
     assert torch.linalg.matrix_rank(torch.sin(bounds.largest_omega * matrix)) == 1
-
-
-def test_equation_29_fails_for_every_matrix_once_it_is_small():
-    """It grows without limit as the matrix shrinks; no rank exceeds min(m, n)."""
-    for _ in range(50):
-        matrix = a_matrix()
-        size = matrix.abs()
-        root = float(torch.linalg.matrix_norm(size.sqrt(), 2))
-        matrix = matrix * (math.pi / (4 * min(matrix.shape) * root)) ** 2
-        bounds = sine_bounds(matrix, largest_omega(matrix))
-        assert bounds.equation_29 > min(matrix.shape)
-
-
-def test_equation_27_fails_where_entries_are_below_one():
     matrix = torch.rand(5, 7, dtype=torch.float64)
-    assert matrix.sqrt().norm() > matrix.norm()
-
-
-@pytest.mark.parametrize(("matrix", "omega"), [(torch.zeros(2, 2), 1.0), (torch.ones(2, 2), 0.0)])
-def test_bounds_of_nothing_are_refused(matrix, omega):
-    with pytest.raises(UserError):
-        sine_bounds(matrix, omega)
+    assert matrix.sqrt().norm() > matrix.norm(), "equation (27) where entries are below one"

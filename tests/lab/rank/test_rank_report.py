@@ -9,18 +9,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import run
+from model_helpers import FAMILIES
 from nlr_lab.fields.fit import fit
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
@@ -31,31 +25,24 @@ from nlr_lab.rank.omega import guess_omega, stable_rank
 from nlr_lab.rank.report import rank_report
 
 
-def llama():
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config)
-
-
 def plain_ranks(weight):
     """Stable rank and rank at 0.1, by numpy's own SVD in float64."""
     values = torch.linalg.svdvals(weight.detach().double())
     return float(values.square().sum() / values[0] ** 2), int((values > 0.1 * values[0]).sum())
 
 
-def by_name(report):
-    return {layer.name: layer for layer in report.layers}
+def by_name(*arguments, **options):
+    return {layer.name: layer for layer in rank_report(*arguments, **options).layers}
 
 
 # --- what is measured ------------------------------------------------------------------------------------------
 
 
 def test_every_matrix_of_a_plain_model_is_measured(tmp_path):
-    model = llama()
+    model = FAMILIES["llama"]()
     model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
-    layers = by_name(rank_report(tmp_path / "m"))
+    layers = by_name(tmp_path / "m")
     weights = {name.removesuffix(".weight"): each for name, each in model.state_dict().items() if each.ndim == 2}
     assert layers.keys() == weights.keys()
     for name, weight in weights.items():
@@ -69,7 +56,7 @@ def test_every_matrix_of_a_plain_model_is_measured(tmp_path):
     assert layers["lm_head"].omega_guess is None
 
 
-def test_sine_layers_are_measured_as_the_weight_they_make(tmp_path):
+def test_sine_layers_are_measured_as_their_weight(tmp_path):
     """Two settings in one model, whose names on disk are not those in memory."""
     model = ViTForImageClassification(
         ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=8,
@@ -93,7 +80,7 @@ def test_sine_layers_are_measured_as_the_weight_they_make(tmp_path):
     assert (patches.kind, patches.shape) == ("kernel", (32, 3 * 4 * 4)), "out x the rest"
 
 
-def test_a_conv1d_is_measured_the_way_round_it_multiplies(tmp_path):
+def test_conv1d_is_measured_as_it_multiplies(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8)).save_pretrained(tmp_path)
     shapes = {layer.name.rpartition("h.0.")[2]: layer.shape for layer in rank_report(tmp_path).layers}
     assert shapes["attn.c_attn"] == (48, 16)
@@ -102,7 +89,7 @@ def test_a_conv1d_is_measured_the_way_round_it_multiplies(tmp_path):
 
 @pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("method", ["lora", "rslora", "sine"])
-def test_an_adapter_is_measured_as_its_delta(tmp_path, method):
+def test_adapters_are_measured_as_their_delta(tmp_path, method):
     targets = ["q_proj", "down_proj"]
     if method == "sine":
         config = nlr.SineLoraConfig(
@@ -113,11 +100,11 @@ def test_an_adapter_is_measured_as_its_delta(tmp_path, method):
             r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, use_rslora=method == "rslora",
             alpha_pattern={"down_proj": 9},
         )  # fmt: skip
-    base = llama()
+    base = FAMILIES["llama"]()
     before = {name: each.clone() for name, each in base.state_dict().items()}
     model = peft.get_peft_model(base, config)
     model.save_pretrained(tmp_path)
-    layers = by_name(rank_report(tmp_path))
+    layers = by_name(tmp_path)
     merged = model.merge_and_unload().state_dict()
     changed = {name: merged[name] - each for name, each in before.items() if not merged[name].equal(each)}
     assert {f"{name}.weight" for name in layers} == changed.keys()
@@ -129,12 +116,12 @@ def test_an_adapter_is_measured_as_its_delta(tmp_path, method):
         assert layer.omega == ((40 if "down" in name else 90) if method == "sine" else None)
 
 
-def test_a_bare_file_needs_omega_for_sine_factors(tmp_path, capsys):
+def test_bare_files_need_omega_for_sine_factors(tmp_path, capsys):
     up, down = kaiming_factors((40, 30), 2, torch.Generator().manual_seed(0))
     save_file(
         {"a.sine_up": up, "a.sine_down": down, "b": torch.zeros(4, 4), "c": torch.ones(7)}, tmp_path / "f.safetensors"
     )
-    layers = by_name(rank_report(tmp_path / "f.safetensors", omega=80.0))
+    layers = by_name(tmp_path / "f.safetensors", omega=80.0)
     assert layers["a"].stable_rank == pytest.approx(plain_ranks(torch.sin(80 * up @ down))[0], rel=1e-5)
     assert layers["b"].stable_rank == layers["b"].norm == 0, "a delta at its start"
     assert "c" not in layers
@@ -145,7 +132,7 @@ def test_a_bare_file_needs_omega_for_sine_factors(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2", "dense"])
-def test_a_field_fitted_in_python_is_measured_finished_or_not(tmp_path, capsys, text, monkeypatch):
+def test_fields_are_measured_finished_or_not(tmp_path, capsys, text, monkeypatch):
     """Without the problem's settings in fit.json; in its folder, in a checkpoint, by the file."""
     problem = ImageSettings(
         source="china", crop=64, size=8, points=0, field=FieldConfig(in_features=2, out_features=3, width=24)
@@ -176,13 +163,13 @@ def test_a_field_fitted_in_python_is_measured_finished_or_not(tmp_path, capsys, 
 
 @pytest.mark.parametrize("activation", ["gaussian", "siren"])
 @pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
-def test_a_fitted_field_is_measured_as_the_weights_it_makes(tmp_path, capsys, text, activation):
+def test_fields_are_measured_as_their_weights(tmp_path, capsys, text, activation):
     field = FieldConfig(in_features=2, out_features=3, width=24, activation=activation)
     problem = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
     config = FitConfig(steps=2, eval_every=2, save_every=0, threads=1, device="cpu")
     fitted = fit(problem.prepare(), FieldMethod.parse(text), config, tmp_path / "f", quiet=True, about=asdict(problem))
     assert run(capsys, "inspect", "--rank", tmp_path / "f", "--every-layer")[0] == 0
-    layers = by_name(rank_report(tmp_path / "f" / "model"))
+    layers = by_name(tmp_path / "f" / "model")
     for index, layer in enumerate(fitted.model.hidden):
         found = layers[f"hidden.{index}"]
         assert (found.kind, found.rank) == (text.partition(":")[0], None if text == "dense" else 2)
@@ -195,7 +182,7 @@ def test_a_fitted_field_is_measured_as_the_weights_it_makes(tmp_path, capsys, te
 
 @pytest.mark.parametrize("init", ["kaiming_sqrt5", "kaiming_zero"])
 @pytest.mark.parametrize(("shape", "rank"), [((160, 96), 3), ((96, 160), 12), ((128, 128), 1)])
-def test_a_fresh_draw_at_the_suggested_omega_has_the_stable_rank_asked_for(shape, rank, init):
+def test_draws_at_the_suggested_omega_have_the_stable_rank(shape, rank, init):
     most = random_stable_rank(shape)
     target = float(torch.empty(()).uniform_(0.4, 0.7)) * most if rank > 1 else 4.0
     guess = guess_omega(shape, rank, target, init=init)
@@ -206,7 +193,7 @@ def test_a_fresh_draw_at_the_suggested_omega_has_the_stable_rank_asked_for(shape
     assert not guess.saturated
 
 
-def test_no_omega_where_none_is_needed_and_a_limit_where_none_suffices():
+def test_omega_is_none_or_a_limit_at_the_ends():
     shape = (96, 64)
     assert guess_omega(shape, 8, 1.5).omega is None
     limit = guess_omega(shape, 8, 1e6)
@@ -217,15 +204,15 @@ def test_no_omega_where_none_is_needed_and_a_limit_where_none_suffices():
     assert one.saturated or one.omega > 100 * limit.omega, "rank one saturates late, if ever"
 
 
-def test_the_quick_stable_rank_is_the_slow_one():
+def test_quick_stable_rank_equals_the_slow_one():
     for matrix in (torch.randn(150, 90), torch.randn(20, 300), torch.randn(90, 3) @ torch.randn(3, 150)):
         assert stable_rank(matrix) == pytest.approx(plain_ranks(matrix)[0], rel=0.03)
     assert math.isnan(stable_rank(torch.zeros(80, 80)))
 
 
-def test_suggestions_are_for_dense_matrices_that_would_get_smaller(tmp_path):
-    llama().save_pretrained(tmp_path)
-    layers = by_name(rank_report(tmp_path, for_rank=4, include="mlp|embed"))
+def test_omegas_are_for_dense_matrices_that_get_smaller(tmp_path):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    layers = by_name(tmp_path, for_rank=4, include="mlp|embed")
     assert all(layer.omega_guess["omega"] > 0 for name, layer in layers.items() if "mlp" in name)
     assert layers["model.embed_tokens"].omega_guess is None
     assert all(layer.omega_guess is None for layer in rank_report(tmp_path, for_rank=30).layers)
@@ -235,7 +222,7 @@ def test_suggestions_are_for_dense_matrices_that_would_get_smaller(tmp_path):
 
 
 def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
-    llama().save_pretrained(tmp_path / "m")
+    FAMILIES["llama"]().save_pretrained(tmp_path / "m")
     code, out, err = run(capsys, "inspect", "--rank", tmp_path / "m", "--plot", tmp_path / "p.png")
     assert (code, err) == (0, "")
     assert "model.layers.*.mlp.gate_proj" in out
@@ -248,8 +235,8 @@ def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
     assert every.count("model.layers.1.mlp") == 3
 
 
-def test_rank_with_a_number_still_adds_branches(tmp_path, capsys, monkeypatch):
-    llama().save_pretrained(tmp_path / "8")
+def test_rank_with_a_number_adds_branches(tmp_path, capsys, monkeypatch):
+    FAMILIES["llama"]().save_pretrained(tmp_path / "8")
     monkeypatch.chdir(tmp_path)
     assert json.loads(run(capsys, "inspect", "8", "--rank", "4", "--json")[1])["branch_parameters"] > 0
     assert json.loads(run(capsys, "inspect", "8", "--rank=4", "--json")[1])["branch_parameters"] > 0
@@ -257,7 +244,7 @@ def test_rank_with_a_number_still_adds_branches(tmp_path, capsys, monkeypatch):
     assert "MODEL" in run(capsys, "inspect", "--rank", "64")[2]
 
 
-def test_rank_figures_are_a_function_of_their_seeds(tmp_path, capsys):
+def test_rank_figures_depend_on_their_seeds(tmp_path, capsys):
     code, out, _ = run(capsys, "inspect", "--rank-figures", tmp_path / "f", "--seeds", "1")
     assert code == 0
     assert "sine, omega=2000" in out
@@ -276,20 +263,16 @@ def test_rank_figures_are_a_function_of_their_seeds(tmp_path, capsys):
     assert "--overwrite" in err
 
 
-def broken(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_wrong_inputs_are_one_clear_line(tmp_path, capsys):
+def test_wrong_inputs_give_one_line(tmp_path, capsys):
     model, empty = tmp_path / "m", tmp_path / "empty"
-    llama().save_pretrained(model)
+    FAMILIES["llama"]().save_pretrained(model)
     empty.mkdir()
     save_file({"scale": torch.ones(4), "packed": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path / "flat.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-5])
     (tmp_path / "weights.bin").write_bytes(b"x")
-    broken(model, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(math.nan))
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(math.nan)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     for arguments, words in (
         ([tmp_path / "absent"], "no such file or folder"),
         ([empty], "has no weights"),

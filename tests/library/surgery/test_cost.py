@@ -33,7 +33,7 @@ def _make(family: str, augmented: bool) -> nn.Module:
 
 @pytest.mark.parametrize("augmented", [False, True], ids=["plain", "noble"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops_equal_those_that_torch_counts(family, augmented, monkeypatch):
+def test_flops_equal_torchs_count(family, augmented, monkeypatch):
     # torch's counter knows no in-place addmm_ and no fused CPU attention: the plain formulas, same products.
     monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
     model = _make(family, augmented).eval()
@@ -51,7 +51,7 @@ def test_flops_equal_those_that_torch_counts(family, augmented, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_and_the_branches_share(family):
+def test_parameters_include_the_branches_share(family):
     plain, noble = _make(family, False), _make(family, True)
     cost = model_cost(noble, LENGTH)
     assert cost.parameters == count_parameters(noble) == sum(p.numel() for p in noble.parameters())
@@ -61,7 +61,7 @@ def test_parameters_and_the_branches_share(family):
     assert [row.kind for row in cost.rows].count("head") == 1
 
 
-def test_tied_parameters_count_once_and_the_head_still_computes():
+def test_tied_parameters_count_once():
     model = FAMILIES["gpt2"]()
     assert model.lm_head.weight is model.transformer.wte.weight
     head = next(row for row in model_cost(model, LENGTH).rows if row.kind == "head")
@@ -77,7 +77,7 @@ def test_tied_parameters_count_once_and_the_head_still_computes():
     ],
     ids=["base", "large"],
 )
-def test_published_counts_on_meta(layers, width, total, percent):
+def test_published_counts_hold_on_meta(layers, width, total, percent):
     config = GlmConfig(
         vocab_size=50257,
         hidden_size=width,
@@ -102,7 +102,7 @@ def test_published_counts_on_meta(layers, width, total, percent):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_bytes_equal_those_of_a_real_step(family, bf16):
+def test_saved_bytes_equal_those_of_a_step(family, bf16):
     model = _make(family, True)
     cost = inspect_model(model, LENGTH, BATCH, bf16=bf16)
     inputs = batch(model, size=BATCH, length=LENGTH)
@@ -119,7 +119,7 @@ def test_kept_bytes_equal_those_of_a_real_step(family, bf16):
     assert cost.kept_dtype == ("bfloat16" if bf16 else "float32")
 
 
-def test_inspection_leaves_a_model_as_it_was():
+def test_inspection_changes_nothing():
     model = _make("llama", True).eval()
     model.model.layers[0].train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -131,14 +131,14 @@ def test_inspection_leaves_a_model_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_branch_keeps_its_h():
+def test_branches_save_their_h():
     plain, noble = (inspect_model(_make("glm", augmented), LENGTH, BATCH) for augmented in (False, True))
     layers = sum(row.kind == "NobleLinear" for row in noble.rows)
     assert layers == 2 * 6
     assert noble.kept_bytes - plain.kept_bytes == layers * BATCH * LENGTH * 8 * 4
 
 
-def test_large_model_by_its_config_alone():
+def test_large_models_are_inspected_by_their_config():
     config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
     cost = inspect_model(config, 1024, 8, bf16=True)
     assert cost.parameters > 1.2e9
@@ -149,7 +149,7 @@ def test_large_model_by_its_config_alone():
     assert attention.flops == 4 * 1024 * 2048
 
 
-def test_config_of_an_augmented_model():
+def test_augmented_config_gives_the_models_cost():
     model = _make("llama", True)
     again = inspect_model(model.config, LENGTH, BATCH)
     assert again.to_dict()["layers"] == inspect_model(model, LENGTH, BATCH).to_dict()["layers"]
@@ -170,7 +170,7 @@ class _Mixer(nn.Module):
         return self.attention(y, y, y, need_weights=False)[0] @ self.experts[0]
 
 
-def test_plain_modules():
+def test_plain_modules_need_inputs_for_saved_bytes():
     model = _Mixer()
     bare = inspect_model(model, 5)
     assert bare.kept_bytes is None
@@ -183,7 +183,7 @@ def test_plain_modules():
     assert cost.kept_bytes == saved_bytes(model, x)
 
 
-def test_a_pass_that_needs_contents_is_noted():
+def test_passes_that_need_contents_are_noted():
     class Peeking(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.sum().item() > 0 else x
@@ -194,7 +194,7 @@ def test_a_pass_that_needs_contents_is_noted():
     assert cost.parameters == 20
 
 
-def test_table_and_json():
+def test_table_and_json_hold_the_totals():
     cost = inspect_model(_make("glm", True), LENGTH, BATCH)
     folded, every = format_cost(cost), format_cost(cost, every_layer=True)
     row = next(line.split() for line in folded.splitlines() if line.startswith("model.layers.*.self_attn.q_proj"))
@@ -209,7 +209,7 @@ def test_table_and_json():
     assert sum(layer["kept_bytes"] for layer in data["layers"]) == data["kept_bytes"]
 
 
-def test_bad_input_is_refused():
+def test_bad_input_raises():
     with pytest.raises(UserError, match="sequence_length must be a positive integer"):
         model_cost(nn.Linear(2, 2), 0)
     with pytest.raises(UserError, match="batch_size must be"):

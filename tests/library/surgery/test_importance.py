@@ -27,7 +27,7 @@ def batches(count=3):
     return [{"x": torch.randn(7, 6), "labels": torch.randn(7, 4)} for _ in range(count)]
 
 
-def test_gradient_scores_are_the_formula():
+def test_gradient_scores_follow_the_formula():
     model, given = Two(), batches()
     expected = dict.fromkeys(("a", "b"), 0.0)
     for each in given:
@@ -58,7 +58,7 @@ def test_modules_keep_their_modes(score):
     }
 
 
-def test_activation_scores_are_the_formula():
+def test_activation_scores_follow_the_formula():
     model, given = Two(), batches()
     x = torch.cat([each["x"] for each in given])
     inputs = {"a": x, "b": model.a(x).tanh()}
@@ -73,7 +73,7 @@ def test_activation_scores_are_the_formula():
 
 @pytest.mark.parametrize("score", ["gradient", "activation"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_scored_without_its_head(family, score):
+def test_families_are_scored_without_their_head(family, score):
     model = FAMILIES[family]()
     inputs = batch(model)
     labels = torch.tensor([0, 1]) if family == "vit" else inputs["input_ids"]
@@ -89,7 +89,7 @@ def test_every_family_is_scored_without_its_head(family, score):
     assert all(name in chosen for name in scores if part_of(name) in ("query", "feed_forward"))
 
 
-def test_a_layer_whose_weights_do_nothing_scores_least():
+def test_layers_that_do_nothing_score_least():
     model = FAMILIES["llama"]()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1e-6)
@@ -99,7 +99,7 @@ def test_a_layer_whose_weights_do_nothing_scores_least():
     assert min(of_kind, key=of_kind.get) == "model.layers.1.mlp.down_proj"
 
 
-def test_percentile_is_numpys():
+def test_percentile_equals_numpys():
     values = torch.rand(40).tolist()
     scores = {f"layer{index}": value for index, value in enumerate(values)}
     chosen = select_layers(scores, 70)
@@ -155,33 +155,28 @@ def test_percentile_is_numpys():
         ("encoder.stages.0.layers.0.attention.attention.projection_value", "value"),
     ],
 )
-def test_parts_by_name(name, part):
+def test_parts_are_told_by_name(name, part):
     assert part_of(name) == part
 
 
-def test_wrong_input_is_named():
+def test_bad_input_raises():
     model = Two()
-    with pytest.raises(UserError, match="no loss; put labels"):
-        layer_importance(model, [{"x": torch.randn(2, 6)}])
-    with pytest.raises(UserError, match="no batches"):
-        layer_importance(model, [])
-    with pytest.raises(UserError, match="no batches"):
-        layer_importance(model, [], score="activation")
-    with pytest.raises(UserError, match="unknown score"):
-        layer_importance(model, batches(), score="magic")
-    with pytest.raises(UserError, match="no linears"):
-        layer_importance(nn.Sequential(nn.ReLU()), [])
-    with pytest.raises(UserError, match="of a is not finite"):
-        layer_importance(model, [{"x": torch.full((2, 6), float("nan")), "labels": torch.zeros(2, 4)}])
-    with pytest.raises(UserError, match="between 0 and 100"):
-        select_layers({"a": 1.0}, 101)
-    with pytest.raises(UserError, match="no scores"):
-        select_layers({})
-    with pytest.raises(UserError, match=r"single batch; put it into a list") as caught:
-        layer_importance(model, batches(1)[0])
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="cannot be a Tensor"):
-        layer_importance(model, [torch.randn(2, 6)], score="activation")
+    nan = {"x": torch.full((2, 6), float("nan")), "labels": torch.zeros(2, 4)}
+    for call, message in (
+        (lambda: layer_importance(model, [{"x": torch.randn(2, 6)}]), "no loss; put labels"),
+        (lambda: layer_importance(model, []), "no batches"),
+        (lambda: layer_importance(model, [], score="activation"), "no batches"),
+        (lambda: layer_importance(model, batches(), score="magic"), "unknown score"),
+        (lambda: layer_importance(nn.Sequential(nn.ReLU()), []), "no linears"),
+        (lambda: layer_importance(model, [nan]), "of a is not finite"),
+        (lambda: layer_importance(model, batches(1)[0]), "single batch; put it into a list"),
+        (lambda: layer_importance(model, [torch.randn(2, 6)], score="activation"), "cannot be a Tensor"),
+        (lambda: select_layers({"a": 1.0}, 101), "between 0 and 100"),
+        (lambda: select_layers({}), "no scores"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +187,7 @@ def test_wrong_input_is_named():
         (("h.0.attn.q_proj", "h.0.attn.k_proj"), "is a feed-forward by its name"),
     ],
 )
-def test_names_without_a_query_or_a_feed_forward_are_refused(names, words):
+def test_unknown_names_raise(names, words):
     with pytest.raises(
         UserError, match=words + ".*choose with select_layers, or give augment names by select="
     ) as caught:
@@ -201,7 +196,7 @@ def test_names_without_a_query_or_a_feed_forward_are_refused(names, words):
 
 
 @pytest.mark.parametrize("score", ["gradient", "activation"])
-def test_an_encoder_and_decoder_is_given_its_labels(score):
+def test_encoder_decoders_get_their_labels(score):
     # Its decoder's inputs are made from the labels.
     config = T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, decoder_start_token_id=0)
     tokens = torch.randint(1, 40, (2, 6))
@@ -213,7 +208,7 @@ def test_an_encoder_and_decoder_is_given_its_labels(score):
 
 
 @pytest.mark.parametrize("score", ["gradient", "activation"])
-def test_inference_mode_around_it_changes_nothing(score):
+def test_inference_mode_changes_nothing(score):
     model, given = Two(), batches()
     model.b.requires_grad_(False)
     expected = layer_importance(model, given, score=score)
@@ -241,7 +236,7 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize("score", ["gradient", "activation"])
-def test_calls_by_keyword_and_on_no_rows(score):
+def test_calls_by_keyword_and_on_no_rows_are_scored(score):
     model, x = Calls(rows=0), torch.randn(5, 6)
     scores = layer_importance(model, [{"x": x}], score=score)
     assert scores["expert"] == 0.0
