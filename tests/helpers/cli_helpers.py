@@ -14,6 +14,13 @@ def run(capsys, *arguments):
     return code, out, err
 
 
+def succeed(capsys, *arguments):
+    """What a command prints; it must succeed."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
 def refused(capsys, *arguments):
     """The one line by which a command refuses its input, with nothing else said."""
     code, out, err = run(capsys, *arguments)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import finetune_helpers as kit
-from cli_helpers import refused, run
+from cli_helpers import refused, run, succeed
 from nlr_lab.evaluation import batches
 from nlr_lab.training import run_training
 
@@ -30,8 +30,7 @@ def tuned(task, out, arm="sine-lora:r=2,omega=30"):
 
 
 def evaluated(capsys, folder, *options):
-    code, out, err = run(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
-    assert code == 0, err
+    out = succeed(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
     written = json.loads((folder / "scores.json").read_text())["held_out"]
     assert ("squared error" if "pearson" in written else "nats") in out
     for name, value in written.items():
@@ -42,14 +41,14 @@ def evaluated(capsys, folder, *options):
 @pytest.mark.parametrize(
     ("kind", "arm"), [*((kind, arm) for kind in TASKS for arm in ARMS), ("cola", "head"), ("images", "head")]
 )
-def test_the_runs_own_numbers_again(root, tmp_path, capsys, kind, arm):
+def test_evaluate_gives_the_runs_own_numbers(root, tmp_path, capsys, kind, arm):
     result = tuned(TASKS[kind](root), tmp_path / "out", arm)
     expected = result.scores or {"loss": result.final_loss}
     assert evaluated(capsys, tmp_path / "out") == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("pooling", ["own", "mean"])
-def test_a_split_that_the_run_was_not_scored_on(root, tmp_path, capsys, pooling):
+def test_evaluate_scores_another_split(root, tmp_path, capsys, pooling):
     # Trained alike, and scored on the one and on the other.
     runs = {
         split: tuned(kit.glue_task(root, "stsb", pooling, scored=split), tmp_path / split) for split in ("dev", "test")
@@ -72,7 +71,7 @@ def test_a_batch_that_does_not_fit_memory_is_refused(root, tmp_path, capsys, mon
     assert run(capsys, "evaluate", tmp_path, "--batch-size", fits)[0] == 0
 
 
-def test_a_base_that_has_moved(root, tmp_path, capsys):
+def test_a_base_that_has_moved_is_named(root, tmp_path, capsys):
     shutil.copytree(root, tmp_path / "here")
     result = tuned(kit.glue_task(tmp_path / "here"), tmp_path / "out")
     shutil.move(tmp_path / "here" / "bert", tmp_path / "there")
@@ -81,7 +80,7 @@ def test_a_base_that_has_moved(root, tmp_path, capsys):
     assert found == pytest.approx(result.scores, rel=1e-4, abs=1e-6)
 
 
-def test_wrong_input(root, tmp_path, capsys):
+def test_wrong_input_is_refused(root, tmp_path, capsys):
     glue, images, full = (tmp_path / name for name in ("glue", "images", "full"))
     tuned(kit.glue_task(root), glue)
     tuned(kit.image_task(root), images)

@@ -1,0 +1,266 @@
+"""Commands from training to a converted model, and what they refuse."""
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli_helpers import refused, run, succeed
+from nlr_lab.cli import main as cli
+
+SIZES = [
+    *("--layers", "1", "--width", "32", "--heads", "2", "--hidden", "48", "--vocab-size", "280"),
+    *("--sequence-length", "16", "--eval-sequences", "4", "--tracker", "none", "--threads", "1"),
+    *("--steps", "4", "--batch-size", "2", "--warmup-steps", "1", "--eval-every", "2", "--save-every", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a corpus, the options that train on it, and a run of NOBLE in `run`."""
+    folder = tmp_path_factory.mktemp("cli")
+    words = ["tree", "river", "stone", "light", "water", "grass", "cloud", "house"]
+    order = random.Random(0)
+    lines = [" ".join(order.choices(words, k=8)) for _ in range(400)]
+    (folder / "corpus.txt").write_text("\n<|endoftext|>\n".join(lines))
+    options = ["--source", folder / "corpus.txt", "--cache-dir", folder / "cache", *SIZES]
+    code = cli.main(
+        [str(each) for each in ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]]
+    )
+    assert code == 0
+    return folder, options
+
+
+def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
+    folder, _ = trained
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert result["arm"] == "noble-r4"
+    out = succeed(capsys, "evaluate", folder / "run", "--output", tmp_path / "score.json")
+    assert "held-out text of llm-demo" in out
+    score = json.loads((tmp_path / "score.json").read_text())["text"]
+    # Two ways to the same number: Trainer's evaluation, and a loaded model on the packed text.
+    assert score["loss"] == pytest.approx(result["final_loss"], rel=1e-5)
+    assert score["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
+    # A checkpoint in the middle of the run is a model too, and knows its run.
+    out = succeed(capsys, "evaluate", folder / "run" / "checkpoints" / "step-000004")
+    assert f"loss {result['final_loss']:.4f}" in out
+
+
+def test_evaluate_scores_any_text(trained, capsys):
+    folder, _ = trained
+    out = succeed(capsys, "evaluate", folder / "run", "--text", folder / "corpus.txt")
+    assert re.search(r"perplexity \d.* bits per byte \d", out)
+
+
+def test_generate_continues_a_prompt(trained, capsys):
+    folder, _ = trained
+    arguments = ["generate", folder / "run", "--prompt", "tree river", "--max-new-tokens", "5", "--seed", "1"]
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith("tree river")
+    assert len(out) > len("tree river\n")
+    assert run(capsys, *arguments)[1] == out
+
+
+def test_a_finished_run_resumes_to_the_same_and_is_not_overwritten_unasked(trained, capsys):
+    folder, options = trained
+    again = ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]
+    before = (folder / "run" / "result.json").read_bytes()
+    err = refused(capsys, *again)
+    assert "--resume" in err
+    assert "--overwrite" in err
+    assert run(capsys, *again, "--resume")[0] == 0
+    assert (folder / "run" / "result.json").read_bytes() == before
+
+
+def test_compare_writes_table_picture_and_report(trained, capsys, tmp_path):
+    _, options = trained
+    arms = ["--arms", "baseline", "noble:rank=4", "--seeds", "2", "--timing-rounds", "2"]
+    # `make demo` always resumes, the first time too.
+    out = succeed(capsys, "compare", "llm-demo", "--out", tmp_path / "c", "--resume", *arms, *options)
+    assert "n = 2" in out
+    assert "noble-r4" in out
+    for name in ("results.json", "report.md", "curves.png"):
+        assert (tmp_path / "c" / name).stat().st_size > 0
+    assert "--resume" in refused(capsys, "compare", "llm-demo", "--out", tmp_path / "c", *arms, *options)
+
+
+def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
+    _, options = trained
+    plain = tmp_path / "plain"
+    succeed(capsys, "train", "llm-demo", "--out", plain, "--arm", "baseline", *options)
+    assert "bit-equal" in succeed(capsys, "convert", plain, tmp_path / "up", "--rank", "4")
+    paper = succeed(capsys, "convert", plain, tmp_path / "paper", "--rank", "4", "--up-init", "paper")
+    assert "bit-equal" not in paper
+    succeed(capsys, "generate", tmp_path / "up", "--prompt", "tree", "--max-new-tokens", "2")
+    exact = ["--method", "rational", "--groups", "4", "--anchor", "exact"]
+    out = succeed(capsys, "convert", plain, tmp_path / "rational", *exact)
+    assert "bit-equal" in out
+    assert "activations swapped" in out
+    wrong = tmp_path / "wrong"
+    assert "rank" in refused(capsys, "convert", plain, wrong, "--rank", "32")
+    err = refused(capsys, "convert", plain, wrong, "--method", "rational", "--rank", "4")
+    assert "--rank is not of --method rational" in err
+    assert "--groups is not of" in refused(capsys, "convert", plain, wrong, "--groups", "4")
+    err = refused(capsys, "convert", plain, wrong, "--rank", "12", "--rank-ratio", "0.25")
+    assert "takes the place of --rank" in err
+    assert not wrong.exists()
+
+
+def test_inspect_counts_recipes_folders_and_configs_alike(trained, capsys):
+    folder, _ = trained
+    saved = load_file(folder / "run" / "model" / "model.safetensors")
+    counts = []
+    for model in (folder / "run", folder / "run" / "model", folder / "run" / "model" / "config.json"):
+        out = succeed(capsys, "inspect", model, "--json")
+        counts.append(json.loads(out)["parameters"])
+    assert counts == [sum(tensor.numel() for tensor in saved.values())] * 3
+    out = succeed(capsys, "inspect", folder / "run")
+    assert f"{counts[0]:,}" in out
+    assert "saved bytes" in out
+
+    plain = json.loads(run(capsys, "inspect", "llm-demo", "--arm", "baseline", "--json")[1])
+    noble = json.loads(run(capsys, "inspect", "llm-demo", "--rank", "8", "--json")[1])
+    # One branch on each of q, k, v, o (128 -> 128), gate-up (128 -> 688) and down (344 -> 128) of 4 layers.
+    widths = [256, 256, 256, 256, 816, 472]
+    assert noble["parameters"] - plain["parameters"] == 4 * sum(8 * width + 8 * 8 + 4 * 8 for width in widths)
+    assert noble["kept_bytes"] > plain["kept_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["llm-dem"], ["'llm-demo'"]),
+        (["nowhere/config.json"], ["nowhere/config.json"]),
+        (["llm-demo", "--rank", "0"], ["rank"]),
+        (["llm-demo", "--rank", "128"], ["rank", "128"]),
+        (["llm-demo", "--rank", "8", "--arm", "baseline"], ["--rank", "--arm"]),
+        (["llm-demo", "--sequence-length", "0"], ["sequence_length"]),
+        (["broken.json"], ["broken.json"]),
+        (["other.json"], ["other.json", "model_type"]),
+        (["strange.json"], ["strange.json", "no_such_type"]),
+        (["wrong.json"], ["wrong.json"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_inspect_refuses_what_is_no_model(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "strange.json").write_text('{"model_type": "no_such_type"}')
+    (tmp_path / "wrong.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    err = refused(capsys, "inspect", *arguments)
+    assert all(word in err for word in words), err
+
+
+def test_bench_step_measures_and_records(capsys, tmp_path):
+    small = ["--width", "32", "--heads", "2", "--hidden", "48", "--layers", "1", "--sequence-length", "8"]
+    options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--output", tmp_path / "b.json"]
+    options += ["--device", ""]  # the one there is
+    out = succeed(capsys, "bench", "step", *small, *options, "--picture", tmp_path / "b.png")
+    assert "step / FLOPs" in out
+    assert (tmp_path / "b.png").is_file()
+    assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("stop", "unknown benchmark 'stop'"),
+        ("", "nlr bench step"),
+        ("step --ranks 0", "rank"),
+        ("step --device tpu9", "tpu9"),
+        ("step --output /no/such/folder/b.json", "/no/such/folder"),
+        ("memory --picture /no/such/folder/b.png", "/no/such/folder"),
+        ("kernels --picture k.png", "draws no picture"),
+        ("op --operators magic", "magic"),
+        ("op --operators noble noble", "operators must be different"),
+        ("decode --modes", "modes must be different, and at least one, got none"),
+        ("decode --modes eager eager", "modes must be different"),
+        ("decode --output .", "is a folder; name a file (--output)"),
+        ("decode --methods nonlinear-query --fuse-shared-inputs", "fuse_shared_inputs is NOBLE's"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, "bench", *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--arm", "noble:rank=0"], ["rank"]),
+        (["--arm", "noble:rank=-3"], ["rank"]),
+        (["--arm", "noble:rank=32"], ["rank"]),
+        (["--arm", "noble:activation=relu6"], ["relu6", "cosine"]),
+        (["--arm", "nobel"], ["nobel"]),
+        (["--arm", "no_such_module:change"], ["no_such_module"]),
+        (["--source", "missing.txt"], ["missing.txt"]),
+        (["--source", "empty.txt"], ["empty"]),
+        (["--source", "binary.txt"], ["binary"]),
+        (["--source", "short.txt"], ["short"]),
+        (["--tokenizer", "no/such/tokenizer"], ["no/such/tokenizer"]),
+        (["--steps", "0"], ["steps"]),
+        (["--optimiser", "sgd"], ["--optimiser"]),
+        (["--width", "33"], ["33"]),
+        (["--resume", "--overwrite"], ["overwrite"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_wrong_runs_are_refused_with_nothing_written(trained, capsys, monkeypatch, tmp_path, command, options, words):
+    _, usual = trained
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "short.txt").write_text("too few words")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    if command == "compare" and options[0] == "--arm":
+        options = ["--arms", "baseline", options[1]]
+    code, _, err = run(capsys, command, "llm-demo", "--out", "out", *usual, *options)  # comparisons print their arms
+    assert (code, err.count("\n")) == (2, 1), err
+    assert all(word in err for word in words), err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def truncate(model):
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def change(**more):
+    """Drop a tensor and add others."""
+
+    def damage(model):
+        tensors = load_file(model / "model.safetensors")
+        if not more:
+            tensors.pop(next(name for name in tensors if "noble_up" in name))
+        (model / "manifest.json").unlink()  # or their hash would be what is wrong
+        save_file({**tensors, **more}, model / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+DAMAGES = {
+    "truncated": truncate,
+    "without a tensor": change(),
+    "with a stray tensor": change(stray=torch.zeros(2)),
+    "not a config": lambda model: (model / "config.json").write_text('{"name": "not a config"}'),
+    "not JSON": lambda model: (model / "config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", ["evaluate", "generate", "convert"])
+def test_damaged_models_are_refused(trained, capsys, tmp_path, command, damage):
+    folder, _ = trained
+    shutil.copytree(folder / "run" / "model", tmp_path / "model")
+    DAMAGES[damage](tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    extra = [tmp_path / "out"] if command == "convert" else []
+    assert "model" in refused(capsys, command, tmp_path / "model", *extra)
+    assert sorted(tmp_path.rglob("*")) == before
