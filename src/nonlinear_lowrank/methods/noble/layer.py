@@ -40,6 +40,7 @@ from transformers import initialization as init  # skips tensors that were loade
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.branch import BranchLayer
 from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
 
 from .config import NobleConfig
@@ -53,42 +54,17 @@ if TYPE_CHECKING:
 _PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 
 
-class _NobleBranch(MultiplierLayer, nn.Module):
+class _NobleBranch(MultiplierLayer, BranchLayer):
     """The branch's parameters, flat in the layer so that plain checkpoints keep their names."""
 
     noble_down: nn.Parameter | None
     noble_up: nn.Parameter
     noble_up_bias: nn.Parameter | None
     noble_fusion: nn.Parameter | None
-    dense: nn.Module
-    plain_names: bool
-    """Whether `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
-    model, it renames them itself (`hub.names`)."""
-
-    @property
-    def weight(self) -> Any:
-        """The dense part's, in its own shape."""
-        return self.dense.weight
-
-    @property
-    def bias(self) -> Any:
-        """The dense part's (d_out), or None."""
-        return self.dense.bias
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the dense part's tensors under either name."""
-        for name in ("weight", "bias"):
-            if (plain := prefix + name) in state_dict:
-                state_dict[f"{prefix}dense.{name}"] = state_dict.pop(plain)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
         self.noble_config = config
         self.noble_shape = (d_in, d_out)
-        self.plain_names = True
-        self.dense.reset_parameters = _drawn_by_the_layer  # type: ignore[assignment]
-        self.register_state_dict_post_hook(_with_plain_names)
-        self.branch_enabled = True
         self.noble_shared: SharedDown | None = None
         self.noble_group: NobleGroup | None = None
         self.noble_place = 0  # in either
@@ -261,7 +237,7 @@ class NobleLinear(_NobleBranch):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         where = torch.get_default_device() if device is None else device
-        self.dense = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=where, dtype=dtype)
+        self.put_beside(nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=where, dtype=dtype))
         self._add_branch(in_features, out_features, config, device, dtype)
         self.reset_parameters()
 
@@ -283,7 +259,8 @@ class NobleConv1D(_NobleBranch):
         self.nf, self.nx = nf, nx
         with torch.device("meta"):  # its constructor takes no device, and draws
             dense = Conv1D(nf, nx)
-        self.dense = dense.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
+        where = torch.get_default_device() if device is None else device
+        self.put_beside(dense.to(dtype=dtype).to_empty(device=where))
         self._add_branch(nx, nf, config, device, dtype)
         self.reset_parameters()
 
@@ -291,16 +268,3 @@ class NobleConv1D(_NobleBranch):
 def _require_low(config: NobleConfig, d_in: int, d_out: int) -> None:
     if (why := config.check_rank(d_in, d_out)) is not None:
         raise UserError(f"{why}; choose a rank below {min(d_in, d_out)}")
-
-
-def _drawn_by_the_layer() -> None:
-    """Stands for `dense.reset_parameters`: a loop over all modules would undo the table's init of the dense part."""
-
-
-def _with_plain_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Renames the dense part's tensors in what `state_dict()` returns."""
-    assert isinstance(layer, _NobleBranch)
-    if layer.plain_names:
-        for name in ("weight", "bias"):
-            if (inside := f"{prefix}dense.{name}") in state_dict:
-                state_dict[prefix + name] = state_dict.pop(inside)
