@@ -4,11 +4,23 @@ import errno
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import MANIFEST, TEMPORARY, file_fault, remove, sync
+from nonlinear_lowrank.hub.storage import (
+    MANIFEST,
+    TEMPORARY,
+    describe_disk_error,
+    file_fault,
+    is_disk_error,
+    remove,
+    sync,
+)
 
 try:
     import fcntl
@@ -19,10 +31,15 @@ LOCK = ".lock"
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file at once: readers see the old one or the new one."""
+    """Write a JSON file at once: readers see the old one or the new one."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file at once."""
     staged = path.with_name(f"{TEMPORARY}{path.name}")
     with staged.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
@@ -145,15 +162,50 @@ def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     )
 
 
+def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrite: bool) -> bool:
+    """Whether there is something of ours to resume in a folder that is to be written to.
+
+    Args:
+        folder: to write to.
+        marker: the file by which a folder of ours is known.
+        what: is in such a folder, for the message.
+        resume: go on with what is there.
+        overwrite: replace what is there.
+
+    Raises:
+        UserError: the folder is in use for something else, or neither `resume` nor `overwrite` is asked for.
+    """
+    if is_free(folder, resume=resume, overwrite=overwrite):
+        return False
+    ours = (folder / marker).is_file()
+    if not resume and not overwrite:
+        more = ", --resume to go on or --overwrite to start anew" if ours else ""
+        raise UserError(f"{folder} is not empty; choose another folder{more}")
+    if not ours:
+        raise UserError(f"{folder} holds no {what} (it has no {marker}); choose another folder")
+    return resume
+
+
+@contextmanager
+def disk_errors(what: str, hint: str = "make room and go on with --resume") -> Iterator[None]:
+    """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not is_disk_error(error):
+            raise
+        raise UserError(f"cannot write {what}: {describe_disk_error(error)}; {hint}") from error
+
+
 def remove_temporaries(folder: Path) -> None:
-    """Removes what killed processes left directly in a folder."""
+    """Remove what killed processes left directly in a folder."""
     for child in folder.iterdir() if folder.is_dir() else ():
         if child.name.startswith(TEMPORARY):
             remove(child)
 
 
 def clear_folder(folder: Path, *names: str) -> None:
-    """Removes files and folders of ours from a folder, and nothing else; by the last one it is known as ours."""
+    """Remove files and folders of ours from a folder, and nothing else; by the last one it is known as ours."""
     remove_temporaries(folder)
     for name in names:
         remove(folder / name)

@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
 
 from nlr_lab.runtime.processes import gather_objects, on_first_process
-from nlr_lab.runtime.storage import newest_valid, prune, remove_temporaries, step_folders
+from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.hub.storage import MANIFEST, describe_disk_error, is_disk_error, staged_folder
+from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
@@ -185,7 +184,9 @@ class CheckpointedTrainer(Trainer):
             raise self.diverged(self.state.global_step)
         weights = {} if self.is_deepspeed_enabled else without_frozen(plain, self._weights())
         states = gather_objects(random_state(self.args.device))
-        with self._disk_errors(), ExitStack() as stack:  # rank 0 has the folder in it: gone again if anyone fails
+        what = f"the checkpoint of step {self.state.global_step} to {self.checkpoints}"
+        hint = f"{self._last_good()}; make room and go on with --resume"
+        with disk_errors(what, hint), ExitStack() as stack:  # rank 0 has the folder in it: gone again if anyone fails
             folder = Path(on_first_process(lambda: str(stack.enter_context(self._staged()))))
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
@@ -212,18 +213,6 @@ class CheckpointedTrainer(Trainer):
             yield folder
         if not self.keep_all:
             prune(self.checkpoints, step, self.args.save_total_limit or 1)
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            if not is_disk_error(error):
-                raise
-            raise UserError(
-                f"cannot write the checkpoint of step {self.state.global_step} to {self.checkpoints}: "
-                f"{describe_disk_error(error)}; {self._last_good()}; make room and go on with --resume"
-            ) from error
 
     def _weights(self) -> dict[str, Any]:
         """Weights by their names in memory; of a sharded model whole, and on rank 0 alone."""

@@ -15,8 +15,6 @@ from .recipe import Recipe
 from .result import TrainResult
 from .run_folder import DATA, MODEL, RECIPE, RESULT
 
-_KINDS = {True: "finetune", False: "train"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FormerRun:
@@ -29,14 +27,10 @@ class FormerRun:
 
     @classmethod
     def read(cls, path: Path, command: str = "train") -> "FormerRun":
-        """The run of a folder.
-
-        Args:
-            path: a folder of `nlr train`, `nlr finetune` or one of a comparison's runs.
-            command: "train" or "finetune": what is to repeat it.
+        """Return the run of a folder, which `nlr train` or `nlr finetune` (`command`) is to repeat.
 
         Raises:
-            UserError: it is no run folder, its recipe cannot be read, or the other command's.
+            UserError: it is no run folder, its recipe cannot be read, or it is the other command's.
         """
         if not (path / RECIPE).is_file():
             what = "is no run folder" if path.is_dir() else "does not exist"
@@ -44,13 +38,13 @@ class FormerRun:
             raise UserError(f"{path} {what}: there is no {path / RECIPE}{hint}")
         about = read_json(path / RECIPE, recipe=dict)
         recipe = Recipe.from_dict(about["recipe"])
-        own = _KINDS[recipe.task.pretrained]
+        own = "finetune" if recipe.task.pretrained else "train"
         if own != command:
             raise UserError(f"the run in {path} is one of nlr {own}: nlr {own} --from {path} --out NEW")
         return cls(path=path, recipe=recipe, about=about)
 
     def changes(self) -> list[str]:
-        """A line for each version, property of the machine, commit and data file that is not as it was.
+        """Return a line for each version, property of the machine, commit and data file that is not as it was.
 
         Raises:
             UserError: data.json is damaged, or a file of the data cannot be read.
@@ -69,20 +63,16 @@ class FormerRun:
         return lines
 
     def verdict(self, result: TrainResult, out: Path) -> str:
-        """One line on whether the repetition gave the same bits.
-
-        Args:
-            result: the repetition's.
-            out: its folder.
-        """
+        """Return one line on whether the repetition, with this result in this folder, gave the same bits."""
         if result.fingerprint != self.about.get("fingerprint"):
             return f"not the data of {self.path}: what was trained on has another fingerprint"
         if not (self.path / RESULT).is_file():
             return f"{self.path} was not finished: there is no result to compare with"
-        former = TrainResult.from_json((self.path / RESULT).read_text(encoding="utf-8"))
-        if (before := _bits(former)) != (now := _bits(result)):
-            name = next(name for name in before if before[name] != now[name])
-            return f"not the bits of {self.path}: {name} was {_short(before[name])} and is {_short(now[name])}"
+        before = _bits(TrainResult.from_json((self.path / RESULT).read_text(encoding="utf-8")))
+        now = _bits(result)
+        for name in before:
+            if before[name] != now[name]:
+                return f"not the bits of {self.path}: {name} was {_short(before[name])} and is {_short(now[name])}"
         weights = [_weights(folder / MODEL) for folder in (self.path, out)]
         if weights[0] != weights[1]:
             return f"not the bits of {self.path}: the losses are the same and the weights differ"
@@ -103,10 +93,10 @@ def _git_changes(before: Any, now: Any) -> list[str]:
     return lines
 
 
-def _bits(result: TrainResult) -> dict[str, Any]:
+def _bits(result: TrainResult) -> dict[str, str]:
     """All numbers but the clock's, as JSON writes them: exactly."""
-    numbers = {name: value for name, value in result.to_dict().items() if name not in ("seconds", "fingerprint")}
-    return {name: json.dumps(value) for name, value in numbers.items()}
+    numbers = result.to_dict()
+    return {name: json.dumps(numbers[name]) for name in numbers if name not in ("seconds", "fingerprint")}
 
 
 def _weights(folder: Path) -> dict[str, str]:
