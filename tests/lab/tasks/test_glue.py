@@ -206,22 +206,6 @@ def test_the_published_numbers_of_rows(shared_data, task, sizes):
         assert all(text.strip() for row in rows.texts for text in row)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"task": "sst3"}, "unknown GLUE task 'sst3'; choose one of cola"),
-        ({"max_length": 2}, "max_length"),
-        ({"held_out": 1.0}, "held_out"),
-        ({"train_rows": 1}, "train_rows"),
-        ({"scored": "train"}, "scored"),
-        ({"pad": "left"}, "pad"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        GlueData(**{"task": "cola", **settings})
-
-
 # --- splits and batches --------------------------------------------------------------------------------------
 
 

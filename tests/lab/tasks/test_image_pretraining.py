@@ -4,59 +4,25 @@ import copy
 import io
 import json
 import math
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
-import finetune_helpers as kit
-from model_helpers import parameters
-from nlr_lab.cli import main as cli
-from nlr_lab.compare import compare
-from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.images import randaugment
 from nlr_lab.tasks.images.augmentation import Augmentation
-from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
-from nlr_lab.tasks.images.data import ImageSource
 from nlr_lab.tasks.images.examples import Pixels
 from nlr_lab.tasks.images.files import read_images
 from nlr_lab.tasks.images.mixing import mix_pairs
-from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, classification_loss
-from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
-from nlr_lab.training.result import TrainResult
+from nlr_lab.tasks.images.pretraining import classification_loss
+from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub import load_model
+from pretraining_helpers import image_task as task
+from pretraining_helpers import recipe
 from seeds import rng
 
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
-SIZES = {"layers": 2, "width": 16, "heads": 2, "hidden": 32, "patch": 4, "channels": 1}
-STAGES = {"depths": (1, 2), "widths": (8, 16), "patch": 2, "channels": 1}
-LAST_STAGE = r"sine-lowrank:rank=2,omega=30,include=.*stages\.1\..*pwconv[12]"
-
-
-def task(root, augmentation=None, backbone=None, convnext=None, **fields):
-    if not (root / "images.npz").exists():
-        kit.image_file(root / "images.npz")
-    data = {"source": str(root / "images.npz"), "size": 8, **fields.pop("images", {})}
-    return ImagePretrainingTask(
-        images=ImageSource(**data),
-        backbone=VitBackbone(**{**SIZES, **(backbone or {})})
-        if convnext is None
-        else ConvNextBackbone(**{**STAGES, **convnext}),
-        augmentation=Augmentation(**(augmentation or {})),
-        **{"plain_rows": 10, **fields},
-    )
-
-
-def recipe(own, arm="noble:rank=4", **train):
-    settings = {"steps": 6, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "save_every": 3, "log_every": 1}
-    settings = {**settings, "tracker": "none", "threads": 1, **train}
-    return Recipe(name="tiny", task=own, arm=Arm.parse(arm), train=TrainConfig(**settings))
 
 
 # --- RandAugment and crops -----------------------------------------------------------------------------------
@@ -159,22 +125,6 @@ def _moved(array, y, x):
     return padded[2 + y : 18 + y, 2 + x : 18 + x]
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"crop": "centre"}, "crop"),
-        ({"randaugment": -1}, "randaugment"),
-        ({"magnitude": 31}, "magnitude"),
-        ({"magnitude": 9.5}, "magnitude"),
-        ({"mixup": -0.1}, "mixup"),
-        ({"cutmix": float("nan")}, "cutmix"),
-    ],
-)
-def test_bad_augmentation(settings, word):
-    with pytest.raises(UserError, match=word):
-        Augmentation(**settings)
-
-
 # --- mixing --------------------------------------------------------------------------------------------------
 
 
@@ -233,10 +183,6 @@ def test_weights_follow_their_beta_and_coin():
 def test_what_cannot_be_mixed(tmp_path):
     with pytest.raises(UserError, match="have none"):
         mix_pairs({"pixel_values": torch.zeros(2, 1, 4, 4)}, torch.zeros(2, 4), 3)
-    with pytest.raises(UserError, match="takes 3 images at once"):
-        run_training(recipe(task(tmp_path), batch_size=3), tmp_path / "run", quiet=True)
-    assert not (tmp_path / "run").exists()
-    run_training(recipe(task(tmp_path, PLAIN), batch_size=3, steps=1), tmp_path / "run", quiet=True)
 
 
 def test_mixed_labels_are_probabilities_not_many_classes_at_once():
@@ -250,58 +196,6 @@ def test_mixed_labels_are_probabilities_not_many_classes_at_once():
 
 
 # --- the task ------------------------------------------------------------------------------------------------
-
-
-def test_published_counts():
-    sizes = {"layers": 12, "width": 384, "heads": 6, "hidden": 1536}
-    small = ImagePretrainingTask(images=ImageSource(), backbone=VitBackbone(patch=16, **sizes), meta_classes=1000)
-    assert parameters(small.build_on_meta()) == 22_050_664
-    cifar = ImagePretrainingTask(images=ImageSource(size=32), backbone=VitBackbone(patch=4, **sizes), meta_classes=100)
-    model = cifar.build_on_meta()
-    assert parameters(model) == 21_376_996
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert (small.sequence_length, cifar.sequence_length) == (197, 65)
-    tiny = ConvNextBackbone(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768))
-    convnext = ImagePretrainingTask(images=ImageSource(size=32), backbone=tiny, meta_classes=100)
-    assert parameters(convnext.build_on_meta()) == 27_897_028
-    assert convnext.sequence_length == 64
-
-
-@pytest.mark.parametrize("dense_init", ["stock", "noble", "kaiming"])
-def test_init_table(tmp_path, dense_init):
-    own = task(tmp_path, backbone={"width": 256, "hidden": 320, "heads": 4})
-    prepared = own.prepare()
-    torch.manual_seed(1)
-    model, plain = own.build_model(prepared, dense_init, seed=4), own.build_model(prepared, seed=4)
-    for name, module in model.vit.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            d_in = module.in_features
-            # A normal that is cut at two of its own deviations keeps 0.88 of its width.
-            std = {"stock": 0.02, "noble": 0.5 / math.sqrt(d_in), "kaiming": 1 / math.sqrt(3 * d_in)}[dense_init]
-            assert module.weight.std().item() == pytest.approx(std, rel=0.13 if dense_init == "stock" else 0.03), name
-            assert not module.bias.any()
-    for name in ("classifier.weight", "vit.embeddings.cls_token", "vit.embeddings.patch_embeddings.projection.weight"):
-        assert torch.equal(model.get_parameter(name), plain.get_parameter(name))
-    assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
-    other = own.build_model(prepared, dense_init, seed=5)
-    name = next(name for name, _ in model.named_parameters() if name.endswith("fc1.weight"))
-    assert not torch.equal(other.get_parameter(name), model.get_parameter(name))
-
-
-@pytest.mark.parametrize("dense_init", ["stock", "noble", "kaiming"])
-def test_init_of_a_convnext(tmp_path, dense_init):
-    own = task(tmp_path, convnext={"widths": (64, 128)})
-    prepared = own.prepare()
-    model, plain = own.build_model(prepared, dense_init, seed=4), own.build_model(prepared, seed=4)
-    for name, module in model.convnext.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            d_in = module.in_features
-            std = {"stock": 0.02, "noble": 0.5 / math.sqrt(d_in), "kaiming": 1 / math.sqrt(3 * d_in)}[dense_init]
-            assert module.weight.std().item() == pytest.approx(std, rel=0.03), name
-        else:
-            for local, parameter in module.named_parameters(recurse=False):
-                assert torch.equal(parameter, plain.convnext.get_submodule(name).get_parameter(local)), name
-    assert torch.equal(model.classifier.weight, plain.classifier.weight)
 
 
 def test_draws_follow_seed_image_and_pass_alone(tmp_path):
@@ -342,30 +236,6 @@ def test_the_middle_is_cut_out_as_the_saved_processor_does(tmp_path):
         theirs = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
         ours = how.collate([{"pixel_values": torch.from_numpy(how.array(array)), "labels": torch.tensor(0)}])
         assert ours["pixel_values"].numpy() == pytest.approx(theirs.numpy(), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"images": {"size": 10}}, "10 pixels do not split into patches of 4; choose 8 or 12"),
-        ({"images": {"size": 3}}, "choose 4"),
-        ({"backbone": {"heads": 3}}, "3 heads"),
-        ({"backbone": {"layers": 0}}, "layers"),
-        ({"backbone": {"channels": 2}}, "channels"),
-        ({"backbone": {"dropout": 1.0}}, "dropout"),
-        ({"backbone": {"dense_init": "xavier"}}, "unknown init"),
-        ({"shorter": 7}, "shorter"),
-        ({"convnext": {"depths": (1, 1, 1)}}, "a number for each stage"),
-        ({"convnext": {"widths": (8, 0)}}, "widths"),
-        ({"convnext": {"drop_path": 1.0}}, "drop_path"),
-        ({"convnext": {"patch": 3}}, "8 pixels do not split into patches of 3, halved 1 times; choose 6 or 12"),
-        ({"plain_rows": -1}, "plain_rows"),
-    ],
-)
-def test_bad_settings(tmp_path, change, words):
-    with pytest.raises(UserError, match=words) as caught:
-        task(tmp_path, **change)
-    assert "\n" not in str(caught.value)
 
 
 def test_fewer_images_than_classes(tmp_path):
@@ -456,134 +326,3 @@ def test_a_source_of_nothing_but_damage(tmp_path):
 
 
 # --- runs ----------------------------------------------------------------------------------------------------
-
-SEEN = []
-
-
-def spy(model, draws=0):
-    """Notes what the model is trained on; may draw random numbers."""
-    torch.randn(draws + 1)
-
-    def note(module, args, kwargs):
-        if module.training:
-            SEEN.append((kwargs["pixel_values"].clone(), kwargs["labels"].clone()))
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return model
-
-
-def test_all_arms_see_the_same_pictures_in_every_micro_batch(tmp_path):
-    seen = {}
-    own = task(tmp_path, {"crop": "shift", "flip": True})
-    for name, settings in {"a": {}, "b": {"gradient_accumulation": 2}, "seed": {"seed": 1}}.items():
-        SEEN.clear()
-        arm = f"{__name__}:spy,draws={100 * (name == 'b')}"
-        run_training(recipe(own, arm, **settings), tmp_path / name, quiet=True)
-        seen[name] = [torch.cat(each) for each in zip(*SEEN, strict=True)]
-    for one, two, other in zip(seen["a"], seen["b"], seen["seed"], strict=True):
-        assert torch.equal(one, two)
-        assert not torch.equal(one, other)
-    assert seen["a"][1].shape == (24, 3)
-    assert ((seen["a"][1] > 0).sum(1) == 2).any(), "labels are mixed"
-
-
-def test_losses_with_and_without_augmentation(tmp_path):
-    own = task(tmp_path, {"randaugment": 0})
-    result = run_training(recipe(own, steps=60, eval_every=20, save_every=60), tmp_path / "run", quiet=True)
-    assert TrainResult.from_json((tmp_path / "run" / "result.json").read_text()) == result
-    assert [step for step, _ in result.plain_curve] == [20, 40, 60]
-    prepared, model = own.prepare(), load_model(tmp_path / "run" / "model")
-    items = [prepared.plain[index] for index in range(10)]
-    inputs = prepared.collate(items)
-    with torch.no_grad():
-        logits = model(pixel_values=inputs["pixel_values"]).logits.double()
-    loss = torch.nn.functional.cross_entropy(logits, inputs["labels"]).item()
-    assert result.plain_curve[-1][1] == pytest.approx(loss, rel=1e-4)
-    # Blended labels cannot be fitted: their loss stays above that of the same images as they are.
-    assert result.train_curve[-1][1] > result.plain_curve[-1][1]
-    assert result.metric == "accuracy"
-    assert result.score > 0.5
-
-
-@pytest.mark.parametrize(
-    ("model", "arm"),
-    [({"backbone": {"dropout": 0.1}}, "noble:rank=4"), ({"convnext": {"drop_path": 0.2}}, LAST_STAGE)],
-    ids=["vit", "convnext"],
-)
-def test_resuming_is_exact(tmp_path, model, arm):
-    own = task(tmp_path, {"crop": "resized", "flip": True}, **model)
-    settings = {"arm": arm, "batch_size": 12, "steps": 12, "save_every": 6, "eval_every": 6}
-    run_training(recipe(own, **settings), tmp_path / "whole", quiet=True)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (tmp_path / "cut" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "model")
-    shutil.rmtree(step_folders(tmp_path / "cut" / "checkpoints")[12])
-    run_training(recipe(own, **settings), tmp_path / "cut", resume=True, quiet=True)
-    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    records = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "cut")]
-    assert records[0] | {"seconds": 0} == records[1] | {"seconds": 0}
-
-
-@pytest.mark.parametrize(
-    ("model", "arm", "name"),
-    [({}, "noble:rank=4", "ViT"), ({"convnext": {}}, LAST_STAGE, "ConvNext")],
-    ids=["vit", "convnext"],
-)
-def test_a_saved_model_is_the_same_in_a_fresh_process(tmp_path, model, arm, name):
-    run_training(recipe(task(tmp_path, **model), arm), tmp_path / "run", quiet=True)
-    pixels = torch.randn(2, 1, 8, 8)
-    with torch.no_grad():
-        expected = load_model(tmp_path / "run" / "model")(pixel_values=pixels).logits
-    torch.save({"pixels": pixels, "logits": expected}, tmp_path / "expected.pt")
-    code = (
-        "import sys, torch, nonlinear_lowrank\n"
-        "from transformers import AutoModelForImageClassification\n"
-        "torch.set_num_threads(1)\n"
-        "model = AutoModelForImageClassification.from_pretrained(sys.argv[1] + '/run/model').eval()\n"
-        "seen = torch.load(sys.argv[1] + '/expected.pt')\n"
-        "with torch.no_grad(): found = model(pixel_values=seen['pixels']).logits\n"
-        "assert torch.equal(found, seen['logits'])\n"
-        "print(type(model).__name__)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.stdout.strip() == f"NonlinearLowrank{name}ForImageClassification", done.stderr
-
-
-def test_a_comparison_reports_both_training_losses(tmp_path):
-    own = recipe(task(tmp_path), log_every=1, save_every=6)
-    arms = [Arm.parse("baseline"), Arm.parse("noble:rank=4")]
-    record = compare(own, tmp_path / "out", arms=arms, seeds=2, timing_rounds=2, quiet=True).results
-    report = (tmp_path / "out" / "report.md").read_text()
-    assert "## Training loss" in report
-    assert "without augmentation" in report
-    for arm in record["arms"]:
-        runs = sorted((tmp_path / "out" / "runs" / arm["name"]).rglob("result.json"))
-        found = [json.loads(path.read_text()) for path in runs]
-        assert arm["plain_loss"] == pytest.approx(np.mean([each["plain_curve"][-1][1] for each in found]))
-        assert arm["train_loss"] == pytest.approx(np.mean([each["train_curve"][-1][1] for each in found]))
-        assert arm["flops_per_token"] > 0
-    for which in ("train", "plain"):
-        delta = record["arms"][1][f"{which}_delta"]
-        one, two = (arm[f"{which}_loss"] for arm in record["arms"])
-        assert delta["value"] == pytest.approx(two - one)
-        assert delta["n"] == 2
-        assert f"| {two:.4f} | {delta['value']:+.4f} [" in report
-
-
-def test_the_command_trains_and_evaluate_repeats(tmp_path, capsys):
-    kit.image_file(tmp_path / "images.npz")
-    sizes = "--layers 1 --width 16 --heads 2 --hidden 16 --patch 4 --mixup 0 --cutmix 0 --epochs 1 --batch-size 9"
-    options = ["--source", tmp_path / "images.npz", *sizes.split(), "--tracker", "none"]
-    arguments = ["train", "vit-demo", "--arm", "noble:rank=4", "--out", tmp_path / "run", *options]
-    assert cli.main([str(each) for each in arguments]) == 0
-    out = capsys.readouterr().out
-    assert "accuracy 0." in out
-    assert "nats a token" not in out
-    assert cli.main(["evaluate", str(tmp_path / "run"), "--output", str(tmp_path / "score.json")]) == 0
-    score = json.loads((tmp_path / "score.json").read_text())["held_out"]
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert score["accuracy"] == pytest.approx(result["score"])
-    assert "held-out data of vit-demo: accuracy" in capsys.readouterr().out
-    assert cli.main([str(each) for each in [*arguments, "--overwrite", "--size", "9"]]) == 2
-    assert "patches of 4" in capsys.readouterr().err

@@ -307,19 +307,6 @@ def test_an_image_that_is_missing_in_a_dataset_is_left_out(monkeypatch, tmp_path
 # --- settings ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"classes": (-1, 0)}, "classes must be at least two different numbers, from 0"),
-        ({"mean": (0.5,), "std": (0.0,)}, "std must be finite numbers above 0, got 0.0"),
-        ({"mean": (0.5,), "std": (float("nan"),)}, "std must be finite numbers above 0, got nan"),
-        ({"mean": (float("inf"),), "std": (0.5,)}, "mean must be finite numbers, got inf"),
-    ],
-)
-def test_settings_that_no_image_has(settings, words):
-    assert words in refused(lambda: ImageSource(**settings))
-
-
 def test_fewer_images_than_classes_for_tokens(tmp_path, capsys):
     where = {"cache-dir": tmp_path / "cache", "out": tmp_path / "run"}
     assert nlr("train", "image-tokens-demo", **TOKENS, **where, train_images=3) == 2

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import finetune_helpers as kit
-from nlr_lab.tasks.finetune.image_classification import ImageData, vary_image
+from nlr_lab.tasks.finetune.image_classification import vary_image
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.tasks.images.examples import Pixels, TrainingImages
 from nlr_lab.tasks.images.files import Images, read_images
@@ -230,23 +230,6 @@ def test_the_head_is_new_whatever_the_checkpoint_had(tmp_path):
     assert task.adapter_setup(one).head == ("classifier",)
     for (name, mine), other in zip(one.vit.named_parameters(), old.vit.parameters(), strict=True):
         assert torch.equal(mine, other), name
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"held_out": -0.1}, "held_out"),
-        ({"augment": "mixup"}, "augment"),
-        ({"classes": (1,)}, "classes"),
-        ({"classes": (1, 1)}, "classes"),
-        ({"mean": (0.5,)}, "mean and std"),
-        ({"size": 0}, "size"),
-        ({"train_rows": 1}, "train_rows"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        ImageData(**settings)
 
 
 def test_classes_and_channels_that_do_not_fit(tmp_path):

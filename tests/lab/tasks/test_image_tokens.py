@@ -18,8 +18,7 @@ from nlr_lab.tasks.images import encoding
 from nlr_lab.tasks.images.encoding import as_square, prepare_images
 from nlr_lab.tasks.images.sampling import picture, sample_images
 from nlr_lab.tasks.images.tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
-from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
-from nlr_lab.tasks.text.language_model import GlmBackbone
+from nlr_lab.tasks.images.tokens import ImageTokenData
 from nlr_lab.training import Recipe, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import convert, load_model
@@ -215,20 +214,6 @@ def test_cifar_survives_512_mean_patches_with_22_6_db(tmp_path, shared_data):
     prepared = prepare_images(data(tmp_path, source, size=32, codes=512, train_images=10_000))
     assert prepared.train.length == 65
     assert prepared.facts["psnr_db"] == pytest.approx(22.6, abs=0.15)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"size": 30}, "images of 30 pixels do not divide into patches of 4"),
-        ({"codes": 1}, "codes must be an integer of at least 2"),
-        ({"train_images": 0}, "train_images must be"),
-        ({"eval_images": True}, "eval_images must be"),
-    ],
-)
-def test_bad_settings(changes, message):
-    with pytest.raises(UserError, match=message):
-        ImageTokenData(**changes)
 
 
 def test_bad_sources(tmp_path):
@@ -457,15 +442,6 @@ def test_a_picture_shows_the_pixels():
 
 
 # --- the task and its recipes --------------------------------------------------------------------------------
-
-
-def test_heads_must_split_into_rows_and_columns():
-    with pytest.raises(UserError, match="head dimension divisible by 4, and it is 6"):
-        ImageTokenTask(tokens=ImageTokenData(), backbone=GlmBackbone(layers=1, width=24, heads=4, hidden=8))
-    with pytest.raises(UserError, match="rope_theta"):
-        ImageTokenTask(
-            tokens=ImageTokenData(), backbone=GlmBackbone(layers=1, width=24, heads=2, hidden=8), rope_theta=1.0
-        )
 
 
 def test_the_papers_model():

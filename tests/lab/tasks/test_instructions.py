@@ -253,21 +253,6 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
         assert ours.labels[mine].tolist() == row["labels"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"template": "vicuna"}, "unknown template"),
-        ({"held_out": 0.0}, "held_out"),
-        ({"max_length": 2}, "max_length"),
-        ({"rows": 1}, "rows"),
-        ({"eval_rows": 0}, "eval_rows"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        InstructionData(**settings)
-
-
 def test_nothing_left_and_no_end_of_text(tmp_path):
     task = kit.instruction_task(tmp_path)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)

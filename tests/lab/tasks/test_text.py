@@ -515,27 +515,6 @@ def test_wrong_text_is_one_clear_line(tmp_path, make, fields, words):
     assert not built.exists() or "fewer than one" in str(caught.value) or not list(built.glob("*/"))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sequence_length": 1},
-        {"eval_sequences": 0},
-        {"valid_fraction": 0.0},
-        {"valid_fraction": 0.9},
-        {"vocab_size": 100},
-        {"max_bytes": 0},
-        {"max_bytes": "5"},
-        {"valid_fraction": "half"},
-        {"source": ""},
-        {"valid_source": ""},
-        {"tokenizer": ""},
-    ],
-)
-def test_wrong_settings(fields):
-    with pytest.raises(UserError, match=next(iter(fields))):
-        TextData(**fields)
-
-
 def test_tokenizers_that_do_not_fit(tmp_path):
     path = write(tmp_path, "txt", make_documents())
     folder = tmp_path / "mixed"

@@ -1,0 +1,96 @@
+"""Tiny tasks that train from scratch, and recipes for them."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+import finetune_helpers
+from nlr_lab.runtime.storage import step_folders
+from nlr_lab.tasks.images.augmentation import Augmentation
+from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
+from nlr_lab.tasks.images.data import ImageSource
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+
+LAST_STAGE = r"sine-lowrank:rank=2,omega=30,include=.*stages\.1\..*pwconv[12]"
+STAGES = {"depths": (1, 2), "widths": (8, 16), "patch": 2, "channels": 1}
+VIT = {"layers": 2, "width": 16, "heads": 2, "hidden": 32, "patch": 4, "channels": 1}
+TEXT_SIZES = {"layers": 2, "width": 32, "heads": 2, "hidden": 48}
+
+
+def image_task(root, augmentation=None, backbone=None, convnext=None, **fields):
+    """A ViT, or a ConvNeXt where `convnext` is given, on grey images whose bright corner is their class."""
+    if not (root / "images.npz").exists():
+        finetune_helpers.image_file(root / "images.npz")
+    data = {"source": str(root / "images.npz"), "size": 8, **fields.pop("images", {})}
+    chosen = VitBackbone(**VIT | (backbone or {})) if convnext is None else ConvNextBackbone(**STAGES | convnext)
+    return ImagePretrainingTask(
+        images=ImageSource(**data),
+        backbone=chosen,
+        augmentation=Augmentation(**(augmentation or {})),
+        **{"plain_rows": 10, **fields},
+    )
+
+
+def masked_task(source="stdlib", sizes=None, **fields):
+    """A masked language model with a WordPiece of 300 tokens."""
+    text = {"tokenizer": "wordpiece", "vocab_size": 300, "sequence_length": 16, "eval_sequences": 7, **fields}
+    return MaskedLanguageModelTask(
+        text=TextData(source=str(source), valid_fraction=0.1, **text),
+        backbone=EncoderBackbone(embedding_std=1.0, **TEXT_SIZES | (sizes or {})),
+    )
+
+
+def corpus(folder):
+    """A file of 60 texts, about 400 sequences of 16 tokens."""
+    order = random.Random(random.getrandbits(32))
+    words = ["".join(order.choices("abcdefghijklmn", k=order.randint(2, 5))) for _ in range(200)]
+    texts = [" ".join(order.choices(words, k=60)) for _ in range(60)]
+    path = folder / "corpus.txt"
+    path.write_text("\n<|endoftext|>\n".join(texts))
+    return path
+
+
+def recipe(task, arm="noble:rank=4", **train):
+    """Six steps of four examples."""
+    settings = {"steps": 6, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "save_every": 3, "log_every": 1}
+    settings = {**settings, "tracker": "none", "threads": 1, **train}
+    return Recipe(name="tiny", task=task, arm=Arm.parse(arm), train=TrainConfig(**settings))
+
+
+def assert_resumes_exactly(own, whole, cut):
+    """Compare a finished run with a copy that lost its last checkpoint and is resumed."""
+    shutil.copytree(whole, cut)
+    (cut / "result.json").unlink()
+    shutil.rmtree(cut / "model")
+    folders = step_folders(cut / "checkpoints")
+    shutil.rmtree(folders[max(folders)])
+    run_training(own, cut, resume=True, quiet=True)
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, cut))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    records = [json.loads((folder / "result.json").read_text()) for folder in (whole, cut)]
+    assert records[0] | {"seconds": 0} == records[1] | {"seconds": 0}
+
+
+def logits_in_a_fresh_process(folder, auto, inputs):
+    """The class that transformers loads a saved model as elsewhere, and its logits there."""
+    torch.save(inputs, folder.parent / "inputs.pt")
+    code = (
+        "import sys, torch, transformers, nonlinear_lowrank\n"
+        "torch.set_num_threads(1)\n"
+        "model = getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1]).eval()\n"
+        "with torch.no_grad(): logits = model(**torch.load(sys.argv[1] + '/../inputs.pt')).logits\n"
+        "torch.save(logits, sys.argv[1] + '/../logits.pt')\n"
+        "print(type(model).__name__)\n"
+    )
+    words = [sys.executable, "-c", code, str(folder), auto]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), torch.load(folder.parent / "logits.pt")

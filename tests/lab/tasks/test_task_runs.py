@@ -1,0 +1,205 @@
+"""Whole runs of tasks that train from scratch: the same data in all arms, exact resumption, saved models, commands."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import finetune_helpers
+from nlr_lab.cli import main as cli
+from nlr_lab.compare import compare
+from nlr_lab.tasks.images.examples import Pixels
+from nlr_lab.training import Arm, Recipe, run_training
+from nlr_lab.training.result import TrainResult
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import load_model
+from pretraining_helpers import (
+    LAST_STAGE,
+    assert_resumes_exactly,
+    corpus,
+    image_task,
+    logits_in_a_fresh_process,
+    masked_task,
+    recipe,
+)
+
+KINDS = ("masked", "vit", "convnext")
+ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": LAST_STAGE}
+SEEN = []
+
+
+def make_task(kind, root, **fields):
+    if kind == "masked":
+        path = root / "corpus.txt"
+        path = path if path.exists() else corpus(root)
+        return masked_task(path, cache_dir=str(root / "cache"), sizes={"dropout": 0.1})
+    varied = {"crop": "resized", "flip": True}
+    if kind == "vit":
+        return image_task(root, varied, backbone={"dropout": 0.1}, **fields)
+    return image_task(root, varied, convnext={"drop_path": 0.2}, **fields)
+
+
+def spy(model, draws=0):
+    """Notes what the model is trained on; may draw random numbers."""
+    torch.randn(draws + 1)
+
+    def note(module, args, kwargs):
+        if module.training:
+            SEEN.append({name: value.clone() for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["masked", "vit"])
+def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
+    seen, task = {}, make_task(kind, tmp_path)
+    for name, settings in {"a": {}, "b": {"gradient_accumulation": 2}, "seed": {"seed": 1}}.items():
+        SEEN.clear()
+        arm = f"{__name__}:spy,draws={100 * (name == 'b')}"
+        run_training(recipe(task, arm, **settings), tmp_path / name, quiet=True)
+        names = ("labels", "input_ids" if kind == "masked" else "pixel_values")
+        seen[name] = {each: torch.cat([batch[each] for batch in SEEN]) for each in names}
+    for name, one in seen["a"].items():
+        assert torch.equal(one, seen["b"][name])
+        assert not torch.equal(one, seen["seed"][name])
+    if kind == "vit":
+        labels = seen["a"]["labels"]
+        assert labels.shape == (24, 3)
+        assert ((labels > 0).sum(1) == 2).any(), "labels are mixed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_is_exact(tmp_path, kind):
+    # 60 texts are about 400 sequences: the batches go through them more than once.
+    settings = {"batch_size": 80 if kind == "masked" else 12, "steps": 12, "save_every": 6, "eval_every": 6}
+    own = recipe(make_task(kind, tmp_path), ARMS[kind], **settings)
+    run_training(own, tmp_path / "whole", quiet=True)
+    assert_resumes_exactly(own, tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_model_is_the_same_in_a_fresh_process(tmp_path, kind):
+    run_training(recipe(make_task(kind, tmp_path), ARMS[kind]), tmp_path / "run", quiet=True)
+    folder = tmp_path / "run" / "model"
+    masked = kind == "masked"
+    inputs = {"input_ids": torch.randint(5, 200, (2, 16))} if masked else {"pixel_values": torch.randn(2, 1, 8, 8)}
+    with torch.no_grad():
+        expected = load_model(folder)(**inputs).logits
+    auto = "AutoModelForMaskedLM" if masked else "AutoModelForImageClassification"
+    name, logits = logits_in_a_fresh_process(folder, auto, inputs)
+    short = {"masked": "EuroBertForMaskedLM", "vit": "ViTForImageClassification"}
+    assert name == f"NonlinearLowrank{short.get(kind, 'ConvNextForImageClassification')}"
+    assert torch.equal(logits, expected)
+
+
+def test_masked_evaluation_is_the_mean_over_the_masked_tokens(tmp_path):
+    own = recipe(make_task("masked", tmp_path))
+    prepared = own.task.prepare(progress=False)
+    assert len(prepared.valid) == 7, "no multiple of the batch"
+    result = run_training(own, tmp_path / "run", prepared=prepared, quiet=True)
+    assert Recipe.from_json(own.to_json()) == own
+    assert result.bits_per_byte is None
+    assert "valid_bytes_per_token" not in json.loads((tmp_path / "run" / "result.json").read_text())["data"]
+    model, nats, tokens = load_model(tmp_path / "run" / "model"), 0.0, 0
+    for index in range(7):
+        item = prepared.valid[index]
+        with torch.no_grad():
+            logits = model(input_ids=item["input_ids"][None]).logits[0].double()
+        kept = item["labels"] != -100
+        nats -= float(logits.log_softmax(-1)[kept, item["labels"][kept]].sum())
+        tokens += int(kept.sum())
+    assert result.final_loss == pytest.approx(nats / tokens, rel=1e-5)
+
+
+def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
+    own = image_task(tmp_path, {"randaugment": 0})
+    result = run_training(recipe(own, steps=60, eval_every=20, save_every=60), tmp_path / "run", quiet=True)
+    assert TrainResult.from_json((tmp_path / "run" / "result.json").read_text()) == result
+    assert [step for step, _ in result.plain_curve] == [20, 40, 60]
+    prepared, model = own.prepare(), load_model(tmp_path / "run" / "model")
+    assert isinstance(prepared.tokenizer, Pixels)
+    inputs = prepared.collate([prepared.plain[index] for index in range(10)])
+    with torch.no_grad():
+        logits = model(pixel_values=inputs["pixel_values"]).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits, inputs["labels"]).item()
+    assert result.plain_curve[-1][1] == pytest.approx(loss, rel=1e-4)
+    # Blended labels cannot be fitted: their loss stays above that of the same images as they are.
+    assert result.train_curve[-1][1] > result.plain_curve[-1][1]
+    assert result.metric == "accuracy"
+    assert result.score > 0.5
+
+
+def test_comparison_reports_both_training_losses(tmp_path):
+    own = recipe(image_task(tmp_path), log_every=1, save_every=6)
+    arms = [Arm.parse("baseline"), Arm.parse("noble:rank=4")]
+    record = compare(own, tmp_path / "out", arms=arms, seeds=2, timing_rounds=2, quiet=True).results
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## Training loss" in report
+    assert "without augmentation" in report
+    for arm in record["arms"]:
+        runs = sorted((tmp_path / "out" / "runs" / arm["name"]).rglob("result.json"))
+        found = [json.loads(path.read_text()) for path in runs]
+        for which in ("train", "plain"):
+            mean = np.mean([each[f"{which}_curve"][-1][1] for each in found])
+            assert arm[f"{which}_loss"] == pytest.approx(mean)
+        assert arm["flops_per_token"] > 0
+    for which in ("train", "plain"):
+        delta = record["arms"][1][f"{which}_delta"]
+        one, two = (arm[f"{which}_loss"] for arm in record["arms"])
+        assert delta["value"] == pytest.approx(two - one)
+        assert delta["n"] == 2
+        assert f"| {two:.4f} | {delta['value']:+.4f} [" in report
+
+
+def test_odd_batches_are_refused_where_pairs_are_mixed(tmp_path):
+    with pytest.raises(UserError, match="takes 3 images at once"):
+        run_training(recipe(image_task(tmp_path), batch_size=3), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    plain = image_task(tmp_path, {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0})
+    run_training(recipe(plain, batch_size=3, steps=1), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("kind", ["masked", "vit"])
+def test_command_trains_and_evaluate_repeats(tmp_path, capsys, kind):
+    common = [
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--hidden",
+        "16",
+        "--tracker",
+        "none",
+        "--arm",
+        "noble:rank=4",
+    ]
+    if kind == "masked":
+        name, score, said = "mlm-demo", "final_loss", "nats per masked token"
+        text = "--sequence-length 16 --vocab-size 300 --eval-sequences 5 --batch-size 2"
+        options = f"{text} --steps 4 --warmup-steps 1 --eval-every 2 --save-every 4".split()
+        options += ["--source", corpus(tmp_path), "--cache-dir", tmp_path / "cache"]
+    else:
+        name, score, said = "vit-demo", "score", "accuracy 0."
+        options = ["--patch", "4", "--mixup", "0", "--cutmix", "0", "--epochs", "1", "--batch-size", "9"]
+        options += ["--source", finetune_helpers.image_file(tmp_path / "images.npz")]
+    arguments = [str(each) for each in ["train", name, "--out", tmp_path / "run", *common, *options]]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "nlr generate" not in out
+    assert cli.main(["evaluate", str(tmp_path / "run"), "--output", str(tmp_path / "score.json")]) == 0
+    found = json.loads((tmp_path / "score.json").read_text())["held_out"]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    key = "loss" if kind == "masked" else "accuracy"
+    assert found[key] == pytest.approx(result[score], rel=1e-5)
+    assert f"held-out data of {name}: {'loss' if kind == 'masked' else 'accuracy'}" in capsys.readouterr().out
+    if kind == "masked":
+        assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
+        assert "no causal language model" in capsys.readouterr().err
+    else:
+        assert cli.main([*arguments, "--overwrite", "--size", "9"]) == 2
+        assert "patches of 4" in capsys.readouterr().err
