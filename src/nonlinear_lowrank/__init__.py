@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import LearningRateWarning, UserError
 from .hub import registration as _registration  # noqa: F401 - tells transformers and peft of our types
+from .validation import require
 
 if TYPE_CHECKING:
     from nonlinear_lowrank.integrations.trainer import LearningRateCallback, TrainerMixin
@@ -84,6 +85,8 @@ _FILES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _FILES.get(name, "").endswith(".adapter"):
+        require("peft", "peft")
     found = importlib.import_module(f"{__name__}.{_FILES.get(name, name)}")
     value = globals()[name] = getattr(found, name) if name in _FILES else found
     return value

@@ -79,6 +79,51 @@ def test_auto_classes_know_our_types_whatever_came_first(saved, imports):
     assert words == ["NonlinearLowrankLlamaForCausalLM", "NonlinearLowrankLlamaConfig"]
 
 
+LATER = """
+import sys
+import nonlinear_lowrank
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+class MyConfig(LlamaConfig):
+    model_type = "my_llama"
+
+class MyModel(LlamaForCausalLM):
+    config_class = MyConfig
+
+AutoConfig.register("my_llama", MyConfig)
+AutoModelForCausalLM.register(MyConfig, MyModel)
+if sys.argv[2] == "save":
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = MyModel(MyConfig(**sizes, eos_token_id=None, bos_token_id=None))
+    nonlinear_lowrank.augment(model, nonlinear_lowrank.NobleConfig(rank=2), verbose=False)
+    model.save_pretrained(sys.argv[1])
+else:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    print(type(model).__name__, type(AutoConfig.from_pretrained(sys.argv[1])).__name__)
+"""
+
+
+def test_auto_classes_load_backbones_that_a_user_registers_later(tmp_path):
+    run(LATER, str(tmp_path), "save")
+    assert run(LATER, str(tmp_path), "load").split() == ["NonlinearLowrankMyModel", "NonlinearLowrankMyConfig"]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import peft\nimport nonlinear_lowrank as nlr\nconfig = nlr.NoraConfig()",
+        "import nonlinear_lowrank as nlr\nconfig = nlr.NoraConfig()\nimport peft",
+        "from nonlinear_lowrank.methods.rational.adapter import NoraConfig\nconfig = NoraConfig()\nimport peft",
+        "import nonlinear_lowrank.adapters\nimport peft\nconfig = nonlinear_lowrank.NoraConfig()",
+    ],
+    ids=["before", "after", "by its file", "without it"],
+)
+def test_peft_knows_our_methods_whatever_came_first(imports):
+    code = f"{imports}\nprint(config.peft_type.value, *[each.value for each in peft.PeftType if 'NLR' in each.value])"
+    first, *known = run(code).split()
+    assert (first, sorted(known)) == ("NLR_NORA", ["NLR_NOBLE", "NLR_NORA", "NLR_SINE_LORA"])
+
+
 def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
     """Nothing but the file of the function is named."""
     code = """

@@ -17,16 +17,14 @@ A method is three classes:
         def adapted(self, x, names): ...            # forward with these adapters, in the order given
         def merged_weight(self, weight, names): ... # (d_out, d_in) -> the same, formed in float32, rounded once
 
+    @register_adapter(MyConfig)
     class MyModel(AdapterModel):                    # see `tuner.AdapterModel`
         prefix = "nlr_mine_"
         layer_classes = {"linear": MyLinear, "conv1d": MyLinear}
 
-and a line in `registration.METHODS`.
-
-What follows from that and need not be written again: several adapters, set / delete / disable, batches that mix
-adapters (`adapter_names`, with `__base__` rows), merge / unmerge / safe_merge / merge_and_unload from an
-original that is kept aside, quantized bases, patterns per module, checks of targets before anything is changed,
-saving and loading (peft's names), `model.add_adapter` of transformers, low_cpu_mem_usage.
+in the module that its `Method.adapter` names. Several adapters, batches that mix them (`adapter_names`, with `__base__`
+rows), merging from an original that is kept aside, quantized bases, patterns per module, checks before anything is
+changed, saving and loading follow from that.
 
 Rules that peft's own machinery imposes:
 
@@ -59,11 +57,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
-    """A module with adapters around it; subclasses give the formula.
-
-    Args:
-        base_layer: the module that is wrapped; its parameters are left alone.
-    """
+    """A module with adapters around it; subclasses give the formula."""
 
     adapter_layer_names: tuple[str, ...] = ()
     """Names of the ParameterDicts that hold the trainable tensors."""
@@ -82,45 +76,40 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     # What a method writes.
 
     def add_parameters(self, name: str, config: Any) -> None:
-        """Puts the adapter's tensors, undrawn, into the ParameterDicts; `self.parameter(*shape)` makes one."""
+        """Put the adapter's tensors, undrawn, into the ParameterDicts; `self.parameter(*shape)` makes one."""
         raise NotImplementedError
 
     def reset_adapter(self, name: str) -> None:
-        """Draws the adapter's tensors in place, as its config says; must do on the meta device."""
+        """Draw the adapter's tensors in place, as its config says; must do on the meta device."""
         raise NotImplementedError
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """The module's output with these adapters (at least one, each present, sorted)."""
+        """Return the module's output with these adapters (at least one, each present, sorted)."""
         raise NotImplementedError
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """Learning-rate roles of an adapter's tensors, by ParameterDict; what is left out is trained plainly."""
+        """Return learning-rate roles of an adapter's tensors, by ParameterDict; others are trained plainly."""
         return {}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Puts adapters into the base module; a method that cannot, says so."""
+        """Put adapters into the base module; a method that cannot, says so."""
         raise NotImplementedError
 
     def unmerge(self) -> None:
-        """Takes every merged adapter out again."""
+        """Take every merged adapter out again."""
         raise NotImplementedError
 
     def check_merge(self, adapter_names: list[str] | None) -> None:
-        """Raises UserError where merging these adapters would give anything not finite; changes nothing."""
+        """Raise UserError where merging these adapters would give anything not finite; changes nothing."""
 
     # What it gets.
 
     def original(self) -> nn.Module:
-        """The module that adapters were put around, as it was before any."""
+        """Return the module that adapters were put around, as it was before any."""
         return self.get_base_layer()
 
     def update_layer(self, name: str, config: AdapterConfig) -> None:
-        """Adds an adapter.
-
-        Args:
-            name: the adapter's.
-            config: its config with this module's values, see `AdapterConfig.resolve`.
-        """
+        """Add an adapter; its config has this module's values, see `AdapterConfig.resolve`."""
         self.configs[name] = config
         self.add_parameters(name, config)
         with torch.no_grad():
@@ -128,16 +117,16 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """An undrawn tensor on the base's device, in its type where that is a common float type, else float32."""
+        """Return an undrawn tensor on the base's device, in its type if that is a common float type, else float32."""
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
         return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype if dtype in _FLOATS else torch.float32))
 
     def present(self, names: Sequence[str]) -> list[str]:
-        """Those of the adapters that this module has, sorted."""
+        """Return those of the adapters that this module has, sorted."""
         return sorted(name for name in names if name in self.configs)
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """The base module with the active adapters.
+        """Call the base module with the active adapters.
 
         Args:
             x: the base module's input, batch first.
@@ -146,7 +135,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
             **kwargs: for the base module.
 
         Raises:
-            ValueError: adapter_names do not fit x, or adapters are merged.
+            UserError: adapter_names do not fit x, or adapters are merged.
         """
         if self.disable_adapters:
             if self.merged:
@@ -170,23 +159,21 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(adapter_names):
             rows.setdefault(name if name in self.configs else BASE_ROWS, []).append(row)
-        parts = []
-        for name, indices in rows.items():
-            part = x[indices]
-            parts.append(
-                self.base_layer(part, *args, **kwargs)
-                if name == BASE_ROWS
-                else self.adapted(part, [name], *args, **kwargs)
-            )
+        parts = [
+            self.base_layer(x[each], *args, **kwargs)
+            if name == BASE_ROWS
+            else self.adapted(x[each], [name], *args, **kwargs)
+            for name, each in rows.items()
+        ]
         order = torch.tensor([row for indices in rows.values() for row in indices])
         return torch.cat(parts)[order.argsort().to(x.device)]
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
+        """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
         return {f"{tensor}.{name}": role for name in self.configs for tensor, role in self.roles(name).items()}
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """peft's, but the tensors stay the objects they are: their type, and whether they are trained, too."""
+        """As peft's, but the tensors stay the objects they are: their type, and whether they are trained, too."""
         if device is None:
             device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
         for name in self.adapter_layer_names:
@@ -199,7 +186,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raises UserError for a name that cannot be an adapter's."""
+    """Raise UserError for a name that cannot be an adapter's."""
     # A ParameterDict keeps its entries as attributes: "keys" would hide its method, "a.b" cannot be one.
     if name == BASE_ROWS or not name or "." in name or hasattr(nn.ParameterDict(), name):
         raise UserError(f"an adapter cannot be called {name!r}; choose a plain word without dots, such as 'default'")

@@ -49,12 +49,12 @@ class AdapterConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = PeftType(self.type_name)
         for name in ("target_modules", "exclude_modules"):
-            if isinstance(getattr(self, name), list | tuple):
-                if not all(isinstance(each, str) for each in getattr(self, name)):
-                    raise UserError(f"{name} must be names or one regular expression, got {getattr(self, name)!r}")
-                setattr(self, name, set(getattr(self, name)))
-            elif not isinstance(getattr(self, name), str | set | None):
-                raise UserError(f"{name} must be names or one regular expression, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            listed = isinstance(value, list | tuple | set)
+            if not (all(isinstance(each, str) for each in value) if listed else isinstance(value, str | None)):
+                raise UserError(f"{name} must be names or one regular expression, got {value!r}")
+            if listed:
+                setattr(self, name, set(value))
         if self.bias not in ("none", "all", "adapter_only", "lora_only"):
             raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {self.bias!r}")
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
@@ -72,10 +72,10 @@ class AdapterConfig(PeftConfig):
                 self.check_value(name, value, f"{pattern}[{key!r}]")
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """Raises UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
+        """Raise UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
 
     def resolve(self, module_name: str) -> Self:
-        """This config with the values that its patterns give a module, by its dotted name."""
+        """Return this config with the values that its patterns give a module, by its dotted name."""
         values = {}
         for name, pattern in self.patterns.items():
             entries = getattr(self, pattern)
@@ -83,7 +83,7 @@ class AdapterConfig(PeftConfig):
         return replace(self, **values)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """peft's, and the import line that a reader of the folder needs goes into its README."""
+        """As peft's; the import line that a reader of the folder needs goes into its README."""
         super().save_pretrained(save_directory, **kwargs)
         readme = Path(save_directory) / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.exists() else ""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.validation import one_line
 
 from .base import AdapterLayer
 
@@ -25,7 +26,7 @@ def convert_to_lora(
     path: str | Path | None = None,
     report: Callable[[str], Any] = print,
 ) -> tuple[peft.LoraConfig, dict[str, Tensor]]:
-    """The nearest LoRA adapter of a rank (peft's conversion), and for every layer how far away it is.
+    """Return the nearest LoRA adapter of a rank (peft's conversion), and report for every layer how far away it is.
 
     The sine gives a delta a far higher rank than r, so a LoRA that comes near needs a rank far above r; merging
     is exact and costs nothing afterwards.
@@ -53,13 +54,13 @@ def convert_to_lora(
         raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
     if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
         raise UserError(f"rank must be a positive integer, or a share in (0, 1], got {rank!r}")
-    output = None if path is None else Path(path).expanduser()
+    output = Path(path).expanduser() if path is not None else None
     if output is not None:
         check_new_or_empty(output)
     try:
         config, tensors = peft.convert_to_lora(model, rank, adapter_name)
     except (ValueError, TypeError) as reason:  # peft's, of ranks and of layers that are no linear
-        raise UserError(str(reason)) from reason
+        raise UserError(one_line(reason)) from reason
     config.fan_in_fan_out = all(getattr(layer, "transposed", False) for layer in layers.values())
     errors, norms = 0.0, 0.0
     for name, layer in layers.items():

@@ -22,11 +22,11 @@ from nonlinear_lowrank.errors import UserError
 
 
 def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> QuantizationBackend | None:
-    """peft's backend for a module's weight, None for a plain one.
+    """Return peft's backend for a module's weight, None for a plain one.
 
     Args:
         base: the module.
-        model_options: what peft's `get_quantization_kwargs` says of the whole model.
+        model_options: of the whole model, by peft's `get_quantization_kwargs`.
     """
     options = dict(model_options)
     # A model quantized by hand has no config to quantize again by; it is needed for merging only.
@@ -40,14 +40,14 @@ def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> Quantizatio
 
 
 def keep_unpacked(base: nn.Module) -> None:
-    """Undoes a 4-bit weight's packing and has it never packed again; the module then computes as with a gradient."""
+    """Undo a 4-bit weight's packing and have it never packed again; the module then computes as with a gradient."""
     unpack(base)
     if getattr(base, _PACKS, False):
         setattr(base, _PACKS, False)
 
 
 def unpack(base: nn.Module) -> None:
-    """Undoes, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing.
+    """Undo, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing.
 
     Called before a weight is read, too: versions of bitsandbytes without a switch to turn off pack it all the same.
     """
@@ -94,7 +94,7 @@ class Kept:
             self._data = weight.detach().to("cpu", copy=True) if aside else weight.detach()
 
     def weight(self) -> Tensor:
-        """The weight in float, on the module's device; not to be written to."""
+        """Return the weight in float, on the module's device; not to be written to."""
         if self._kind == "bnb 4bit":
             from bitsandbytes.functional import dequantize_4bit
 
@@ -112,7 +112,7 @@ class Kept:
         return self._data.to(self._device)
 
     def restore(self, base: nn.Module) -> None:
-        """Puts the weight back, every bit of it."""
+        """Put the weight back, every bit of it."""
         old: Any = base.weight
         if self._kind == "bnb 4bit":
             state = copy.deepcopy(self._state)
@@ -130,7 +130,7 @@ class Kept:
             old.data.copy_(self._data)
 
     def write(self, layer: Any, weight: Tensor) -> None:
-        """Gives the module another weight, quantized like its own.
+        """Give the module another weight, quantized like its own.
 
         Args:
             layer: the adapter layer around the module.
@@ -152,7 +152,7 @@ _PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
 def _unpacked(data: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Undoes bitsandbytes' packing; `state` is changed in place."""
+    """Undo bitsandbytes' packing; `state` is changed in place."""
     from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as inverse
 
     data, state = inverse(data, state)

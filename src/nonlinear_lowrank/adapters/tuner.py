@@ -63,13 +63,7 @@ class AdapterModel(BaseTuner):
     # What a method may narrow.
 
     def check_target(self, name: str, base: nn.Module, config: Any) -> None:
-        """Raises UserError where the method cannot take a module; called for all of them, before any change.
-
-        Args:
-            name: the module's dotted name.
-            base: the plain module.
-            config: the adapter's config with this module's values.
-        """
+        """Raise UserError where the method cannot take a plain module; called for all of them, before any change."""
         matrix = matrix_of(base)
         if isinstance(matrix, str):
             raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
@@ -80,13 +74,13 @@ class AdapterModel(BaseTuner):
             )
 
     def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
-        """A layer, still without adapters, around a plain module."""
+        """Return a layer, still without adapters, around a plain module."""
         matrix = matrix_of(base)
         assert isinstance(matrix, Matrix)
         return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
-        """The modules that an adapter goes on, by dotted name: plain ones, or our layers from an earlier adapter.
+        """Return the modules that an adapter goes on, by dotted name: plain ones, or our layers from another adapter.
 
         Raises:
             UserError: the config matches none of the model's modules.
@@ -113,7 +107,7 @@ class AdapterModel(BaseTuner):
     # What peft calls.
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """peft's, after the name was checked."""
+        """As peft's, after the name was checked."""
         check_adapter_name(adapter_name)
         # The names in a state dict stand above the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
@@ -130,7 +124,7 @@ class AdapterModel(BaseTuner):
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        """Every check that needs the model, before the first module is changed."""
+        """Make every check that needs the model, before the first module is changed."""
         if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
             return
         every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
@@ -156,7 +150,7 @@ class AdapterModel(BaseTuner):
                 )
 
     def _acting(self, peft_config: Any, model: nn.Module, every: bool) -> dict[str, nn.Module]:
-        """The targets, without those that the model's code does not call, where the user asked for every linear.
+        """Return the targets, without those that the model's code does not call where every linear is asked for.
 
         Raises:
             UserError: the user named one of them.
@@ -229,7 +223,7 @@ class AdapterModel(BaseTuner):
         return layers
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """peft's; with safe_merge every layer is checked before the first is changed."""
+        """As peft's; with safe_merge every layer is checked before the first is changed."""
         self._before_merge(adapter_names, safe_merge)
         super().merge_adapter(adapter_names, safe_merge)
 
@@ -248,7 +242,7 @@ class AdapterModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Hands `adapter_names` to every layer for one call of the model; peft's models open it around theirs."""
+        """Hand `adapter_names` to every layer for one call of the model; peft's models open it around theirs."""
         names = kwargs.pop("adapter_names", None)
         if names is None:
             yield
@@ -263,8 +257,8 @@ class AdapterModel(BaseTuner):
             )
         beams = kwargs.get("num_beams")
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
-        encoder = _encoder(self.model)
-        in_encoder = {id(module) for module in encoder.modules()} if encoder is not None else set()
+        two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        in_encoder = {id(each) for each in self.model.get_encoder().modules()} if two_parts else set()  # type: ignore[operator]
         handles = []
         try:
             for module in self.model.modules():
@@ -290,23 +284,14 @@ class AdapterModel(BaseTuner):
             if name.endswith(f".{adapter_name}") and f".{cls.prefix}" in name
         }
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
+        wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:
-                raise UserError(
-                    f"the adapter was made for another base model or config: {name} is {_shape(given[name])} in its "
-                    f"file and {_shape(have[name])} here"
-                )
-        for names, where in (
-            (given.keys() - have.keys(), "only in its file"),
-            (have.keys() - given.keys(), "only here"),
-        ):
-            if names:
-                name = min(names)
-                shape = _shape((given if name in given else have)[name])
-                raise UserError(
-                    f"the adapter was made for another base model or config: {len(names)} tensors are {where}, "
-                    f"among them {name} {shape}"
-                )
+                raise UserError(f"{wrong}: {name} is {_shape(given[name])} in its file and {_shape(have[name])} here")
+        for ours, theirs, where in ((given, have, "only in its file"), (have, given, "only here")):
+            if names := sorted(ours.keys() - theirs.keys()):
+                named = f"{names[0]} {_shape(ours[names[0]])}"
+                raise UserError(f"{wrong}: {len(names)} tensors are {where}, among them {named}")
         return remapped
 
 
@@ -314,19 +299,9 @@ def _give_names(names: list[str], _module: nn.Module, args: Any, kwargs: dict[st
     return args, {**kwargs, "adapter_names": names}
 
 
-def _encoder(model: nn.Module) -> nn.Module | None:
-    """The encoder of an encoder-decoder model."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    return model.get_encoder()  # type: ignore[operator]
-
-
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
 def _listed(names: Any) -> str:
-    if not isinstance(names, set):
-        return repr(names)
-    few = [*sorted(names)[:4], *(["..."] if len(names) > 4 else [])]
-    return repr(few)
+    return repr([*sorted(names)[:4], *(["..."] if len(names) > 4 else [])] if isinstance(names, set) else names)

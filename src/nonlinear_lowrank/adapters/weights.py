@@ -28,7 +28,7 @@ class WeightLayer(AdapterLayer):
 
     Args:
         base_layer: the module, quantized or not.
-        quantization: what peft's `get_quantization_kwargs` says of the whole model.
+        quantization: of the whole model, by peft's `get_quantization_kwargs`.
     """
 
     def __init__(self, base_layer: nn.Module, quantization: Mapping[str, Any]) -> None:
@@ -47,14 +47,11 @@ class WeightLayer(AdapterLayer):
                 setattr(self, name, getattr(base_layer, name))
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """The matrix with adapters in it, formed in float32 (float64 for float64), rounded once.
+        """Return the matrix (d_out, d_in) with adapters in it, formed in float32 (float64 for float64), rounded once.
 
         Args:
             weight: (d_out, d_in), float, the original; not to be written to.
             names: sorted, each present.
-
-        Returns:
-            (d_out, d_in), of the weight's type.
         """
         raise NotImplementedError
 
@@ -65,7 +62,7 @@ class WeightLayer(AdapterLayer):
         return super().forward(x, *args, **kwargs)
 
     def base_is_plain(self) -> bool:
-        """Whether reading the base's weight and bias gives what calling it would use."""
+        """Return whether reading the base's weight and bias gives what calling it would use."""
         base = self.base_layer
         return (
             type(base) in (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
@@ -74,7 +71,7 @@ class WeightLayer(AdapterLayer):
         )
 
     def base_matrix(self) -> Tensor:
-        """(d_out, d_in) of a plain base, a view of its weight."""
+        """Return the matrix (d_out, d_in) of a plain base, a view of its weight."""
         assert isinstance(self.base_layer.weight, Tensor)
         return self.matrix.of(self.base_layer.weight)
 
@@ -82,7 +79,7 @@ class WeightLayer(AdapterLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Puts adapters into the base weight; the original is kept aside until `unmerge`.
+        """Put adapters into the base weight; the original is kept aside until `unmerge`.
 
         Args:
             safe_merge: check first that the result is finite.
@@ -116,7 +113,7 @@ class WeightLayer(AdapterLayer):
             self._check_finite(self._merged(kept, names), names)
 
     def _merged(self, kept: Kept, names: Sequence[str]) -> Tensor:
-        """(d_out, d_in) with these adapters and those that are merged already."""
+        """Return the matrix (d_out, d_in) with these adapters and those that are merged already."""
         return self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
 
     def _check_finite(self, merged: Tensor, names: Sequence[str]) -> None:
@@ -128,7 +125,7 @@ class WeightLayer(AdapterLayer):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Puts the original weight back, bit-equal; does nothing where nothing is merged."""
+        """Put the original weight back, bit-equal; does nothing where nothing is merged."""
         if self._kept is not None:
             self._kept.restore(self.get_base_layer())
         self._kept = None
@@ -138,13 +135,7 @@ class WeightLayer(AdapterLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The base module, with the adapters in it or as it was; peft calls it. No original is kept.
-
-        Args:
-            merge: whether the adapters go in.
-            safe_merge: as in `merge`.
-            adapter_names: as in `merge`.
-        """
+        """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
         if merge:
             self._merge(safe_merge, adapter_names, aside=False)
         else:

@@ -4,9 +4,6 @@
 `NonlinearLowrankLlamaConfig` with model_type "nonlinear_lowrank_llama". The own model_type is what makes
 a process without this package fail by name instead of dropping the branches. A twin is the plain class
 plus `AugmentedModel`: it builds the plain model, then puts the layers back that the config lists.
-
-transformers knows more than 400 backbones, so nothing is built at import: `registration` makes transformers'
-table of config classes answer any "nonlinear_lowrank_<base>" by building the classes of that base.
 """
 
 import copy
@@ -16,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, conversion_mapping
 from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
@@ -49,7 +45,7 @@ class AugmentedModel(PlainNames):
         """
         for layer in augmented_layers(self):
             if not getattr(layer, "_is_hf_initialized", False):
-                layer.reset_parameters()  # type: ignore[operator]
+                layer.reset_parameters()
         mark_initialized(self)
         super().initialize_weights()  # type: ignore[misc]
 
@@ -111,7 +107,7 @@ class AugmentedModel(PlainNames):
         return (model, info) if output_loading_info else model
 
 
-def augmented_layers(model: Any) -> Iterator[nn.Module]:
+def augmented_layers(model: Any) -> Iterator[Any]:
     """Yield the modules that `augment` put into the model."""
     return (module for module in model.modules() if method_of_layer(module) is not None)
 
@@ -123,10 +119,10 @@ def _methods_in(model: Any) -> Iterator[Method]:
 def mark_initialized(model: Any) -> None:
     """Tell transformers that our layers are drawn, as it does itself for the modules it draws."""
     for layer in augmented_layers(model):
-        layer._is_hf_initialized = True  # type: ignore[assignment]
+        layer._is_hf_initialized = True
         method = method_of_layer(layer)
         if method is not None and method.dense is not None:
-            layer.get_submodule(method.dense)._is_hf_initialized = True  # type: ignore[assignment]
+            layer.get_submodule(method.dense)._is_hf_initialized = True
 
 
 def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -274,9 +270,9 @@ def _twin_of(base: Any, config_class: Any) -> Any:
 def __getattr__(name: str) -> Any:
     """Twins by name, so that pickle and `from nonlinear_lowrank.hub.classes import ...` find them."""
     if name.startswith(CLASS_PREFIX):
-        base = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
+        base: Any = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
         if isinstance(base, type) and issubclass(base, transformers.PreTrainedConfig):
-            return config_class_of(base)
+            return config_class_of(base)  # type: ignore[arg-type]
         if (base := plain_class(name.removeprefix(CLASS_PREFIX))) is not None:
             return twin_of(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

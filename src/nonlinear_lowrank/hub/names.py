@@ -30,7 +30,7 @@ class DenseNames(WeightRenaming):
         self.layers, self.prefix, self.saving = layers, f"{prefix}.", saving
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """The new name, and the pattern that matched, which None says there was not."""
+        """Return the new name, and the pattern that matched; None where none did."""
         parts = source_key.split(".")
         for end in range(1, len(parts)):
             name, rest = ".".join(parts[:end]), parts[end:]
@@ -48,7 +48,7 @@ class DenseNames(WeightRenaming):
         return name, name.removeprefix(self.prefix), self.prefix + name
 
     def reverse_transform(self) -> "DenseNames":
-        """From memory to files."""
+        """Return the renaming from memory to files."""
         return DenseNames(self.layers, self.prefix.removesuffix("."), saving=not self.saving)
 
 
@@ -57,7 +57,7 @@ class PlainNames:
 
     @property
     def _weight_conversions(self) -> list[Any] | None:
-        """The conversions that transformers reverts on saving: the plain class's, and ours last."""
+        """Conversions that transformers reverts on saving: the plain class's, and ours last."""
         known = vars(self).get("_weight_conversions")
         ours = dense_names(self)
         if ours is None:
@@ -73,7 +73,7 @@ class PlainNames:
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
-        """transformers', which is told of this model's names."""
+        """As transformers', which is told of this model's names."""
         if (ours := dense_names(model)) is not None:
             plain_mapping = load_config.weight_mapping or []
             load_config = replace(load_config, weight_mapping=[*_on_dense(model, ours, plain_mapping), ours])
@@ -82,7 +82,7 @@ class PlainNames:
 
 
 def _on_dense(model: Any, ours: DenseNames, conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Conversions whose converters, which split a file's tensor over linears, name the dense parts of these.
+    """Return conversions whose converters, which split a file's tensor over linears, name the dense parts of these.
 
     transformers converts after it renames on loading, and before on saving. A converter that would have to name dense
     parts in some layers only is left out: the linears then have tensors of their own in files too.
@@ -108,12 +108,12 @@ def _on_dense(model: Any, ours: DenseNames, conversions: list[WeightTransform]) 
 
 
 def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of a model by the names that files have, of those in memory."""
+    """Return the tensors of a model by the names that files have, of those in memory."""
     return _renamed(dense_names(model), tensors, saving=True)
 
 
 def in_memory(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `in_files`."""
+    """Reverse `in_files`."""
     return _renamed(dense_names(model), tensors, saving=False)
 
 
@@ -125,14 +125,14 @@ def _renamed(names: DenseNames | None, tensors: Mapping[str, Any], *, saving: bo
 
 
 def rename_by_transformers(model: Any) -> None:
-    """Leaves the names in files to transformers: `state_dict()` then has those that are in memory, as it needs."""
+    """Leave the names in files to transformers: `state_dict()` then has those that are in memory, as it needs."""
     for module in model.modules():
         if hasattr(module, "plain_names"):
             module.plain_names = False
 
 
 def dense_names(model: Any) -> DenseNames | None:
-    """The renaming of a model's layers that hold a plain linear; None where there are none."""
+    """Return the renaming of a model's layers that hold a plain linear; None where there are none."""
     layers = {}
     for name, module in model.named_modules():
         method = method_of_layer(module)

@@ -47,7 +47,7 @@ class MeanPooledConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def encoder_config(self) -> PreTrainedConfig:
-        """The encoder's config as an object."""
+        """Return the encoder's config as an object."""
         values = dict(self.encoder)
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
@@ -73,7 +73,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_encoder(cls, folder: str | Path, *, checkpoint: str, num_labels: int, **kwargs: Any) -> Any:
-        """The encoder of a checkpoint under a new head, which is drawn from the global generator.
+        """Return the encoder of a checkpoint under a new head, which is drawn from the global generator.
 
         Args:
             folder: where transformers finds the encoder.
@@ -113,12 +113,6 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
             init.normal_(module.weight, 0.0, getattr(self.encoder.config, "initializer_range", 0.02))
             init.zeros_(module.bias)
 
-    def get_input_embeddings(self) -> Any:
-        return self.encoder.get_input_embeddings()
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.encoder.set_input_embeddings(value)
-
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -126,7 +120,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits (B, num_labels), with labels also the loss: mean squared error for one label, else cross-entropy.
+        """Return logits (B, num_labels), and the loss: mean squared error for one label, else cross-entropy.
 
         Args:
             input_ids: (B, T).
@@ -152,12 +146,12 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def write_base(self, folder: Path) -> None:
-        """A folder by which an adapter's base is found again: the config alone."""
+        """Write a folder by which an adapter's base is found again: the config alone."""
         self.config.save_pretrained(folder)
 
 
 def find_encoder(name: str) -> str:
-    """Where transformers finds an encoder: the folder of a packaged one, else the name itself.
+    """Return where transformers finds an encoder: the folder of a packaged one, else the name itself.
 
     Raises:
         UserError: a packaged one is not installed.

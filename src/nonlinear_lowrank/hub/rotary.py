@@ -19,14 +19,14 @@ from nonlinear_lowrank.errors import UserError
 
 
 def grid_places(position_ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) of positions in the sequence, of any shape; see the file's table."""
+    """Return (rows, columns) of positions in the sequence, of any shape; see the file's table."""
     image = position_ids.clamp_min(1) - 1
     first = position_ids < 1
     return (1 + image // columns).masked_fill(first, 0), (1 + image % columns).masked_fill(first, 0)
 
 
 def grid_angles(rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
-    """Angles (..., head_dim / 2), one a pair of dimensions: the first half of them by row, the others by column.
+    """Return angles (..., head_dim / 2), one a pair of dimensions: the first half of them by row, the others by column.
 
     Args:
         rows: (...), of a floating type, which the angles take.
@@ -41,7 +41,7 @@ def grid_angles(rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raises UserError unless half of a head's dimensions is a whole number of pairs."""
+    """Raise UserError unless half of a head's dimensions is a whole number of pairs."""
     if head_dim % 4:
         raise UserError(
             f"2-D rotary positions need a head dimension divisible by 4, and it is {head_dim}; choose width = "
@@ -70,12 +70,7 @@ class GridRotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each (B, T, head_dim) in x's type, computed in float32 or wider.
-
-        Args:
-            x: gives the type.
-            position_ids: (B, T) int64.
-        """
+        """Return (cos, sin), each (B, T, head_dim) in x's type, for positions (B, T); computed in float32 or wider."""
         exact = torch.promote_types(x.dtype, torch.float32)
         rows, columns = grid_places(position_ids, self.columns)
         angles = grid_angles(rows.to(exact), columns.to(exact), self.head_dim, self.theta)

@@ -1,0 +1,119 @@
+"""The library without its extras: only torch, transformers, safetensors, wrapt and what these require are there."""
+
+import pytest
+
+from cli_helpers import run_python
+
+# Written into the new process before anything else is imported.
+CORE_ONLY = '''
+import importlib.metadata, re, sys
+
+def closure(names):
+    found, todo = set(), list(names)
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in found:
+            continue
+        try:
+            required = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        todo += [re.match(r"[\\w.-]+", each)[0] for each in required if "extra ==" not in each]
+    return found
+
+core = closure(["torch", "transformers", "safetensors", "wrapt"])
+owners = importlib.metadata.packages_distributions()
+normal = {top: {re.sub(r"[-_.]+", "-", each).lower() for each in names} for top, names in owners.items()}
+blocked = {top for top, names in normal.items() if not names & (core | {"nonlinear-lowrank"})} | {"nlr_lab"}
+assert {"peft", "accelerate", "datasets", "scipy", "psutil"} <= blocked
+
+class Core:
+    """A finder that does not see what is blocked."""
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in blocked else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Core, sys.meta_path)
+own_versions = importlib.metadata.version
+
+def version(name):
+    if re.sub(r"[-_.]+", "-", name).lower() not in core | {"nonlinear-lowrank"}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return own_versions(name)
+
+importlib.metadata.version = version
+'''
+
+TRAIN = """
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+import nonlinear_lowrank as nlr
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                     eos_token_id=None, bos_token_id=None)
+model = LlamaForCausalLM(config)
+nlr.augment(model, {method}, verbose=False)
+optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-2, verbose=False))
+tokens = torch.randint(0, 40, (4, 12))
+losses = []
+for _ in range(5):
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+model.eval().save_pretrained(sys.argv[1])
+with torch.no_grad():
+    expected = model(tokens).logits
+    for again in (AutoModelForCausalLM.from_pretrained(sys.argv[1]), nlr.hub.load_model(sys.argv[1])):
+        assert type(again) is type(model)
+        assert torch.equal(again(tokens).logits, expected)
+print("done")
+"""
+
+METHODS = {
+    "noble": "nlr.NobleConfig(rank=4)",
+    "sine": 'nlr.SineLowRankConfig(rank=4, omega=100), include=".*mlp.*"',
+    "query": "nlr.NonlinearQueryConfig()",
+    "qk_norm": "nlr.QKNormConfig()",
+    "rational": "nlr.RationalConfig(groups=4)",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_saving_and_loading_need_no_extra(method, tmp_path):
+    done = run_python(CORE_ONLY + TRAIN.replace("{method}", METHODS[method]), tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "done"
+
+
+ADAPTERS = """
+import nonlinear_lowrank as nlr
+from nonlinear_lowrank.hub.merging import merge_adapter
+
+for use in (*(lambda name=name: getattr(nlr, name) for name in ("SineLoraConfig", "NoraConfig", "NobleAdapterConfig")),
+            lambda: merge_adapter(sys.argv[1], "out")):
+    try:
+        use()
+    except nlr.UserError as error:
+        assert "pip install 'nonlinear-lowrank[peft]'" in str(error), error
+        assert len(str(error).splitlines()) == 1
+    else:
+        raise AssertionError("no error")
+"""
+
+
+def test_adapters_name_the_extra_that_they_need(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    done = run_python(CORE_ONLY + ADAPTERS, tmp_path)
+    assert done.returncode == 0, done.stderr
