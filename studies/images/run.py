@@ -20,7 +20,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.field_plan import FieldArm
 from nlr_lab.compare.report import p_text
 from nlr_lab.compare.study import (
     absolute,
@@ -31,6 +30,7 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.step import FitConfig
 from nlr_lab.recipes import get_recipe
@@ -85,11 +85,12 @@ def summary(into: Path) -> str:
     for record in records:
         arms = {arm["name"]: arm for arm in record["arms"]}
         late = max((arm["late_gain"] for arm in record["arms"] if arm["late_gain"] is not None), default=0.0)
-        for pair in record["pairs"]:
-            low, sine = arms[pair["low_rank"]], arms[pair["sine"]]
-            scores = (score_text(arms["dense"]), pair["rank"], score_text(low), score_text(sine))
-            shown = (interval_text(pair["delta"]), p_text(pair["p_holm"]), f"{late:+.2f}")
-            lines.append("| " + " | ".join(map(str, (record["problem"], *scores, *shown))) + " |")
+        for other, pairs in record["against"].items():
+            for name, pair in pairs.items():
+                low, sine = arms[other], arms[name]
+                scores = (score_text(arms["dense"]), sine["settings"]["rank"], score_text(low), score_text(sine))
+                shown = (interval_text(pair["delta"]), p_text(pair["p_holm"]), f"{late:+.2f}")
+                lines.append("| " + " | ".join(map(str, (record["problem"], *scores, *shown))) + " |")
     return "\n".join(lines) + "\n"
 
 

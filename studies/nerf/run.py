@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.field_plan import FieldArm
 from nlr_lab.compare.report import markdown_table
 from nlr_lab.compare.study import (
     absolute,
@@ -32,6 +31,7 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.nerf import NerfSettings
 from nlr_lab.fields.nerf_model import RadianceConfig
 from nlr_lab.fields.step import FitConfig
@@ -95,7 +95,7 @@ def spread_table(folder: Path) -> str:
             chosen = []
             for kind in ("low-rank", "sine"):
                 found = {spread: of[f"{kind}-k{rank}"] for spread, of in arms.items()}
-                best = max(found, key=lambda spread: max(each["value"] or 0 for each in found[spread]["tuning"]))
+                best = max(found, key=lambda spread: max(each["score"] or 0 for each in found[spread]["tuning"]))
                 cells += [*map(score_text, found.values()), str(best)]
                 chosen.append(found[best])
             pairs.append((chosen[1], chosen[0]))

@@ -21,7 +21,6 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from nlr_lab.compare.field_plan import FieldArm
 from nlr_lab.compare.report import markdown_table
 from nlr_lab.compare.study import (
     difference_cells,
@@ -32,6 +31,7 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.occupancy import OccupancySettings
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe

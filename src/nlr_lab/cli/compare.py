@@ -1,7 +1,7 @@
 """`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
@@ -12,14 +12,28 @@ from .options import comparison_defaults, is_main_process, parse_recipe, seconds
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
+Problem = TypeVar("Problem")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Generic[Task, Train]):
+class _Options:
+    out: str
+    """Folder for the runs, results.json, the pictures and report.md; must be empty or new."""
+    seeds: int
+    """Seeds; on each, every arm gets the same batches."""
+    max_minutes: float | None = None
+    """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
+    all runs are shortened to fewer steps, which the report says."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on with the runs that are missing in --out."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in --out first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(_Options, Generic[Task, Train]):
     """Options of `nlr compare`; the recipe's own settings are the nested ones."""
 
-    out: str
-    """Folder for the runs, results.json, the picture and report.md; must be empty or new."""
     arms: tuple[str, ...]
     """What is compared; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
     noble:rank=64,activation=gelu,depth=1, noble:budget=5%, nonlinear-query+noble:rank=64 (both in one model),
@@ -27,8 +41,6 @@ class CompareOptions(Generic[Task, Train]):
     with optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head,
     lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++,
     noble-adapter:r=16."""
-    seeds: int
-    """Seeds; on each, every arm gets the same batches."""
     tune_lr: tuple[float, ...]
     """Learning rates to try for each arm that names none (lr= or grid=), on a seed of their own; then every arm
     runs at its best."""
@@ -39,54 +51,59 @@ class CompareOptions(Generic[Task, Train]):
     workers: int | None = None
     """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
     the extra "ray"); default: one after another."""
-    max_minutes: float | None = None
-    """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
-    all runs are shortened to fewer steps, which the report says."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Go on with the runs that are missing in --out."""
-    overwrite: FlagCreatePairsOff[bool] = False
-    """Delete what is in --out first."""
     task: Task
     """The data and the model."""
     train: Train
     """The optimization, shared by all arms."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompareFieldOptions(_Options, Generic[Problem, Train]):
+    """Options of `nlr compare` for neural fields; the recipe's own settings are the nested ones."""
+
+    arms: tuple[str, ...]
+    """What is compared: dense, low-rank:rank=5, sine:rank=5,omega=50 and the like. Each may add init= (otherwise both
+    are tried), lr= (otherwise tuned), gain= and name=."""
+    tune_lr: tuple[float, ...]
+    """Learning rates to try for each arm and init, on a seed of their own; where an arm's best is at the edge, more of
+    them. Then every arm runs at its best."""
+    timing_rounds: int = 20
+    """Interleaved steps of each arm for the step times; 0 leaves them out."""
+    problem: Problem
+    """What is fitted, and the network."""
+    train: Train
+    """The optimization, shared by all arms."""
+
+
 def run(arguments: list[str]) -> None:
-    """Compares and prints the table."""
+    """Compare and print the table."""
     name, rest = take_recipe(arguments, "compare")
     if not {"-h", "--help"} & set(rest):
         let_threads_sleep()
-    if RECIPES[name].command == "fit":
-        from .compare_fields import run_fields
-
-        run_fields(arguments)
-        return
+    fields = RECIPES[name].command == "fit"
     recipe, options = parse_recipe(
-        CompareOptions,
+        CompareFieldOptions if fields else CompareOptions,
         arguments,
         command="compare",
         defaults=comparison_defaults,
+        nested=("problem", "train") if fields else ("task", "train"),
     )
     max_seconds = seconds_of(options.max_minutes)
+    own: dict[str, Any] = {} if fields else {"reference": options.reference, "workers": options.workers}
 
-    from pathlib import Path
-
-    from nlr_lab.compare.run import compare
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.compare import compare
 
     comparison = compare(
         recipe,
-        Path(options.out),
-        arms=[Arm.parse(arm) for arm in options.arms],
+        options.out,
+        arms=options.arms,
         seeds=options.seeds,
         tune_lr=options.tune_lr,
-        reference=options.reference,
         resume=options.resume,
         overwrite=options.overwrite,
         timing_rounds=options.timing_rounds,
-        workers=options.workers,
         max_seconds=max_seconds,
+        **own,
     )
     if is_main_process():
         print(comparison)

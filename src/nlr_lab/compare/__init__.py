@@ -1,6 +1,5 @@
-"""Paired runs, statistics, pictures, report."""
+"""Paired runs, statistics, pictures, report: one pipeline (`run`) over the kinds of trials in `models` and `fields`."""
 
-from .plots import ablation_bars
 from .run import Comparison, compare
 
-__all__ = ["Comparison", "ablation_bars", "compare"]
+__all__ = ["Comparison", "compare"]

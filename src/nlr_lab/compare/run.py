@@ -1,27 +1,17 @@
-"""The heart of the tool: train a baseline and other arms on the same batches and say what the difference is.
+"""The heart of the tool: run a baseline and other arms on the same batches and say what the difference is.
 
-Order of work: prepare the text once; build every arm (a bad arm fails here, before anything is written);
-time interleaved steps, and shorten all runs where the time limit asks for it; tune each arm's learning rate on a
-seed of its own; then train seed by seed, every arm within a seed, so that stopping after any seed leaves all arms
-with the same n. After each seed the
-record, the pictures and the report are written anew.
-
-    out/compare.json     the settings that every run in this folder shares
-    out/timing.json      seconds of the interleaved steps
-    out/runs/<arm>/lr-<rate>/seed-<k>/      one training run each, with its result.json
-    out/results.json     the record      out/report.md, out/curves.png, out/rates.png   made from it
+Order of work: prepare the data once; build every arm (a bad arm fails here, before anything is written);
+time interleaved steps, and shorten all runs where the time limit asks for it; tune each arm on a
+seed of its own; then run seed by seed, every arm within a seed, so that stopping after any seed leaves all arms
+with the same n. After each seed the record, the pictures and the report are written anew.
 """
 
 import contextlib
 import io
-import json
-import math
-import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,49 +19,18 @@ from rich.console import Console
 
 from nlr_lab.runtime.cores import FreeThreads
 from nlr_lab.runtime.environment import cpu_threads
-from nlr_lab.runtime.time_limit import (
-    PACE_ROUNDS,
-    TIMING_SHARE,
-    Forecast,
-    Lengths,
-    OutOfTimeError,
-    TimeLimit,
-    evaluation_seconds,
-    median_steps,
-    seconds_around,
-    shortened,
-)
-from nlr_lab.tasks.task import measure_of, plain_split, scored_split
-from nlr_lab.training.checkpoints import on_first_process
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
-from nlr_lab.training.run import join_processes, run_training
+from nlr_lab.runtime.processes import on_first_process, rank
+from nlr_lab.runtime.storage import write_text
+from nlr_lab.runtime.time_limit import Lengths, OutOfTimeError, TimeLimit
+from nonlinear_lowrank.validation import check_integer
 
-from .folder import (
-    MARKER,
-    Plan,
-    arm_settings,
-    check_folder,
-    check_text,
-    copy_report,
-    lengths,
-    load_timing,
-    open_folder,
-    save_timing,
-    shared_settings,
-    version_notes,
-    write_text,
-)
-from .kept_runs import KeptRuns
-from .measure import Measurement, measure_arms
-from .plots import ArmCurves, plot_curves, plot_rate_sweep
-from .record import ArmRecord, Run, build_results, command_line
-from .report import chosen_by, findings, render_report, render_tables
-from .runs import Runner, Runs, chosen_rate, tune
-from .workers import Workers, check_workers, open_workers
-
-Measurer = Callable[..., Measurement]
-
-_START = 2.0  # seconds of a run beside its steps, at the least
+from .folder import REPORT, RESULTS, Folder, record_text
+from .plan import Plan
+from .record import ArmRecord, build_results, command_line
+from .runs import Runs
+from .trial import Choice, Measurement, Run, Trials
+from .tuning import Tried, choose, tune
+from .workers import check_workers, open_workers
 
 
 @dataclass(frozen=True)
@@ -80,33 +39,43 @@ class Comparison:
 
     out: Path
     results: dict[str, Any] = field(repr=False)
+    trials: Trials = field(repr=False)
 
     def copy_to(self, folder: Path | str, name: str) -> None:
-        """Copies what a reader needs, without the runs: `name`.md, .json, -curves.png, -rates.png.
+        """Copy what a reader needs, without the runs: `name`.md, .json and -picture.png.
 
         Args:
-            folder: an existing folder, of a study for example. Files of these names in it are replaced.
+            folder: an existing folder, of a study for example. Files of these names in it are replaced or go.
             name: how the files' names begin.
         """
-        copy_report(self.out, ("curves.png", "rates.png"), Path(folder), name)
+        folder = Path(folder)
+        text = (self.out / REPORT).read_text(encoding="utf-8")
+        for picture in self.trials.pictures:
+            text = text.replace(f"({picture})", f"({name}-{picture})")
+            (folder / f"{name}-{picture}").unlink(missing_ok=True)
+            if (self.out / picture).exists():
+                shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
+        shutil.copyfile(self.out / RESULTS, folder / f"{name}.json")
+        write_text(folder / f"{name}.md", text)
 
     def __rich__(self) -> Any:
-        return render_tables(self.results)
+        return self.trials.report.render_tables(self.results)
 
     def __str__(self) -> str:
         """The tables, what was found, and where the files are."""
-        console = Console(file=io.StringIO(), width=max(100, shutil.get_terminal_size((130, 40)).columns))
+        console = Console(file=io.StringIO(), width=max(110, shutil.get_terminal_size((130, 40)).columns))
         console.print(self)
         assert isinstance(console.file, io.StringIO)
-        lines = [f"- {line}".replace("**", "") for line in findings(self.results)]
-        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: report.md, curves.png, results.json"])
+        lines = [f"- {line}".replace("**", "") for line in self.trials.report.findings(self.results)]
+        files = [name for name in (REPORT, *self.trials.pictures, RESULTS) if (self.out / name).exists()]
+        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: {', '.join(files)}"])
 
 
 def compare(
-    recipe: Recipe,
+    recipe: Any,
     out: Path | str,
     *,
-    arms: Sequence[Arm] | None = None,
+    arms: Sequence[Any] | None = None,
     seeds: int | None = None,
     tune_lr: Sequence[float] | None = None,
     reference: str | None = None,
@@ -114,287 +83,240 @@ def compare(
     overwrite: bool = False,
     max_seconds: float | None = None,
     max_extensions: int = 4,
-    timing_rounds: int = 30,
+    timing_rounds: int | None = None,
     workers: int | None = None,
     keep_checkpoints: bool = False,
     kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
-    run: Runner = run_training,
-    measure: Measurer = measure_arms,
     clock: Callable[[], float] = time.monotonic,
+    trials: Trials | None = None,
 ) -> Comparison:
-    """Trains every arm over the same seeds and compares them with the reference and with each control.
+    """Run every arm over the same seeds and compare them with the reference and with each control.
 
     Args:
-        recipe: task and training settings, shared by all arms; its `arms`, `seeds` and `tune_lr` are the
+        recipe: task or problem and training settings, shared by all arms; its `arms`, `seeds` and `tune_lr` are the
             defaults of the arguments of those names.
         out: folder for the runs and the report; new or empty, unless `resume` or `overwrite`.
-        arms: at least two, with names of their own. Arms whose method is "baseline" are controls.
+        arms: at least two, with names of their own: `Arm`, of a neural field `FieldArm`, or their short forms.
         seeds: number of paired seeds. Tuning uses `recipe.train.seed`, the comparison the seeds that follow
-            it: a rate chosen for its luck on a seed gains nothing from that luck here.
-        tune_lr: rates to try for every arm that names none itself; empty means the recipe's rate. While an
+            it: a choice made for its luck on a seed gains nothing from that luck here.
+        tune_lr: learning rates to try for every arm that names none itself; empty means the recipe's. While an
             arm's best is at the edge, its grid is extended by the grid's own ratio.
-        reference: name of the arm that the main tables compare with; the first arm by default.
+        reference: name of the arm that the main tables compare with; by default the first arm, of neural fields the
+            dense one if there is one.
         resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
             checkpoint, missing ones are run. Arms and seeds may be added.
-        overwrite: delete what a former comparison wrote to `out`; other files there are left alone.
-        max_seconds: it ends within this time. No new seed and no new rate of the tuning is begun that would not, by
-            the slowest run of each arm so far. Where timed steps say that not even the first rate and the first seed
+        overwrite: delete what a former comparison wrote to `out`; other files there stay.
+        max_seconds: it ends within this time. No new seed and no new choice of the tuning is begun that would not, by
+            the slowest run of each arm so far. Where timed steps say that not even the first choice and the first seed
             would, all runs are shortened, schedule and all, as much as it takes; the report says so, and such runs
             have folders of their own (`runs/<arm>/steps-<n>/`). A run that is over time all the same stops.
         max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
-        timing_rounds: interleaved steps of each arm; 0 leaves step times out.
+        timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
             names and whose machines all see `out`; None: one after another, in this process. With `max_seconds` the
             seeds follow each other still.
         keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
         kept_runs: a file that keeps the finished runs, a line each, outside `out`: what it has and `out` lacks is used
-            as it is, and it is written anew after each run. With it a folder is gone on with, as with `resume`.
+            as it is, and it is written anew after each run. With it a folder is resumed, as with `resume`. The first
+            seed's fits of a neural field, which its strip of pictures shows, are run again where `out` lacks weights.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
-        run: trains one arm; has `run_training`'s signature.
-        measure: builds and times the arms; has `measure_arms`' signature.
         clock: seconds, for `max_seconds`.
+        trials: what is run, where that does not follow from the recipe.
 
     Raises:
-        UserError: arms, rates or seeds that make no comparison; a folder that is not empty, or that holds a
+        UserError: arms, learning rates or seeds that make no comparison; a folder that is not empty, or that holds a
             comparison with other settings (the message names the field); an arm that cannot be matched; a time limit
             that does not hold even ten steps of every arm. Nothing has been written then.
     """
     limit, threads = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads)
-    out = Path(out)
+    trials = trials or _trials_of(recipe)
+    rounds = trials.timing_rounds if timing_rounds is None else timing_rounds
+    check_integer("timing_rounds", rounds, minimum=0)
     check_workers(workers)
-    plan = Plan.make(recipe, arms, seeds, tune_lr, reference, max_extensions)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        join_processes(recipe, out)
-    main = int(os.environ.get("RANK", "0")) == 0
-    kept = None if kept_runs is None else KeptRuns(kept_runs, out, MARKER)
-    if kept is not None:
-        resume = True
-        on_first_process(lambda: kept.check(plan.settings, arm_settings(plan.arms), plan.defaults))
-    on_first_process(lambda: check_folder(out, plan, resume=resume, overwrite=overwrite))
-    console = Console(quiet=quiet or not main, highlight=False)
-    on_first_process(lambda: recipe.task.prepare(progress=not quiet) and None)  # fills the cache
-    prepared = recipe.task.prepare(progress=False)
+    plan = Plan.make(trials, arms, seeds, tune_lr, reference, max_extensions)
+    folder = Folder(Path(out), plan, trials.pictures, kept_runs)
+    resume = resume or kept_runs is not None
+    trials.join(folder.path)
+    on_first_process(lambda: folder.check(resume=resume, overwrite=overwrite))
+    trials.prepare(quiet=quiet)
     if resume:
-        on_first_process(lambda: check_text(out, prepared.fingerprint))
+        on_first_process(lambda: folder.check_data(trials.fingerprint))
+    is_rank_0 = rank() == 0
+    console = Console(stderr=True, quiet=quiet or not is_rank_0, highlight=False, soft_wrap=True)
 
-    def measured_now() -> tuple[Measurement, Forecast | None]:
-        """With the forecast of runs by the times of steps as they are now."""
+    def measure() -> Any:
         with threads.chosen():
-            former = load_timing(out, plan, timing_rounds) if resume else None
-            rounds, limited = 0 if former is not None else timing_rounds, {}
-            if max_seconds is not None:
-                rounds, limited = max(rounds, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
-            if rounds:
-                console.print(f"timing steps of {len(plan.arms)} arms")
-            begun = limit.passed
-            found = measure(recipe, plan.arms, prepared, rounds=rounds, **limited)
-            forecast = None
-            if found.times:
-                start = seconds_around(limit.passed - begun, found.times, _START)
-                forecast = _forecast(recipe, prepared, found.times, start, workers)
-            return replace(found, times=former or (found.times if timing_rounds else None)), forecast
+            former = folder.load_times(rounds, recipe.train.threads) if resume else None
+            return trials.count_and_time(plan.arms, rounds, former, limit)
 
-    measured, forecast = on_first_process(measured_now)
-    if kept is not None:
-        on_first_process(lambda: kept.restore(prepared.fingerprint))
-
-    def open_runs(steps: int | None, helpers: Workers | None = None) -> Runs:
-        own = recipe if steps is None else replace(recipe, train=shortened(_in_steps(recipe, prepared), steps))
-        plain = (own, out, prepared, run, keep_checkpoints, quiet, console, helpers, kept)
-        return Runs(*plain, limit=limit, forecast=forecast, threads=threads, steps=steps)
+    measured, forecast = on_first_process(measure)
+    if forecast is not None and workers:
+        forecast.at_once = workers
+    known: dict[str, Any] = {"limit": limit, "forecast": forecast, "threads": threads, "console": console}
 
     def missing(steps: int | None, anew: bool) -> list[str]:
-        return [arm.name for arm in open_runs(steps).missing(plan, plan.seeds[:1], 1, anew=anew)]
+        runs = Runs(trials, plan, folder, steps=steps, **known)
+        return [arm.name for arm in runs.missing(plan.seeds[:1], 1, anew=anew)]
 
-    full = _in_steps(recipe, prepared).steps if forecast is not None else 0
+    on_first_process(folder.restore_runs)
     may_shorten = forecast if max_seconds is not None else None
-    plans = Lengths(full, may_shorten, limit, lambda: lengths(out), missing)
-    steps = plans.choose(anew=overwrite)
-    lock = open_folder(out, plan, prepared.fingerprint, overwrite=overwrite) if main else None
+    lengths = Lengths(trials.steps if may_shorten else 0, may_shorten, limit, folder.lengths, missing)
+    steps = lengths.choose(anew=overwrite)
     with contextlib.ExitStack() as stack:
-        if lock is not None:
-            stack.callback(lock.release)
-        if main and measured.times is not None:
-            with cpu_threads(threads.now):
-                save_timing(out, plan, measured.times)
-        always = [match.describe(_counts(measured, match.by)) for match in plan.matches]
-        always += [*measured.notes, *(on_first_process(lambda: version_notes(out / MARKER)) if resume else [])]
-        if timing_rounds and measured.times and (rounds := len(measured.times[plan.reference])) < timing_rounds:
-            always.append(f"Step times are of {rounds} rounds, not of {timing_rounds}, to keep within the time limit.")
-        helpers = stack.enter_context(open_workers(workers, recipe.train.threads, run, console))
-        if kept is not None:
-            on_first_process(kept.collect)  # what the folder had alone
+        if is_rank_0:
+            stack.enter_context(folder.opened(trials.fingerprint, overwrite=overwrite))
+            if measured.times is not None:
+                with cpu_threads(threads.now):
+                    folder.save_times(measured.times, recipe.train.threads)
+        notes = trials.notes(measured)
+        if resume:
+            notes += on_first_process(folder.version_notes)
+        if measured.times and (taken := len(measured.times[plan.reference])) < rounds:
+            notes.append(f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit.")
+        helpers = stack.enter_context(open_workers(workers, recipe.train.threads, console))
+        on_first_process(folder.keep_runs)  # what the folder had alone
+        known |= {"workers": helpers, "keep_checkpoints": keep_checkpoints}
 
         def session(steps: int | None) -> Comparison:
-            """Raises TooLongError where not even the first seed ends in time, and a shorter one would."""
-            runs = open_runs(steps, helpers)
-            notes = list(always)
-            if steps is not None:
-                notes.insert(0, plans.note(steps))
-                console.print(notes[0], soft_wrap=True)
+            runs = Runs(trials, plan, folder, steps=steps, **known)
+            return _Session(runs, measured, lengths, list(notes), command or command_line(), is_rank_0).run()
 
-            def time_for(arms: Sequence[Arm]) -> bool:
-                # Clocks differ between processes, and a split decision would hang them.
-                return on_first_process(lambda: runs.expected_seconds(arms) < limit.left)
+        return lengths.run(session, steps)
 
-            def to_go() -> list[Arm]:
-                return runs.missing(plan, plan.seeds)
 
-            tuned: dict[str, list[Run]] = {}
-            seeds = plan.seeds
+def _trials_of(recipe: Any) -> Trials:
+    """Return the recipe's kind of trials; what another kind needs is not imported."""
+    from nlr_lab.training.recipe import Recipe
+
+    if isinstance(recipe, Recipe):
+        from .models.trial import ModelTrials
+
+        return ModelTrials(recipe)
+    from .fields.trial import FieldTrials
+
+    return FieldTrials(recipe)
+
+
+class _Session:
+    """All runs of one length: tuning, then seed by seed, with a report after each."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        measured: Measurement,
+        lengths: Lengths,
+        notes: list[str],
+        command: str,
+        writes: bool,
+    ) -> None:
+        self.runs, self.plan, self.trials, self.limit = runs, runs.plan, runs.trials, runs.limit
+        self.measured, self.lengths, self.notes, self.command, self.writes = measured, lengths, notes, command, writes
+        self.tried: Tried = {}
+        self.chosen: dict[str, tuple[Choice | None, str]] = {}
+
+    def run(self) -> Comparison:
+        """Run all that ends in time and report it.
+
+        Raises:
+            TooLongError: not even the first seed ends in time, and a shorter one would.
+        """
+        if self.runs.steps is not None:
+            self.notes.insert(0, self.lengths.note(self.runs.steps))
+            self.runs.console.print(self.notes[0])
+        free = self.limit.seconds is None
+        seeds: Sequence[int] = self.plan.seeds
+        try:
+            self.tried = tune(self.runs, self.notes, all_at_once=free)
+        except OutOfTimeError as error:
+            self._stop(f"before the first seed: {error}.", needed=error)
+            seeds = ()
+        for arm in self.plan.arms:
+            self.chosen[arm.name] = choose(self.runs, arm, self.tried.get(arm.name, ()), self.notes)
+        going = self._going()
+        if free:
+            self.runs.run_ahead([(arm, choice, seed) for seed in seeds for arm, choice in going])
+        for index, seed in enumerate(seeds):
+            first = index == 0
+            missing = [each for each in going if not self.runs.is_done(*each, seed, with_weights=first)]
+            if not first and missing and not self.runs.have_time_for([arm for arm, _ in missing]):
+                self._stop(f"before seed {seed}; {len(self.plan.seeds)} seeds were asked for.")
+                break
             try:
-                tuned = tune(plan, runs, time_for, notes, at_once=max_seconds is None, to_go=to_go)
+                self._run_seed(seed, missing, f"seed {index + 1} of {len(self.plan.seeds)}", first)
             except OutOfTimeError as error:
-                plans.shorten(steps, error)
-                notes.append(f"Stopped for time before the first seed: {error}.")
-                seeds = ()
-            if not runs.measure.is_loss and scored_split(prepared) is None:
-                notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-            rates = {arm.name: chosen_rate(plan, arm, tuned.get(arm.name), runs.measure) for arm in plan.arms}
-            running = [(arm, rate) for arm in plan.arms if (rate := rates[arm.name][0]) is not None]
+                self._stop(f"in seed {seed}: {error}.", needed=error if first else None)
+                break
+            if missing and index + 1 < len(self.plan.seeds):
+                self.report()
+        return self.report()
 
-            def publish() -> Comparison:
-                results = build_results(
-                    name=recipe.name,
-                    summary=_summary(runs.recipe),
-                    settings=plan.settings | plan.choices | ({} if steps is None else shared_settings(runs.recipe)),
-                    data=prepared.describe(),
-                    arms=[_record(arm, *rates[arm.name], plan, runs, measured, tuned) for arm in plan.arms],
-                    reference=plan.reference,
-                    seeds=plan.seeds,
-                    tuning_seed=plan.tuning_seed,
-                    times=measured.times,
-                    notes=notes + threads.notes,
-                    command=command or command_line(),
-                    seconds=limit.passed,
-                    threads=plan.threads,
-                    measure=runs.measure,
-                )
-                if main:
-                    _write(out, results)
-                return Comparison(out, results)
+    def _run_seed(self, seed: int, missing: Sequence[tuple[Any, Choice]], place: str, first: bool) -> None:
+        self.runs.run_ahead([(arm, choice, seed) for arm, choice in missing])
+        for number, (arm, choice) in enumerate(missing, 1):
+            after = [later for later, _ in missing[number:]]
+            self.runs.get(arm, choice, seed, place, after=after, needed=first, with_weights=first)
 
-            if max_seconds is None:
-                runs.train_ahead([(arm, rate, seed) for seed in seeds for arm, rate in running])
-            for index, seed in enumerate(seeds):
-                missing = [(arm, rate) for arm, rate in running if runs.find(arm, rate, seed) is None]
-                if index > 0 and missing and not time_for([arm for arm, _ in missing]):
-                    notes.append(f"Stopped for time before seed {seed}; {len(plan.seeds)} seeds were asked for.")
-                    break
-                try:
-                    runs.train_ahead([(arm, rate, seed) for arm, rate in missing])
-                    for place, (arm, rate) in enumerate(missing, 1):
-                        where = f"seed {index + 1} of {len(plan.seeds)}"
-                        after = [later for later, _ in missing[place:]]
-                        runs.get(arm, rate, seed, where, after=after, needed=index == 0, to_go=to_go)
-                except OutOfTimeError as error:
-                    if index == 0:
-                        plans.shorten(steps, error)
-                    notes.append(f"Stopped for time in seed {seed}: {error}.")
-                    break
-                if missing and index + 1 < len(plan.seeds):
-                    publish()
-            return publish()
+    def _stop(self, where: str, needed: OutOfTimeError | None = None) -> None:
+        """Note that time is up; `needed`: for a run that the comparison cannot do without, so fewer steps are tried."""
+        if needed is not None:
+            self.lengths.shorten(self.runs.steps, needed)
+        self.notes.append(f"Stopped for time {where}")
 
-        return plans.run(session, steps)
-
-
-def _in_steps(recipe: Recipe, prepared: Any) -> TrainConfig:
-    """The recipe's training with its length in steps."""
-    return recipe.train if recipe.train.steps else recipe.train.resolved(len(prepared.train))
-
-
-def _forecast(
-    recipe: Recipe, prepared: Any, times: Mapping[str, Sequence[float]], start: float, workers: int | None
-) -> Forecast:
-    train, step = _in_steps(recipe, prepared), median_steps(times)
-    splits = (prepared.valid, scored_split(prepared), plain_split(prepared))
-    examples = sum(len(split) for split in splits if split is not None)
-    return Forecast(
-        step=step,
-        evaluation={name: evaluation_seconds(each, examples, train.batch_size) for name, each in step.items()},
-        evaluations=math.ceil(train.steps / train.eval_every),
-        start=start,
-        at_once=workers or 1,
-    )
-
-
-def _counts(measured: Measurement, by: str) -> Mapping[str, float | None]:
-    """What was counted of every arm, in the built models."""
-    return dict(measured.parameters) if by == "parameters" else measured.flops
-
-
-def _record(
-    arm: Arm,
-    rate: float | None,
-    source: str,
-    plan: Plan,
-    runs: Runs,
-    measured: Measurement,
-    tuned: Mapping[str, Sequence[Run]],
-) -> ArmRecord:
-    found = {} if rate is None else {seed: runs.find(arm, rate, seed) for seed in plan.seeds}
-    return ArmRecord(
-        name=arm.name,
-        description=arm_settings([arm])[arm.name],
-        control=arm.control,
-        lr=rate,
-        lr_source=source,
-        parameters=measured.parameters[arm.name],
-        trainable=measured.trainable.get(arm.name),
-        flops=measured.flops[arm.name],
-        runs={seed: run for seed, run in found.items() if run is not None},
-        tuning=tuned.get(arm.name, ()),
-    )
-
-
-def _summary(recipe: Recipe) -> str:
-    train = recipe.train
-    sequences = f"{train.length} in steps of {train.batch_size} examples"
-    if measure_of(recipe.task).is_loss and train.steps:
-        sequences = f"{train.steps} steps of {train.batch_size} sequences"
-    return f"{recipe.description.rstrip('.')}. Each run takes {sequences}."
-
-
-# --- what is left behind -------------------------------------------------------------------------------------
-
-
-def _write(out: Path, results: dict[str, Any]) -> None:
-    """Record, pictures and report; each file whole or not at all."""
-    # A curve is a list of pairs: one pair a line, not four lines.
-    text = re.sub(r"\[\s+([^\s\[\]]+),\s+([^\s\[\]]+)\s+\]", r"[\1, \2]", json.dumps(results, indent=1))
-    write_text(out / "results.json", text + "\n")
-    draw(out, results)
-    write_text(out / "report.md", render_report(results))
-
-
-def draw(out: Path, results: Mapping[str, Any]) -> None:
-    """The pictures of a record: `curves.png`, and `rates.png` where rates were tuned."""
-    whole = set(results["seeds"])
-    metric = results["metric"]
-    by_loss = metric["name"] == "loss"
-    unit = f"evaluation loss ({results['loss_unit']})" if by_loss else f"{metric['name']} on held-out examples"
-    name = "curve" if by_loss else "metric_curve"
-    curves = []
-    for arm in results["arms"]:
-        runs = [run for run in arm["runs"] if run["seed"] in whole]
-        series = tuple(
-            tuple((step, float("nan") if value is None else value) for step, value in run[name]) for run in runs
+    def report(self) -> Comparison:
+        """Write record, pictures and report; each file whole or not at all."""
+        plan, trials, path = self.plan, self.trials, self.runs.folder.path
+        arms = [self._record(arm) for arm in plan.arms]
+        about = trials.about()
+        own = {"train.lr": trials.recipe.train.lr, "train.seed": plan.tuning_seed, "tune_lr": list(plan.grid)}
+        own |= {
+            f"grid of {arm.name}": rates
+            for arm in plan.arms
+            if (rates := sorted({choice.lr for choice in plan.tuned(arm)})) and rates != list(plan.grid)
+        }
+        settings = trials.shared_settings() | own | {"seeds": len(plan.seeds)}
+        results = build_results(
+            about=about | {"recipe": about["recipe"] | {"settings": settings}},
+            arms=arms,
+            pairs=trials.pairs(plan.reference, plan.arms),
+            reference=plan.reference,
+            seeds=plan.seeds,
+            tuning_seed=plan.tuning_seed,
+            measure=trials.measure,
+            times=self.measured.times,
+            notes=self.notes + self.runs.threads.notes,
+            command=self.command,
+            seconds=self.limit.passed,
+            threads=trials.recipe.train.threads,
         )
-        curves.append(ArmCurves(name=arm["name"], dashed=arm["control"], curves=series))
-    base = next(arm for arm in results["arms"] if arm["name"] == results["reference"])
-    title = f"{results['recipe']['name']}, n = {results['n']}"
-    # Curves of a few evaluations are shown whole, and a score apart is no point of theirs.
-    few = max((len(curve) for arm in curves for curve in arm.curves), default=0) < 10
-    target = base["final_loss"]["mean"] if by_loss else None
-    plot_curves(out / "curves.png", curves, target=target, skip=0 if few else 0.2, title=title, y_label=unit)
-    sweeps = {
-        arm["name"]: [(run["lr"], chosen_by(run)) for run in arm["tuning"]] for arm in results["arms"] if arm["tuning"]
-    }
-    if sweeps:
-        chosen = {arm["name"]: arm["lr"] for arm in results["arms"] if arm["lr"] is not None}
-        dashed = [arm["name"] for arm in results["arms"] if arm["control"]]
-        plot_rate_sweep(out / "rates.png", sweeps, chosen=chosen, dashed=dashed, y_label=unit)
+        results = trials.add_to(results, plan.arms)
+        if self.writes:
+            write_text(path / RESULTS, record_text(results))
+            first = plan.seeds[0]
+            folders = {arm.name: self.runs.path(arm, choice, first) for arm, choice in self._going()}
+            trials.draw(path, results, folders)
+            write_text(path / REPORT, trials.report.render_report(results))
+        return Comparison(path, results, trials)
+
+    def _going(self) -> list[tuple[Any, Choice]]:
+        return [(arm, choice) for arm in self.plan.arms if (choice := self.chosen[arm.name][0]) is not None]
+
+    def _record(self, arm: Any) -> ArmRecord:
+        choice, source = self.chosen[arm.name]
+        found: dict[int, Run | None] = {}
+        if choice is not None:
+            found = {seed: self.runs.find(arm, choice, seed) for seed in self.plan.seeds}
+        return ArmRecord(
+            name=arm.name,
+            settings=self.plan.arm_settings[arm.name],
+            control=self.trials.control(arm),
+            choice=choice,
+            source=source,
+            parameters=self.measured.parameters[arm.name],
+            trainable=self.measured.trainable.get(arm.name),
+            flops=self.measured.flops.get(arm.name),
+            runs={seed: run for seed, run in found.items() if run is not None},
+            tuning=self.tried.get(arm.name, ()),
+        )

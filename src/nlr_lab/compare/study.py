@@ -1,4 +1,4 @@
-"""What the scripts under studies/ share around their designs: the command line, going on, copies, one-line errors.
+"""What the scripts under studies/ share around their designs: the command line, resuming, copies, one-line errors.
 
 parser = study_parser(__doc__, "rates", "data")
 given = parser.parse_args()
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.runtime.storage import read_json
@@ -21,10 +22,8 @@ from nlr_lab.training.arms import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank.errors import UserError
 
-from .field_plan import FieldArm
-from .fields import FieldComparison, compare_fields
 from .report import p_text
-from .run import Comparison, compare
+from .run import compare
 from .statistics import holm, paired_mean
 
 
@@ -74,20 +73,20 @@ def one_line_errors(part: str = "") -> Iterator[None]:
 def run_study(
     recipe: Recipe | FieldRecipe, out: Path, into: Path, name: str, *, smoke: bool = False, **options: Any
 ) -> None:
-    """Compares in `out`, going on with what is there and with the finished runs kept in `into`; prints the tables.
+    """Compare in `out`, resuming what is there and the finished runs kept in `into`; print the tables.
 
     Args:
-        recipe: what the arms share; a recipe of a field is compared by `compare_fields`, any other by `compare`.
+        recipe: what the arms share.
         out: the comparison's folder.
         into: where record, report and pictures are copied, and where `name`-runs.jsonl keeps the finished runs, so that
             a study goes on from a checkout; an existing folder.
         name: how the copies' names begin.
-        smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two rates, no step times, and nothing
-            copied.
-        options: what `compare` or `compare_fields` takes besides: arms, seeds, rates, the command.
+        smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two learning rates, no step times, and
+            nothing copied.
+        options: what `compare` takes besides: arms, seeds, learning rates, the command.
 
     Raises:
-        UserError: as `compare` and `compare_fields`.
+        UserError: as `compare`.
     """
     if smoke:
         out = out.with_name(f"{out.name}-smoke")
@@ -97,12 +96,7 @@ def run_study(
             recipe = _few_steps(recipe)
     else:
         options["kept_runs"] = into / f"{name}-runs.jsonl"
-    resume = out.exists()
-    found: Comparison | FieldComparison
-    if isinstance(recipe, FieldRecipe):
-        found = compare_fields(recipe, out, resume=resume, **options)
-    else:
-        found = compare(recipe, out, resume=resume, **options)
+    found = compare(recipe, out, resume=out.exists(), **options)
     if not smoke:
         found.copy_to(into, name)
     print(found)
@@ -129,30 +123,27 @@ def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
         raise UserError(f"there is no {record}: run the stage it is copied from first")
     return [
         FieldArm(
-            method=FieldMethod(**{**arm["method"], "init": arm["init"]}),
+            method=FieldMethod(**arm["settings"], init=arm["init"]),
             inits=(arm["init"],),
             lr=arm["lr"] if rates else None,
-            name=arm["name"],
+            name=name,
         )
-        for arm in read_json(record, arms=list)["arms"]
+        for name, arm in record_arms(record).items()
         if arm["lr"] is not None
     ]
 
 
 def record_arms(record: Path) -> dict[str, dict[str, Any]]:
-    """The arms of a comparison's record by name.
-
-    Raises:
-        UserError: it is damaged, or no record.
-    """
+    """The arms of a comparison's record by name; raise UserError where it is damaged, or no record."""
     return {arm["name"]: arm for arm in read_json(record, arms=list)["arms"]}
 
 
 def score_text(arm: Mapping[str, Any]) -> str:
     """`12.64 +- 0.06 (3)`: an arm's mean, standard deviation over seeds and n."""
-    if arm["mean"] is None:
+    score = arm["score"]
+    if score["mean"] is None:
         return "diverged"
-    return f"{arm['mean']:.2f}" + (f" +- {arm['sd']:.2f}" if arm["sd"] is not None else "") + f" ({arm['n']})"
+    return f"{score['mean']:.2f}" + (f" +- {score['sd']:.2f}" if score["sd"] is not None else "") + f" ({score['n']})"
 
 
 def interval_text(delta: Mapping[str, Any]) -> str:
@@ -167,10 +158,10 @@ def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]
     Args:
         pairs: arms as records have them, which may be of different records.
     """
-    deltas = [
-        paired_mean([value - other["scores"][seed] for seed, value in arm["scores"].items() if seed in other["scores"]])
-        for arm, other in pairs
-    ]
+    deltas = []
+    for pair in pairs:
+        own, other = ({run["seed"]: run["score"] for run in arm["runs"]} for arm in pair)
+        deltas.append(paired_mean([own[seed] - other[seed] for seed in own if seed in other]))
     adjusted = holm([delta.p_value for delta in deltas])
     return [
         (delta.note if delta.value is None else interval_text(delta.to_json()), p_text(delta.p_value), p_text(p_holm))

@@ -1,14 +1,7 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
-    out/fit.json                     settings, hash of the data, versions, machine, git state
-    out/checkpoints/step-000500/     model.safetensors, optimizer.safetensors, state.json, manifest.json (hashes);
-                                     removed when the fit is finished
-    out/model/model.safetensors      the fitted field
-    out/pictures/                    what the problem writes
-    out/result.json                  scores, curve, sizes; the last file of a finished fit
-
 Nothing random is carried from step to step (a step's batch comes from the seed and the step's number), so a fit that
-goes on from a checkpoint gives the same bits as one that was never stopped.
+resumes from a checkpoint gives the same bits as one that was never stopped.
 """
 
 import contextlib
@@ -28,10 +21,10 @@ from torch import Tensor, nn
 
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.resources import check_bytes, choose_device, told_of_memory
-from nlr_lab.runtime.storage import newest_valid, prune, read_json, read_manifest, write_json
+from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, read_json, read_manifest, write_json
 from nlr_lab.runtime.time_limit import OutOfTimeError
 from nonlinear_lowrank.errors import DivergedError, UserError
-from nonlinear_lowrank.hub.storage import describe_disk_error, is_disk_error, staged_folder
+from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from .folder import PICTURES, FitFolder
@@ -39,15 +32,13 @@ from .problem import FieldMethod, Problem
 from .progress import FitProgress
 from .step import FitConfig, Stepper
 
-__all__ = ["FitConfig", "FitResult", "build", "fit", "load_weights"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
     """A finished fit."""
 
     score: str
-    """Name of the first metric, by which fits are compared; higher is better."""
+    """Name of the metric by which fits are compared; higher is better."""
     metrics: dict[str, float]
     """At the last step."""
     curve: list[dict[str, float]]
@@ -86,7 +77,7 @@ def fit(
     about: Mapping[str, Any] | None = None,
     stop: Callable[[int], bool] | None = None,
 ) -> FitResult:
-    """Fits a field to a problem.
+    """Fit a field to a problem.
 
     Args:
         problem: what is fitted.
@@ -109,7 +100,9 @@ def fit(
         DivergedError: the loss or a weight is no longer finite; the message says at which step.
         OutOfTimeError: `stop` said so.
     """
-    folder = FitFolder(Path(out), _settings(problem, method, config, about))
+    # The fingerprint last: a setting that differs is named before the data that it changed.
+    of_problem = {"name": problem.name, **(about or {}), "fingerprint": problem.fingerprint}
+    folder = FitFolder(Path(out), {"problem": of_problem, "method": asdict(method), "train": asdict(config)})
     former = folder.check(resume=resume, overwrite=overwrite)
     device = choose_device(config.device, dtype=torch.float64)  # losses are summed so
     model = build(problem, method, config.seed)
@@ -118,28 +111,24 @@ def fit(
         found = FitResult(**former, model=model.to(device))
         if not (pictures and folder.shows_otherwise()):
             return found
-    try:
-        with (
-            folder.opened(overwrite=overwrite),
-            cpu_threads(config.threads),
-            many_compiled(config.compile),
-            told_of_memory("the fit"),
-        ):
-            if former is not None:
-                found = replace(found, files=_draw(problem, found.model, folder))
-                folder.write_result(found.to_json())
-                return found
-            run = _Run(problem, model.to(device), config, folder, device)
-            run.train(FitProgress(title or problem.name, config.steps, quiet=quiet), stop)
-            return run.finish(pictures)
-    except Exception as error:
-        if is_disk_error(error):
-            raise UserError(f"cannot write to {folder.path}: {describe_disk_error(error)}") from error
-        raise
+    with (
+        disk_errors(str(folder.path)),
+        folder.opened(overwrite=overwrite),
+        cpu_threads(config.threads),
+        many_compiled(config.compile),
+        told_of_memory("the fit"),
+    ):
+        if former is not None:
+            found = replace(found, files=_draw(problem, found.model, folder))
+            folder.write_result(found.to_json())
+            return found
+        run = _Run(problem, model.to(device), config, folder, device)
+        run.train(FitProgress(title or problem.name, config.steps, quiet=quiet), stop)
+        return run.finish(pictures)
 
 
 def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
-    """The network that a fit of this seed starts from.
+    """Build the network that a fit of this seed starts from.
 
     Raises:
         UserError: no linear of it gets smaller at this rank, or it does not fit memory.
@@ -153,7 +142,7 @@ def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
 
 
 def load_weights(model: nn.Module, out: Path | str) -> None:
-    """Puts a finished fit's weights, out of the folder it was fitted in, into a model built for the same settings.
+    """Put a finished fit's weights, out of the folder it was fitted in, into a model built for the same settings.
 
     Raises:
         UserError: there are none, they are damaged, or they do not fit.
@@ -172,22 +161,18 @@ def load_weights(model: nn.Module, out: Path | str) -> None:
 
 
 def _check_memory(problem: Problem, method: FieldMethod) -> None:
-    """Asks before it is taken: an allocation succeeds where there is no memory, and filling it kills the process."""
+    """Ask before it is taken: an allocation succeeds where there is no memory, and filling it kills the process."""
     size = formed = 0
     # Somebody's own problem may not build without values.
     with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
         model = problem.build(method, torch.Generator("cpu"))
         size = sum(each.numel() for each in model.parameters())
-        formed = max((each.in_features * each.out_features for each in _formed(model)), default=0)
+        layers = [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
+        whole = [each for each in layers if each.sine_config.activation != "identity"]
+        formed = max((each.in_features * each.out_features for each in whole), default=0)
     # float32: of each parameter value, gradient and Adam's two moments; of one weight at a time itself and its gradient
     what = f"the network has {size:,} parameters" + (f" and forms weights of {formed:,}" if formed else "")
     check_bytes(4 * 4 * size + 2 * 4 * formed, f"{what}, whose fit", "choose a smaller width")
-
-
-def _formed(model: nn.Module) -> list[SineLowRankLinear]:
-    """Layers whose weight is formed whole in every step."""
-    layers = [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
-    return [each for each in layers if each.sine_config.activation != "identity"]
 
 
 class _Run:
@@ -200,7 +185,6 @@ class _Run:
         self.stepper = Stepper(problem, model, config)
         self.step, self.seconds_before, self.started = 0, 0.0, time.monotonic()
         self.curve: list[dict[str, float]] = []
-        self.score = ""
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
         self.summed = 0
         self._read()
@@ -209,8 +193,6 @@ class _Run:
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
-    # --- training ---------------------------------------------------------------------------------------------
-
     def train(self, progress: FitProgress, stop: Callable[[int], bool] | None) -> None:
         config = self.config
         with progress.shown(self.step):
@@ -218,19 +200,19 @@ class _Run:
                 self.losses += self.stepper.take(self.step)
                 self.step, self.summed = self.step + 1, self.summed + 1
                 if self.device.type == "cpu":  # on a GPU looking would stop it each time
-                    self._check_finite()
+                    self._check_loss()
                 progress.moved(self.step)
                 if config.evaluates(self.step):
                     self._evaluate()
                     progress.evaluated(self.step, self.curve[-1])
                 if config.save_every and self.step % config.save_every == 0 and self.step < config.steps:
-                    self._check_finite()
+                    self._check_loss()
                     self._check_weights()
                     self._save()
                 if stop is not None and self.step < config.steps and stop(self.step):
                     raise OutOfTimeError(f"stopped for time at step {self.step} of {config.steps}; go on with --resume")
 
-    def _check_finite(self) -> None:
+    def _check_loss(self) -> None:
         if not torch.isfinite(self.losses):
             raise self._diverged("the loss")
 
@@ -241,78 +223,66 @@ class _Run:
 
     def _diverged(self, what: str) -> DivergedError:
         found, _ = newest_valid(self.folder.checkpoints)
-        left = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
+        last = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
         by = "at" if self.device.type == "cpu" else "at or before"
         return DivergedError(
-            f"{what} is no longer a finite number {by} step {self.step}; {left}; "
+            f"{what} is no longer a finite number {by} step {self.step}; {last}; "
             "lower the learning rate and start anew",
             self.step,
         )
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        self._check_finite()
+        self._check_loss()
         self._check_weights()
         self.model.eval()
         metrics = self.problem.evaluate(self.model)
         self.model.train()
-        self.score = next(iter(metrics))
-        if math.isnan(metrics[self.score]):
-            raise self._diverged(f"the {self.score}")
+        if math.isnan(metrics[self.problem.score]):
+            raise self._diverged(f"the {self.problem.score}")
         self.curve.append({"step": self.step, "loss": float(self.losses) / self.summed, **metrics})
         self.losses.zero_()
         self.summed = 0
 
-    # --- files ------------------------------------------------------------------------------------------------
-
     def _save(self) -> None:
         checkpoints = self.folder.checkpoints
         checkpoints.mkdir(exist_ok=True)
-        plain = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "score": self.score,
-            "curve": self.curve,
-            "losses": float(self.losses),
-            "summed": self.summed,
-        }
+        plain = {"step": self.step, "seconds": self.seconds, "curve": self.curve, "summed": self.summed}
         with staged_folder(checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
             save_file(_contiguous(self.stepper.state()), staged / "optimizer.safetensors")
-            write_json(staged / "state.json", plain)
+            write_json(staged / "state.json", {**plain, "losses": float(self.losses)})
         prune(checkpoints, self.step, self.config.keep_checkpoints)
 
     def _read(self) -> None:
         found, damaged = newest_valid(self.folder.checkpoints)
         for line in damaged:
-            print(f"passed over: {line}", file=sys.stderr)
+            print(f"skipped: {line}", file=sys.stderr)
         if found is None:
             return
         self.model.load_state_dict(load_file(found / "model.safetensors"))
         self.stepper.load_state(load_file(found / "optimizer.safetensors"))
         plain = read_json(found / "state.json")
-        self.step, self.seconds_before, self.score = plain["step"], plain["seconds"], plain["score"]
+        self.step, self.seconds_before = plain["step"], plain["seconds"]
         self.curve, self.summed = plain["curve"], plain["summed"]
         self.losses.fill_(plain["losses"])
 
     @torch.no_grad()
     def finish(self, pictures: bool) -> FitResult:
-        """Writes the model, the pictures and, last, the result."""
-        path, seconds, files = self.folder.path, self.seconds, []
+        """Write the model, the pictures and, last, the result."""
+        path, seconds = self.folder.path, self.seconds
         self.model.eval()
         with staged_folder(path / "model", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
-        if pictures:
-            files = _draw(self.problem, self.model, self.folder)
         result = FitResult(
-            score=self.score,
+            score=self.problem.score,
             metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
             curve=self.curve,
             parameters=sum(each.numel() for each in self.model.parameters()),
             factored=_factored(self.model),
             steps=self.step,
             seconds=seconds,
-            files=files,
+            files=_draw(self.problem, self.model, self.folder) if pictures else [],
             model=self.model,
         )
         self.folder.write_result(result.to_json())
@@ -322,7 +292,7 @@ class _Run:
 
 @torch.no_grad()
 def _draw(problem: Problem, model: nn.Module, folder: FitFolder) -> list[str]:
-    """Writes the problem's pictures and meshes in the place of former ones; their paths in the fit's folder."""
+    """Write the problem's pictures and meshes in the place of former ones; return their paths in the fit's folder."""
     with staged_folder(folder.path / PICTURES) as staged:
         return [f"{PICTURES}/{file.relative_to(staged)}" for file in problem.write(model.eval(), staged)]
 
@@ -333,14 +303,3 @@ def _factored(model: nn.Module) -> int:
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-
-
-def _settings(
-    problem: Problem, method: FieldMethod, config: FitConfig, about: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        # the fingerprint last: a setting that differs is named before the data that it changed
-        "problem": {"name": problem.name, **(about or {}), "fingerprint": problem.fingerprint},
-        "method": asdict(method),
-        "train": asdict(config),
-    }

@@ -1,4 +1,12 @@
-"""The folder of one fit: may it be written to, and what is in it."""
+"""The folder of one fit: may it be written to, and what is in it.
+
+out/fit.json                     settings, hash of the data, versions, machine, git state
+out/checkpoints/step-000500/     model.safetensors, optimizer.safetensors, state.json, manifest.json (hashes);
+                                 removed when the fit is finished
+out/model/model.safetensors      the fitted field
+out/pictures/                    what the problem writes
+out/result.json                  scores, curve, sizes; the last file of a finished fit
+"""
 
 import contextlib
 import json
@@ -8,7 +16,14 @@ from typing import Any
 
 from nlr_lab.runtime.environment import provenance
 from nlr_lab.runtime.settings import flatten
-from nlr_lab.runtime.storage import FolderLock, clear_folder, is_free, read_json, remove_temporaries, write_json
+from nlr_lab.runtime.storage import (
+    FolderLock,
+    clear_folder,
+    holds_former,
+    read_json,
+    remove_temporaries,
+    write_json,
+)
 from nonlinear_lowrank.errors import UserError
 
 SETTINGS, RESULT, PICTURES, CHECKPOINTS = "fit.json", "result.json", "pictures", "checkpoints"
@@ -24,36 +39,6 @@ _FREE = {
     # of where the data lie: what they are, the fingerprint says
     *("problem.name", "problem.source"),
 }
-# What result.json has, of which kind.
-_KINDS: dict[str, type] = {
-    "score": str,
-    "metrics": dict,
-    "curve": list,
-    "parameters": int,
-    "factored": int,
-    "steps": int,
-    "seconds": float,
-    "files": list,
-}
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """What a finished fit wrote of itself: what `FitResult` has but the model.
-
-    Args:
-        folder: the fit's, with a result.json.
-
-    Raises:
-        UserError: result.json is damaged.
-    """
-    found = read_json(folder / RESULT, **_KINDS)
-    score, curve = found["score"], found["curve"]
-    scored = [(found["metrics"], (score,)), *((entry, ("step", "loss", score)) for entry in curve)]
-    if not curve or not all(
-        isinstance(each, dict) and all(isinstance(each.get(key), int | float) for key in keys) for each, keys in scored
-    ):
-        raise UserError(f"{folder / RESULT} lacks scores or losses that ours has; use another folder, or --overwrite")
-    return {key: found[key] for key in _KINDS}
 
 
 class FitFolder:
@@ -69,23 +54,12 @@ class FitFolder:
         self.checkpoints = path / CHECKPOINTS
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-        """Refuses a folder that may not be used, changing nothing.
+        """Raise UserError for a folder that may not be used; change nothing.
 
         Returns:
             The contents of result.json when a finished fit is resumed, else None.
-
-        Raises:
-            UserError: the folder is not empty, not a fit's, or of another fit; or a file in it is damaged.
         """
-        if is_free(self.path, resume=resume, overwrite=overwrite):
-            return None
-        ours = (self.path / SETTINGS).is_file()
-        if not resume and not overwrite:
-            more = ", --resume to go on or --overwrite to start anew" if ours else ""
-            raise UserError(f"{self.path} is not empty; choose another folder{more}")
-        if not ours:
-            raise UserError(f"{self.path} holds no fit (it has no {SETTINGS}); choose another folder")
-        if overwrite:
+        if not holds_former(self.path, SETTINGS, "fit", resume=resume, overwrite=overwrite):
             return None
         before = flatten(read_json(self.path / SETTINGS, settings=dict)["settings"])
         for name, value in flatten(self.settings).items():
@@ -99,15 +73,12 @@ class FitFolder:
                 f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
                 "go on with that, or choose another folder"
             )
-        return read_result(self.path) if (self.path / RESULT).is_file() else None
+        kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
+        return read_json(self.path / RESULT, **kinds) if (self.path / RESULT).is_file() else None
 
     @contextlib.contextmanager
     def opened(self, *, overwrite: bool) -> Iterator[None]:
-        """Makes the folder this fit's while it runs.
-
-        Raises:
-            UserError: another process fits in it.
-        """
+        """Make the folder this fit's while it runs; raise UserError where another process fits in it."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(self.path)
         try:
@@ -126,7 +97,7 @@ class FitFolder:
         return _of_pictures(read_json(self.path / SETTINGS, settings=dict)) != _of_pictures(vars(self))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """The last file of a fit: while it is missing, the fit is not finished."""
+        """Write the last file of a fit: while it is missing, the fit is not finished."""
         write_json(self.path / RESULT, result)
         if self.shows_otherwise():
             about = read_json(self.path / SETTINGS, settings=dict)

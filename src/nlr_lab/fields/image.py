@@ -109,6 +109,8 @@ class ImageProblem:
             inputs or outputs.
     """
 
+    score = "psnr"
+
     def __init__(self, pixels: np.ndarray, *, name: str = "image", field: FieldConfig | None = None, points: int = 0):
         pixels = np.asarray(pixels)
         if pixels.ndim != 3 or pixels.shape[2] != 3:

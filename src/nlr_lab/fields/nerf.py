@@ -103,6 +103,8 @@ class NerfProblem:
         UserError: the views are too small to be scored, or frames are wanted and no path can be made of the cameras.
     """
 
+    score = "psnr"
+
     def __init__(self, scene: Scene, settings: NerfSettings) -> None:
         height, width = scene.cameras.height, scene.cameras.width
         if min(height, width) < _WINDOW:

@@ -119,6 +119,8 @@ class OccupancyProblem:
         UserError: a grid does not fit memory, or rays find the mesh open.
     """
 
+    score = "iou"
+
     def __init__(self, mesh: "Trimesh", settings: OccupancySettings, *, name: str = "shape") -> None:
         self.name, self.settings, self.mesh = name, settings, mesh
         self.grid = occupancy_grid(mesh, settings.resolution)

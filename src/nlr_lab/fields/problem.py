@@ -170,6 +170,8 @@ class Problem(Protocol):
 
     name: str
     """Of what is fitted, e.g. "kodim05": for titles and files."""
+    score: str
+    """Of what `evaluate` returns, the number by which fits are compared; higher is better."""
     fingerprint: str
     """Hash of the data and of what a model's numbers depend on; a fit goes on with the same one alone."""
 
@@ -189,7 +191,7 @@ class Problem(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Numbers by name, e.g. {"psnr": 31.2, "ssim": 0.93}. The first is the score, and higher is better."""
+        """Numbers by name, e.g. {"psnr": 31.2, "ssim": 0.93}."""
         ...
 
     def picture(self, model: nn.Module | None) -> np.ndarray:

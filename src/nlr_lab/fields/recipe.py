@@ -19,7 +19,7 @@ class FieldRecipe:
     """What `nlr fit` fits unless it is told otherwise."""
     train: FitConfig
     arms: tuple[str, ...] = ()
-    """Short forms of the methods that are compared (`compare.field_plan.FieldArm`)."""
+    """Short forms of the methods that are compared (`arm.FieldArm`)."""
     seeds: int = 3
     tune_lr: tuple[float, ...] = ()
-    """Rates that every arm is tuned over; empty: the recipe's."""
+    """Learning rates that every arm is tuned over; empty: the recipe's."""

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from cli_helpers import run
-from nlr_lab.compare.field_plan import FieldArm
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.fit import build
 from nlr_lab.fields.step import Stepper
 from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
@@ -118,7 +118,7 @@ def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
     out = tmp_path / "out"
     command = ("compare", "image-demo", *TWO, "--source", str(photo), "--out", str(out))
     assert run(capsys, *command)[0] == 0
-    scores = [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]]
+    scores = [arm["score"] for arm in json.loads((out / "results.json").read_text())["arms"]]
     weights = sorted(out.glob("runs/**/model.safetensors"))
     results = sorted(out.glob("runs/**/result.json"))
     assert len(weights) == len(results) == 2
@@ -132,7 +132,7 @@ def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
         code, _, err = run(capsys, *command, "--resume")
         assert code == 0, err
         assert err.count("seed 1 of 1") in (1, 2)  # the damaged ones alone
-        assert [arm["scores"] for arm in json.loads((out / "results.json").read_text())["arms"]] == scores
+        assert [arm["score"] for arm in json.loads((out / "results.json").read_text())["arms"]] == scores
     assert run(capsys, *command, "--resume")[2] == ""
 
 

@@ -4,13 +4,11 @@ import math
 
 import pytest
 
-from nlr_lab.compare.field_record import FieldArmRecord, FieldRun
-from nlr_lab.compare.field_record import build_record as build_field_record
-from nlr_lab.compare.field_report import findings as field_findings
-from nlr_lab.compare.record import ArmRecord, Run, build_results
-from nlr_lab.compare.report import findings, render_report
-from nlr_lab.compare.statistics import claim_cautions, late_change
-from nlr_lab.fields.problem import FieldMethod
+from compare_helpers import a_record, a_run, an_arm
+from nlr_lab.compare.fields.record import field_sections
+from nlr_lab.compare.fields.report import findings as field_findings
+from nlr_lab.compare.models.report import findings, render_report
+from nlr_lab.compare.statistics import curve_cautions, late_change
 from nlr_lab.tasks.task import LOSS, Measure
 
 SEEDS = (1, 2, 3)
@@ -29,52 +27,18 @@ def flattened(step, steps):
 def compared(shape, every, steps=100, measure=LOSS):
     """A baseline and an arm that ends GAIN lower (a score: higher), its curve evaluated every so many steps."""
 
-    def a_run(seed, gain):
+    def a_run_of(seed, gain):
         def value(step):
             return shape(step, steps) + 0.1 * seed - gain + 0.001 * seed**2 * (gain > 0)
 
         points = tuple((step, value(step)) for step in range(every, steps + 1, every))
         score = {} if measure.is_loss else {"score": -points[-1][1], "metric_curve": tuple((s, -v) for s, v in points)}
-        return Run(
-            seed=seed,
-            lr=1e-3,
-            final_loss=value(steps),
-            steps=steps,
-            seconds=1.0,
-            tokens_per_step=1,
-            fingerprint="f",
-            curve=points,
-            **score,
-        )
+        return a_run(seed, value(steps), steps, curve=points, **score)
 
     arms = [
-        ArmRecord(
-            name=name,
-            description={"method": name, "settings": {}, "dense_init": None},
-            control=name == "baseline",
-            lr=1e-3,
-            lr_source="recipe",
-            parameters=10,
-            flops=1.0,
-            runs={seed: a_run(seed, gain) for seed in SEEDS},
-        )
-        for name, gain in (("baseline", 0.0), ("noble", GAIN))
+        an_arm(name, *(a_run_of(seed, gain) for seed in SEEDS)) for name, gain in (("baseline", 0.0), ("noble", GAIN))
     ]
-    return build_results(
-        name="x",
-        summary="y",
-        settings={},
-        data={},
-        arms=arms,
-        reference="baseline",
-        seeds=SEEDS,
-        tuning_seed=0,
-        times=None,
-        notes=[],
-        command="c",
-        seconds=1.0,
-        measure=measure,
-    )
+    return a_record(arms, SEEDS, measure=measure)
 
 
 def verdict(results):
@@ -140,47 +104,21 @@ def test_difference_that_is_not_claimed_needs_no_caution():
 
 def field_arm(kind, scores, late):
     """Ends at `scores`, of which the last half of the steps brought `late`."""
-    runs = tuple(
-        FieldRun(
-            init="kaiming_zero",
-            lr=1e-3,
-            seed=seed,
-            score="psnr",
-            metrics={"psnr": score},
-            curve=[{"step": 10, "loss": 1.0, "psnr": score - late}, {"step": 20, "loss": 1.0, "psnr": score}],
-        )
+    runs = [
+        a_run(seed, 1.0, 20, score=score, metric_curve=((10, score - late), (20, score)), metrics={"psnr": score})
         for seed, score in enumerate(scores)
-    )
-    return FieldArmRecord(
-        name=kind,
-        method=FieldMethod(kind=kind, rank=1),
-        choice=("kaiming_zero", 1e-3),
-        parameters=100,
-        runs=runs,
-        tuning=(),
-    )
+    ]
+    return an_arm(kind, *runs, settings={"kind": kind, "rank": 1})
 
 
 @pytest.mark.parametrize(("late", "cautioned"), [(3.0, True), (0.5, False)])
 def test_fields_claim_by_the_same_rule(late, cautioned):
     arms = (field_arm("low-rank", (20.0, 21.0, 22.0), late), field_arm("sine", (21.0, 22.1, 23.2), 0.1))
-    results = build_field_record(
-        name="x",
-        problem="y",
-        settings={},
-        fingerprint="f",
-        arms=arms,
-        dense=1000,
-        seeds=[0, 1, 2],
-        tuning_seed=9,
-        times=None,
-        notes=[],
-        command="c",
-        seconds=1.0,
-    )
+    psnr = Measure(name="psnr", higher_is_better=True, unit="dB")
+    results = field_sections(a_record(arms, (0, 1, 2), measure=psnr), 1000, {"low-rank": None, "sine": 7.0})
     line = field_findings(results)[0]
     assert "above by 1.1 dB" in line
-    assert ("Caution" in line) == cautioned == bool(results["pairs"][0]["cautions"])
+    assert ("Caution" in line) == cautioned == bool(results["against"]["low-rank"]["sine"]["cautions"])
     assert not cautioned or "over the last 50 % of the steps `low-rank` by 3 still improved" in line
 
 
@@ -188,4 +126,4 @@ def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert late_change([(50, 4.0), (80, 3.5), (90, 2.0), (100, 3.0)]) == pytest.approx((-0.5, 0.2))
     assert late_change([(81, 4.0), (100, 3.0)]) is None
     assert late_change([]) is None
-    assert claim_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == ()
+    assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == ()

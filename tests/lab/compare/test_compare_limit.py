@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from compare_helpers import StubTask, compare_stub
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
-from nlr_lab.compare.field_plan import FieldArm
-from nlr_lab.compare.fields import compare_fields
-from nlr_lab.compare.measure import Measurement
+from nlr_lab.compare.trial import Measurement
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
@@ -33,14 +33,6 @@ from seeds import rng
 
 ARMS = (Arm(), Arm(name="noble-r4", method="noble", settings={"rank": 4}))
 STEPS = 200
-
-
-@dataclass(frozen=True)
-class StubTask:
-    """Stands for a task whose text is prepared already."""
-
-    def prepare(self, progress=True):
-        return SimpleNamespace(fingerprint="f", describe=dict, train=range(800), valid=range(8))
 
 
 class Machine:
@@ -77,8 +69,7 @@ class Machine:
         gain = 0.2 * (recipe.arm.name != "baseline") + 0.01 * recipe.train.seed**2
         curve = [[step, 5 - step / steps - gain] for step in range(0, steps + 1, recipe.train.eval_every)]
         result = {"status": "done", "final_loss": 4 - gain, "steps": steps, "seconds": self.now - started}
-        about = {"tokens_per_step": 1, "fingerprint": "f", "curve": curve}
-        (out / "result.json").write_text(json.dumps(result | about))
+        (out / "result.json").write_text(json.dumps(result | {"curve": curve}))
 
 
 @pytest.fixture
@@ -87,9 +78,9 @@ def go(tmp_path):
     recipe = Recipe(name="stub", task=StubTask(), train=train)
 
     def run(machine, *, recipe=recipe, out=tmp_path / "out", seeds=2, **options):
-        replaced = {"run": machine.run, "measure": machine.measure, "clock": machine.clock}
-        options = {"tune_lr": (), "quiet": True, "timing_rounds": 3, "command": "nlr compare stub"} | options
-        return compare(recipe, out, arms=ARMS, seeds=seeds, **replaced, **options)
+        replaced = {"train": machine.run, "measure_with": machine.measure, "clock": machine.clock}
+        options = {"timing_rounds": 3, "draw": True} | options
+        return compare_stub(recipe, out, arms=ARMS, seeds=seeds, **replaced, **options)
 
     return run
 
@@ -133,7 +124,7 @@ def test_tuned_arms_are_shortened_for_their_first_rate_too(go):
     assert found["n"] == 1
     tried = {len(arm["tuning"]) for arm in found["arms"]}
     assert tried < {1, 2}
-    assert f"Tuning stopped for time after {tried.pop()} of 3 rates of the grid." in found["notes"]
+    assert f"Tuning stopped for time after {tried.pop()} of 3 choices of every arm." in found["notes"]
 
 
 def test_machine_that_slows_down_shortens_once_more(go):
@@ -245,17 +236,17 @@ def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
     )
     arms = [FieldArm.parse(f"{kind}:rank=1,init=kaiming_zero") for kind in ("low-rank", "sine")]
     options = {"arms": arms, "seeds": 2, "timing_rounds": 0, "quiet": True, "clock": lambda: clock.now}
-    comparison = compare_fields(recipe, tmp_path / "out", max_seconds=200, **options)
+    comparison = compare(recipe, tmp_path / "out", max_seconds=200, **options)
     found = comparison.results
     assert clock.now <= 200
     assert found["n"] == 1
-    steps = found["settings"]["train.steps"]
+    steps = found["recipe"]["settings"]["train.steps"]
     assert 50 <= steps < 100
-    assert found["arms"][0]["curves"][0][-1]["step"] == steps
+    assert found["arms"][0]["runs"][0]["steps"] == steps
     assert f"shortened from 300 to {steps} steps" in str(comparison)
     assert (tmp_path / "out" / "rate.png").exists()
     with pytest.raises(UserError, match="does not hold 10 steps of every arm"):
-        compare_fields(recipe, tmp_path / "none", max_seconds=10, **options)
+        compare(recipe, tmp_path / "none", max_seconds=10, **options)
     assert not (tmp_path / "none").exists()
 
 
@@ -361,7 +352,7 @@ def command_in(folder, busy, **own):
     """What the command sets before torch is imported, on two cores of which so many are busy."""
     code = (
         "import os, sys\n"
-        "from nonlinear_lowrank import cores\n"
+        "from nlr_lab.runtime import cores\n"
         f"cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()\n"
         "from nlr_lab.cli.main import main\n"
         "from nlr_lab.cli import compare\n"

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nlr_lab.compare.record import Run
-from nlr_lab.compare.runs import next_rate
+from nlr_lab.compare.trial import Run
+from nlr_lab.compare.tuning import next_choices
 from nlr_lab.tasks.task import Measure
 
 
@@ -19,8 +19,6 @@ def test_where_the_metric_says_nothing_the_loss_chooses(losses, expected):
             final_loss=loss,
             steps=9,
             seconds=1.0,
-            tokens_per_step=1,
-            fingerprint="",
             curve=(),
             score=0.1,
             selection=0.0,
@@ -28,6 +26,8 @@ def test_where_the_metric_says_nothing_the_loss_chooses(losses, expected):
         for rate, loss in zip((1e-3, 3e-3), losses, strict=True)
     ]
     measure = Measure(name="matthews", higher_is_better=True, unit="")
-    assert next_rate(tried, measure) == pytest.approx(expected, rel=1e-5)
+    (choice,) = next_choices(tried, measure)
+    assert choice.lr == pytest.approx(expected, rel=1e-5)
     better = replace(tried[0], selection=0.1, final_loss=9.0)
-    assert next_rate([better, *tried[1:]], measure) == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"
+    (choice,) = next_choices([better, *tried[1:]], measure)
+    assert choice.lr == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"

@@ -4,61 +4,21 @@ import math
 
 import pytest
 
-from nlr_lab.compare.record import ArmRecord, Run, build_results
-from nlr_lab.compare.report import render_report, training_rows
+from compare_helpers import a_record, an_arm
+from compare_helpers import a_run as finished
+from nlr_lab.compare.models.report import render_report, training_rows
 from nlr_lab.compare.statistics import paired_mean
 
 SEEDS = (1, 2, 3)
-
-
-def a_run(seed, train, plain, loss=2.0):
-    return Run(
-        seed=seed,
-        lr=1e-3,
-        final_loss=loss,
-        steps=10,
-        seconds=1.0,
-        tokens_per_step=1,
-        fingerprint="f",
-        curve=((10, math.nan if loss is None else loss),),
-        train_loss=train,
-        plain_loss=plain,
-        diverged_at=4 if loss is None else None,
-    )
-
-
 LOST = {"train": None, "plain": None, "loss": None}
 
 
-def an_arm(name, *runs, lr=1e-3):
-    described = {"method": name, "settings": {}, "dense_init": None}
-    return ArmRecord(
-        name=name,
-        description=described,
-        control=name == "baseline",
-        lr=lr,
-        lr_source="recipe",
-        parameters=10,
-        flops=1.0,
-        runs={run.seed: run for run in runs},
-    )
+def a_run(seed, train, plain, loss=2.0):
+    return finished(seed, loss, train_loss=train, plain_loss=plain)
 
 
 def rows(*arms):
-    results = build_results(
-        name="x",
-        summary="y",
-        settings={},
-        data={},
-        arms=arms,
-        reference="baseline",
-        seeds=SEEDS,
-        tuning_seed=0,
-        times=None,
-        notes=[],
-        command="c",
-        seconds=1.0,
-    )
+    results = a_record(arms)
     assert "## Training loss" in render_report(results)
     return {name: cells for name, *cells in training_rows(results)}
 
@@ -83,7 +43,9 @@ def test_an_arm_that_diverged_keeps_its_row():
     noble = an_arm("noble", a_run(1, 1.4, 1.3), a_run(2, **LOST), a_run(3, 1.4, 1.3))
     lost = "diverged in 1 of 3 seeds"
     assert rows(baseline(), noble)["noble"] == [lost, "it diverged", "-", lost, "it diverged", "-"]
-    assert rows(baseline(), an_arm("noble", lr=None))["noble"] == ["diverged at every rate", "it diverged", "-"] * 2
+    assert (
+        rows(baseline(), an_arm("noble", choice=None))["noble"] == ["diverged at every choice", "it diverged", "-"] * 2
+    )
 
 
 def test_where_the_reference_diverged_the_others_say_so():

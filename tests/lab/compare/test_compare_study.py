@@ -14,10 +14,8 @@ import pytest
 from PIL import Image
 from scipy.stats import ttest_rel
 
-from nlr_lab.compare.field_plan import FieldArm
-from nlr_lab.compare.fields import compare_fields
+from nlr_lab.compare import compare
 from nlr_lab.compare.report import p_text
-from nlr_lab.compare.run import compare
 from nlr_lab.compare.study import (
     difference_cells,
     one_line_errors,
@@ -27,6 +25,7 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
+from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
@@ -92,7 +91,8 @@ def test_a_study_is_copied_and_goes_on(photo, tmp_path, capsys):
 
 def table(file):
     """Every arm's runs out of a study's record, and what its rate was chosen by."""
-    return {arm["name"]: (arm.get("runs", arm.get("curves")), arm["tuning"]) for arm in read(file)["arms"]}
+    arms = read(file)["arms"]
+    return {arm["name"]: [run | {"seconds": 0} for run in (*arm["runs"], *arm["tuning"])] for arm in arms}
 
 
 def read(file):
@@ -123,10 +123,10 @@ def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
     file, begun = into / "small-runs.jsonl", tmp_path / "begun"
-    compare_fields(photo, begun, seeds=1, **options)
+    compare(photo, begun, seeds=1, **options)
     file.write_text(re.sub('"processor": "[^"]*"', '"processor": "Z80"', file.read_text()))
     assert "several processors: Z80, " in " ".join(
-        compare_fields(photo, begun, seeds=2, kept_runs=file, **options).results["notes"]
+        compare(photo, begun, seeds=2, kept_runs=file, **options).results["notes"]
     )
     assert '"processor": "Z80"' in file.read_text().splitlines()[0]
 
@@ -134,7 +134,7 @@ def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp
 def test_what_a_finished_folder_has_is_kept_too(photo, novel, tmp_path):
     arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
     options = {"seeds": 1, "timing_rounds": 0, "quiet": True}
-    for name, go in (("photo", partial(compare_fields, photo)), ("novel", partial(compare, novel, arms=arms))):
+    for name, go in (("photo", partial(compare, photo)), ("novel", partial(compare, novel, arms=arms))):
         go(tmp_path / name, **options)
         go(tmp_path / name, kept_runs=tmp_path / f"{name}.jsonl", **options)
         assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 1 + 2
@@ -164,12 +164,12 @@ def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
     ("spoil", "message"),
     [
         (lambda text: text.replace('"train.steps": 4', '"train.steps": 5'), "train.steps was 5 .* is 4 now; use the"),
-        (lambda text: text[: len(text) // 2], "line .* is no run of a comparison; bring the file back or move it away"),
-        (lambda text: text.replace('"runs/', '"../', 1), "line 2 is no run of a comparison"),
-        (lambda text: "".join(text.splitlines(keepends=True)[1:]), "does not say what its runs are of; move it away"),
-        (lambda text: text.replace("rank=1", "rank=2", 1), "arm '.*' was .*rank=2.* and is .*rank=1.* now; use the"),
-        (lambda text: text.replace('"settings"', '"sett\u00fcngs"', 1), "does not say what its runs are of"),
-        (lambda text: "\x00\x01" + text, "line 1 is no run of a comparison"),
+        (lambda text: text[: len(text) // 2], "line .* is not of a comparison; bring the file back or move it away"),
+        (lambda text: text.replace('"runs/', '"../', 1), "line 2 is not of a comparison"),
+        (lambda text: "".join(text.splitlines(keepends=True)[1:]), "line 1 is not of a comparison"),
+        (lambda text: text.replace('"rank": 1', '"rank": 2', 1), "rank of arm '.*' was 2 .* and is 1 now; use the"),
+        (lambda text: text.replace('"settings"', '"sett\u00fcngs"', 1), "line 1 is not of a comparison"),
+        (lambda text: "\x00\x01" + text, "line 1 is not of a comparison"),
     ],
     ids=["settings", "torn", "outside", "marker", "arm", "no-settings", "no-text"],
 )
@@ -210,7 +210,7 @@ def test_kept_runs_are_not_put_among_others(photo, tmp_path):
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     longer = replace(photo, train=replace(photo.train, steps=5))
-    compare_fields(longer, other, seeds=1, **options)
+    compare(longer, other, seeds=1, **options)
     before = sorted(other.rglob("*"))
     for folder, message in ((foreign, "holds no comparison"), (other, "train.steps was 5 .* is 4 now")):
         with pytest.raises(UserError, match=message):
@@ -257,7 +257,7 @@ def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
     cells = difference_cells(pairs)
     p_values = []
     for (arm, other), (delta, p_value, _) in zip(pairs, cells, strict=True):
-        new, old = ([each["scores"][seed] for seed in "123"] for each in (arm, other))
+        new, old = ([run["score"] for run in each["runs"]] for each in (arm, other))
         test = ttest_rel(new, old)
         interval = test.confidence_interval(0.95)
         assert delta == f"{np.mean(new) - np.mean(old):+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
@@ -266,9 +266,9 @@ def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
         assert score_text(arm) == f"{np.mean(new):.2f} +- {np.std(new, ddof=1):.2f} (3)"
     low, high = sorted(p_values)
     assert sorted(cell[2] for cell in cells) == sorted(map(p_text, (min(2 * low, 1), min(max(2 * low, high), 1))))
-    del pairs[0][1]["scores"]["2"], pairs[0][1]["scores"]["3"]
+    del pairs[0][1]["runs"][1:]
     alone, *_ = difference_cells(pairs)
-    assert alone == (f"{pairs[0][0]['scores']['1'] - pairs[0][1]['scores']['1']:+.2f}", "-", "-")
+    assert alone == (f"{pairs[0][0]['runs'][0]['score'] - pairs[0][1]['runs'][0]['score']:+.2f}", "-", "-")
 
 
 def test_there_are_no_tuned_arms_without_a_record(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nlr_lab.compare import compare
-from nlr_lab.compare.measure import measure_arms, training_step
+from nlr_lab.compare.models.measure import measure_arms, training_step
+from nlr_lab.tasks.task import Prepared
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
@@ -30,7 +31,8 @@ def tiny():
     recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
     tokens = torch.randint(vocabulary, (6, length))
     items = [{"input_ids": row, "labels": row} for row in tokens]
-    return recipe, SimpleNamespace(train=items, vocab_size=vocabulary, tokenizer=SimpleNamespace(eos_token_id=0))
+    tokenizer = SimpleNamespace(eos_token_id=0)
+    return recipe, Prepared(train=items, valid=items, vocab_size=vocabulary, tokenizer=tokenizer, fingerprint="f")
 
 
 def test_measured_costs_are_the_formulas(tiny):

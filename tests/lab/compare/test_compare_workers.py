@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nlr_lab.compare import compare
+from nlr_lab.compare.models.trial import ModelTrials
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
@@ -46,9 +47,10 @@ def recipe(tmp_path_factory):
     )
 
 
-def go(recipe, out, **options):
+def go(recipe, out, run=run_training, **options):
     settings = {"arms": ARMS, "seeds": 2, "tune_lr": (1e-3, 1e-2), "max_extensions": 1, "timing_rounds": 0}
-    return compare(recipe, out, **settings, quiet=True, command="x", **options).results
+    trials = ModelTrials(recipe, train=run)
+    return compare(recipe, out, **settings, quiet=True, command="x", trials=trials, **options).results
 
 
 def numbers(results):
@@ -124,7 +126,7 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("workers", "environment", "words"),
-    [(0, {}, "at least 1"), (True, {}, "whole number"), (2, {"WORLD_SIZE": "2"}, "leave torchrun")],
+    [(0, {}, "positive integer"), (True, {}, "positive integer"), (2, {"WORLD_SIZE": "2"}, "omit torchrun")],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
     recipe, tmp_path, monkeypatch, workers, environment, words

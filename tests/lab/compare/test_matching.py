@@ -7,8 +7,8 @@ import torch
 
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
-from nlr_lab.compare.matching import settle_matches
-from nlr_lab.compare.report import render_report
+from nlr_lab.compare.models.matching import resolve_matches
+from nlr_lab.compare.models.report import render_report
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.text.language_model import LanguageModelTask
 from nlr_lab.training import Arm
@@ -41,7 +41,7 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
     recipe = get_recipe(name)
     more, fewer = arms("nonlinear-query+noble:rank=8,name=more", "identity-query,name=fewer")
     wanted = arms(*(f"wide-mlp:match={target},by={by}" for target in ("more", "fewer")))
-    settled, matches = settle_matches(recipe, [*wanted, more, fewer])
+    settled, matches = resolve_matches(recipe, [*wanted, more, fewer])
     for target, wide, match in zip((more, fewer), settled, matches, strict=False):
         assert (wide.settings["hidden"], match.plain_hidden) == (match.hidden, recipe.task.backbone.hidden)
         assert (wide.name.startswith(f"wide-mlp-as-{target.name}"), wide.control) == (True, True)
@@ -49,7 +49,7 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
         assert count(recipe, target) <= count(recipe, wide)
         assert (match.hidden > match.plain_hidden) == (target is more)
         assert Arm.parse(str(wide)) == wide
-    assert settle_matches(recipe, settled)[0] == settled, "a width that is there already is checked, not changed"
+    assert resolve_matches(recipe, settled)[0] == settled, "a width that is there already is checked, not changed"
 
 
 @pytest.mark.parametrize("by", ["parameters", "flops"])
@@ -68,7 +68,7 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
 def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
     recipe = make_recipe()  # MLPs of width 48
     target, wide = arms("noble:rank=12,name=target", f"wide-mlp:match=target,by={by}+{joined}")
-    settled, (match,) = settle_matches(recipe, [target, wide])
+    settled, (match,) = resolve_matches(recipe, [target, wide])
     counted = {"parameters": parameters, "flops": flops}[by]
 
     def count(hidden):
@@ -79,7 +79,7 @@ def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
     assert counted(recipe, settled[1]) == count(match.hidden) >= counted(recipe, target)
     assert count(match.hidden - step) < counted(recipe, target)
     assert settled[1].settings["wide-mlp"]["hidden"] == match.hidden
-    assert settle_matches(recipe, settled)[0] == settled
+    assert resolve_matches(recipe, settled)[0] == settled
 
 
 @pytest.mark.parametrize("hidden", [7, 20, 31, 33, 100])
@@ -87,10 +87,10 @@ def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
     recipe = make_recipe()  # of width 32, below which an MLP's width is what a rank is a share of
     joined = "noble:rank_ratio=0.5"
     target, wide = arms(f"wide-mlp:hidden={hidden}+{joined},name=target", f"wide-mlp:match=target+{joined}")
-    _, (match,) = settle_matches(recipe, [target, wide])
+    _, (match,) = resolve_matches(recipe, [target, wide])
     assert match.hidden == hidden
     with pytest.raises(UserError, match="cannot match target: even with MLPs of width 1 it has"):
-        settle_matches(recipe, [*arms("low-rank:rank=1,name=target"), wide])
+        resolve_matches(recipe, [*arms("low-rank:rank=1,name=target"), wide])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
 )
 def test_what_cannot_be_matched_is_one_line_and_nothing_is_written(tmp_path, texts, words):
     if words is None:  # a function that knows of no method, on a model without memory
-        settled, _ = settle_matches(make_recipe(), arms(*texts))
+        settled, _ = resolve_matches(make_recipe(), arms(*texts))
         assert settled[1].settings["hidden"] == make_recipe().task.backbone.hidden
         return
     with pytest.raises(UserError, match=words) as caught:
@@ -160,8 +160,7 @@ class ReadyTask(LanguageModelTask):
         return TEXT
 
 
-def test_a_comparison_with_matched_arms(tmp_path, monkeypatch):
-    monkeypatch.setattr("nlr_lab.compare.run.draw", lambda out, results: None)
+def test_a_comparison_with_matched_arms(tmp_path):
     recipe = make_recipe(steps=4, save_every=4, eval_every=2)
     recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
     chosen = arms("baseline", "noble:rank=4", "wide-mlp:match=noble-r4,init=noble", "wide-mlp:match=noble-r4,by=flops")

@@ -8,8 +8,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from nlr_lab.compare import plots
-from nlr_lab.compare.plots import ArmCurves, Bar, mean_curve, plot_ablation, plot_curves, plot_rate_sweep
+from nlr_lab.compare.models import ablation, plots
+from nlr_lab.compare.models.ablation import Bar, plot_ablation
+from nlr_lab.compare.models.plots import ArmCurves, mean_curve, plot_curves, plot_rate_sweep
 from seeds import rng
 
 
@@ -18,7 +19,8 @@ def drawn(monkeypatch):
     """The axes of each picture at the moment it is saved."""
     kept = []
     save = plots.save
-    monkeypatch.setattr(plots, "save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
+    for module in (plots, ablation):
+        monkeypatch.setattr(module, "save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
     return kept
 
 
@@ -100,5 +102,5 @@ def test_ablation_bars(tmp_path, drawn):
 
 
 def test_drawing_leaves_pyplot_alone():
-    code = "import sys, nlr_lab.compare.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, nlr_lab.compare.models.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

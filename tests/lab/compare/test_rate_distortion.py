@@ -1,14 +1,12 @@
 """Bjontegaard deltas: against integration by hand, and the published table; what is refused."""
 
-import sys
-
 import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.interpolate import Akima1DInterpolator
 
 import seeds
-from nlr_lab.compare.rate_distortion import bd_psnr, bd_rate
+from nlr_lab.compare.fields.rate_distortion import bd_psnr, bd_rate
 from nonlinear_lowrank import UserError
 
 # Published, never ours: sine_lowrank.txt, Table 3, PSNR on LLFF; the rates are the parameter counts that belong to the
@@ -32,7 +30,6 @@ def curve(rng, points=5, start=20.0):
 
 
 def test_published_table_gives_the_published_deltas():
-    pytest.importorskip("bjontegaard")
     anchor = list(zip(PUBLISHED_PARAMETERS, PUBLISHED_LOW_RANK, strict=True))
     test = list(zip(PUBLISHED_PARAMETERS, PUBLISHED_SINE, strict=True))
     assert round(bd_rate(anchor, test), 2) == -64.72
@@ -47,7 +44,6 @@ def test_the_published_average_needs_the_room_scene_at_28_92():
 
 
 def test_deltas_are_integrals_between_akima_curves(rng):
-    pytest.importorskip("bjontegaard")
     anchor, test = curve(rng, 5), curve(rng, 6, start=20.5)
 
     def mean_gap(x_anchor, y_anchor, x_test, y_test):
@@ -64,7 +60,6 @@ def test_deltas_are_integrals_between_akima_curves(rng):
 
 
 def test_a_scaled_rate_and_a_shifted_quality_come_back_whatever_the_order(rng):
-    pytest.importorskip("bjontegaard")
     anchor, factor, gain = curve(rng), rng.uniform(0.3, 0.8), rng.uniform(0.1, 0.3)
     smaller = [(rate * factor, quality) for rate, quality in anchor]
     better = [(rate, quality + gain) for rate, quality in anchor]
@@ -75,7 +70,6 @@ def test_a_scaled_rate_and_a_shifted_quality_come_back_whatever_the_order(rng):
 
 
 def test_a_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
-    pytest.importorskip("bjontegaard")
     anchor = [(1.0, 20.0), (2.0, 22.0), (3.0, 21.0), (4.0, 25.0)]
     better = [(rate, quality + 0.5) for rate, quality in anchor]
     assert bd_psnr(anchor, better) == pytest.approx(0.5)
@@ -85,7 +79,6 @@ def test_a_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
 
 def test_a_rate_that_no_curve_has_is_refused(rng):
     """Such curves were measured: two sizes that learn nothing, and one that does."""
-    pytest.importorskip("bjontegaard")
     rates = [7_565, 26_259, 138_334]
     anchor = list(zip(rates, [12.64 + 0.01 * rng.random(), 16.5, 17.5], strict=True))
     flat = list(zip(rates, [12.661, 12.671, 16.3], strict=True))
@@ -107,13 +100,6 @@ def test_a_rate_that_no_curve_has_is_refused(rng):
     ],
 )
 def test_curves_without_a_delta_are_refused_in_one_line(delta, test, words):
-    pytest.importorskip("bjontegaard")
     with pytest.raises(UserError, match=words) as caught:
         delta([(1, 20), (2, 21), (3, 22)], test)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bjontegaard", None)
-    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[fields\]'"):
-        bd_rate([(1, 20), (2, 21), (3, 22)], [(1, 20), (2, 21), (3, 22)])

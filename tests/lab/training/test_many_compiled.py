@@ -16,7 +16,6 @@ from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
 from nlr_lab.bench.step import bench_step
 from nlr_lab.bench.training import TrainBenchConfig
 from nlr_lab.compare import compare
-from nlr_lab.compare.fields import compare_fields
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
@@ -89,7 +88,7 @@ def test_a_comparison_of_fields(compiled, tmp_path):
         arms=tuple(f"sine:rank={rank}" for rank in RANKS),
         seeds=1,
     )
-    compare_fields(recipe, tmp_path / "out", quiet=True, timing_rounds=1, command="compare")
+    compare(recipe, tmp_path / "out", quiet=True, timing_rounds=1, command="compare")
     met, ok = compiled()
     assert met == ok == len(RANKS), "of equal forms the timing's are the fits'"
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
-from nlr_lab.compare.measure import recompute
+from nlr_lab.compare.models.measure import recompute
 from nlr_lab.plan.inspect import inspect_model
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError

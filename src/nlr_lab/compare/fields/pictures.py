@@ -1,4 +1,4 @@
-"""Pictures of a comparison of fields: score against size, and the fitted things side by side."""
+"""Pictures of neural fields: score against size and frequency, and the fitted things side by side."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, zip_longest
@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from nlr_lab.runtime.canvas import COLOURS, GREYS, new_figure, save
+
+PICTURES = ("rate.png", "omega.png", "strip.png")
 
 _Cell = tuple[str, np.ndarray]
 
@@ -27,60 +30,62 @@ def metric_name(metric: str) -> str:
 
 def score_label(results: Mapping[str, Any]) -> str:
     """The score's name and unit, as it stands at axes and over columns."""
-    name = metric_name(results["score"])
-    return f"{name} ({results['unit']})" if results["unit"] else name
+    name, unit = metric_name(results["metric"]["name"]), results["metric"]["unit"]
+    return f"{name} ({unit})" if unit else name
 
 
-def plot_rates(path: Path, results: Mapping[str, Any]) -> None:
-    """Score against size, a curve for each kind of linears (as in Figure 5b of sine_lowrank.txt).
+def _finish(path: Path, figure: Figure, axes: Axes, results: Mapping[str, Any], x_label: str) -> None:
+    """Name the axes of a plot of the score over something, and write it."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(score_label(results))
+    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
+    if axes.containers:
+        axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
 
-    Args:
-        path: the PNG to write.
-        results: what `results.json` holds. Error bars are standard deviations over seeds; arms that are not on their
-            kind's curve (other omegas) are drawn pale.
+
+def _scores(arms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means, and standard deviations over seeds as error bars."""
+    return {"y": [arm["score"]["mean"] for arm in arms], "yerr": [arm["score"]["sd"] or 0.0 for arm in arms]}
+
+
+def plot_sizes(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw score against size, a curve for each kind of linears (as in Figure 5b of sine_lowrank.txt).
+
+    Arms that are not on their kind's curve (other omegas) are pale.
     """
     figure, axes = new_figure(7.0, 4.5)
     for kind, (colour, marker) in _STYLES.items():
-        arms = [arm for arm in results["arms"] if arm["method"]["kind"] == kind and arm["mean"] is not None]
+        arms = [arm for arm in results["arms"] if arm["settings"]["kind"] == kind and arm["score"]["mean"] is not None]
+        arms.sort(key=lambda arm: arm["size"])
         names = results["rate_distortion"].get(kind, [arm["name"] for arm in arms])
         for on_curve in (True, False):
             chosen = [arm for arm in arms if (arm["name"] in names) == on_curve]
             if not chosen:
                 continue
-            chosen.sort(key=lambda arm: arm["rate"])
-            rates, means = [arm["rate"] for arm in chosen], [arm["mean"] for arm in chosen]
-            axes.errorbar(
-                rates,
-                means,
-                yerr=[arm["sd"] or 0.0 for arm in chosen],
-                color=colour,
-                marker=marker,
-                linestyle="-" if on_curve and kind != "dense" else "none",
-                alpha=1.0 if on_curve else 0.35,
-                capsize=3,
-                label=kind if on_curve else None,
-            )
-            if on_curve:
-                beside = (5, 5) if kind == "sine" else (5, -11)  # above and below: the kinds often end near each other
-                for arm in chosen:
-                    text = "" if arm["method"]["rank"] is None else f"k={arm['method']['rank']}"
-                    place: dict[str, Any] = {"textcoords": "offset points", "xytext": beside, "fontsize": 8}
-                    axes.annotate(text, (arm["rate"], arm["mean"]), color=colour, **place)
+            style: dict[str, Any] = {
+                "linestyle": "-" if on_curve and kind != "dense" else "none",
+                "alpha": 1.0 if on_curve else 0.35,
+            }
+            label = kind if on_curve else None
+            sizes = [arm["size"] for arm in chosen]
+            axes.errorbar(sizes, **_scores(chosen), color=colour, marker=marker, capsize=3, label=label, **style)
+        beside = (5, 5) if kind == "sine" else (5, -11)  # above and below: the kinds often end near each other
+        for arm in arms:
+            if arm["name"] in names and arm["settings"]["rank"] is not None:
+                place: dict[str, Any] = {"textcoords": "offset points", "xytext": beside, "fontsize": 8}
+                point = (arm["size"], arm["score"]["mean"])
+                axes.annotate(f"k={arm['settings']['rank']}", point, color=colour, **place)
     axes.set_xscale("log")
-    axes.set_xlabel(_NAMES[results["rate"]])
-    axes.set_ylabel(score_label(results))
-    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
-    if any(arm["mean"] is not None for arm in results["arms"]):
-        axes.legend(frameon=False, fontsize=9)
-    save(figure, path)
+    _finish(path, figure, axes, results, _NAMES[results["size"]])
 
 
 def omega_sweeps(results: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
     """Of each rank that has sines of three frequencies or more with a score: those arms, by frequency."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for arm in results["arms"]:
-        if arm["omega"] is not None and arm["mean"] is not None:
-            by_rank.setdefault(arm["method"]["rank"], []).append(arm)
+        if arm["omega"] is not None and arm["score"]["mean"] is not None:
+            by_rank.setdefault(arm["settings"]["rank"], []).append(arm)
     return {
         rank: sorted(arms, key=lambda arm: arm["omega"])
         for rank, arms in sorted(by_rank.items())
@@ -89,12 +94,10 @@ def omega_sweeps(results: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]
 
 
 def plot_omegas(path: Path, results: Mapping[str, Any]) -> None:
-    """Score against the sine's frequency, a curve for each rank, plain low rank dashed (the sine paper, Figures 7, 9).
+    """Draw score against the sine's frequency, a curve for each rank (the sine paper, Figures 7, 9).
 
-    Args:
-        path: the PNG to write; where no rank has such a sweep, one that was there goes.
-        results: what `results.json` holds. Error bars are standard deviations over seeds, as is the band about the
-            plain low-rank score.
+    Plain low rank is dashed, with a band of its standard deviation. Where no rank has such a sweep, a picture that was
+    there goes.
     """
     sweeps = omega_sweeps(results)
     if not sweeps:
@@ -102,23 +105,19 @@ def plot_omegas(path: Path, results: Mapping[str, Any]) -> None:
         return
     figure, axes = new_figure(7.0, 4.5)
     for (rank, arms), colour in zip(sweeps.items(), cycle(COLOURS)):
-        omegas, means = [arm["omega"] for arm in arms], [arm["mean"] for arm in arms]
-        deviations = [arm["sd"] or 0.0 for arm in arms]
-        axes.errorbar(omegas, means, yerr=deviations, color=colour, marker="^", capsize=3, label=f"sine, k={rank}")
+        omegas = [arm["omega"] for arm in arms]
+        axes.errorbar(omegas, **_scores(arms), color=colour, marker="^", capsize=3, label=f"sine, k={rank}")
         for arm in results["arms"]:
-            if arm["method"]["kind"] == "low-rank" and arm["method"]["rank"] == rank and arm["mean"] is not None:
-                mean, deviation = arm["mean"], arm["sd"] or 0.0
-                axes.axhline(mean, color=colour, linestyle="--", label=f"low-rank, k={rank}")
-                axes.axhspan(mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
+            score, of_arm = arm["score"], (arm["settings"]["kind"], arm["settings"]["rank"])
+            if of_arm == ("low-rank", rank) and score["mean"] is not None:
+                axes.axhline(score["mean"], color=colour, linestyle="--", label=f"low-rank, k={rank}")
+                low, high = (score["mean"] + sign * (score["sd"] or 0.0) for sign in (-1, 1))
+                axes.axhspan(low, high, color=colour, alpha=0.12, linewidth=0)
     axes.set_xscale("log")
     ticks = sorted({arm["omega"] for arms in sweeps.values() for arm in arms})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("omega")
-    axes.set_ylabel(score_label(results))
-    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
-    axes.legend(frameon=False, fontsize=9)
-    save(figure, path)
+    _finish(path, figure, axes, results, "omega")
 
 
 def plot_strip(
@@ -135,11 +134,11 @@ def plot_strip(
         truth: (height, width, 3) uint8.
         shown: for each arm its record, the score of the fit that is shown, and its picture, of truth's size.
     """
-    unit = results["unit"] and f" {results['unit']}"
+    unit = results["metric"]["unit"] and f" {results['metric']['unit']}"
     columns: list[list[_Cell | None]] = [[("ground truth", truth), None]]
     by_rank: dict[int | None, tuple[list[_Cell], list[_Cell]]] = {}
     for record, value, picture in shown:
-        method = record["method"]
+        method = record["settings"]
         cell = (f"{record['name']}\n{value:.4g}{unit}, {record['percent']:.3g} %", picture)
         if method["kind"] == "dense" and columns[0][1] is None:
             columns[0][1] = cell

@@ -5,8 +5,8 @@
 
 A curve is a list of points (rate, quality): parameters, bytes, bits per pixel or a share of the full size, and PSNR in
 dB or another figure that is better when higher. Between points it is Akima's interpolation, as in sine_lowrank.txt,
-section 4.3; both deltas are the `bjontegaard` package's, which comes with the extra `fields`. Nothing is extrapolated:
-points outside the common range count only through the shape of the curve at its edge.
+section 4.3. Nothing is extrapolated: points outside the common range count only through the shape of the curve at its
+edge.
 
 Source: G. Bjontegaard, VCEG-M33, 2001; C. Herglotz et al., Beyond Bjontegaard, ICIP 2022.
 """
@@ -14,7 +14,9 @@ Source: G. Bjontegaard, VCEG-M33, 2001; C. Herglotz et al., Beyond Bjontegaard, 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+
+import numpy as np
+from scipy.interpolate import Akima1DInterpolator
 
 from nonlinear_lowrank.errors import UserError
 
@@ -22,7 +24,7 @@ Curve = Sequence[tuple[float, float]]
 """Points (rate, quality), in any order."""
 
 LEAST_POINTS = 3
-"""Akima's interpolation needs so many; with two the package would draw a straight line without saying so."""
+"""Akima's interpolation needs so many; with two it is a straight line."""
 
 
 def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
@@ -35,10 +37,10 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
 
     Raises:
         UserError: too few points, a number that is not finite, a rate that is not above 0, a rate given twice, a
-            quality that does not rise with the rate, no common quality, curves so flat somewhere that the
-            interpolation between their points leaves all measured rates, or the package is not installed.
+            quality that does not rise with the rate, no common quality, or curves so flat somewhere that the
+            interpolation between their points leaves all measured rates.
     """
-    delta, anchor, test = _package().bd_rate, _checked(names[0], anchor), _checked(names[1], test)
+    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
     for name, curve in zip(names, (anchor, test), strict=True):
         for (low, worse), (high, better) in pairwise(curve):
             if better <= worse:
@@ -47,37 +49,36 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
                     f"to {better:g} at rate {high:g}: leave such points out, or report BD-PSNR"
                 )
     _check_overlap("quality", names, [quality for _, quality in anchor], [quality for _, quality in test])
-    change = float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
-    _check_change(change, anchor, test)
+    curves = ([(quality, np.log10(rate)) for rate, quality in curve] for curve in (anchor, test))
+    change = 100 * (10 ** _mean_gap(*curves) - 1)
+    rates = [rate for rate, _ in (*anchor, *test)]
+    most = max(rates) / min(rates)
+    if not 1 / most <= 1 + change / 100 <= most:
+        raise UserError(
+            f"BD-rate would be {change:.3g} %, more than the measured rates ({min(rates):g} to {max(rates):g}) allow: "
+            f"between two points of nearly one quality the interpolation leaves them; leave one out, or report BD-PSNR"
+        )
     return change
 
 
 def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
     """Mean gain of the quality at equal rate, in the quality's unit (dB for PSNR).
 
-    Unlike `bd_rate` it is defined for a quality that falls somewhere.
-
-    Args:
-        anchor: as in `bd_rate`.
-        test: as in `bd_rate`.
-        names: as in `bd_rate`.
+    Unlike `bd_rate`, whose arguments it has, it is defined for a quality that falls somewhere.
 
     Raises:
         UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
     """
-    delta, anchor, test = _package().bd_psnr, _checked(names[0], anchor), _checked(names[1], test)
+    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
     _check_overlap("rate", names, [rate for rate, _ in anchor], [rate for rate, _ in test])
-    return float(delta(*_columns(anchor), *_columns(test), "akima", require_matching_points=False, min_overlap=0))
+    return _mean_gap(*([(np.log10(rate), quality) for rate, quality in curve] for curve in (anchor, test)))
 
 
-def _package() -> Any:
-    try:
-        import bjontegaard
-    except ImportError as error:
-        raise UserError(
-            f"BD-rate and BD-PSNR need bjontegaard ({error}); pip install 'nonlinear-lowrank[fields]'"
-        ) from None
-    return bjontegaard
+def _mean_gap(anchor: Curve, test: Curve) -> float:
+    """Mean of test(x) - anchor(x) over the x that both span; points (x, y) with x increasing."""
+    low, high = max(anchor[0][0], test[0][0]), min(anchor[-1][0], test[-1][0])
+    first, second = (Akima1DInterpolator(*zip(*curve, strict=True)).integrate(low, high) for curve in (anchor, test))
+    return float((second - first) / (high - low))
 
 
 def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
@@ -102,18 +103,3 @@ def _check_overlap(what: str, names: tuple[str, str], anchor: list[float], test:
             f"the curves share no {what}: {names[0]} has {min(anchor):g} to {max(anchor):g}, {names[1]} "
             f"{min(test):g} to {max(test):g}; measure points in between"
         )
-
-
-def _check_change(percent: float, anchor: list[tuple[float, float]], test: list[tuple[float, float]]) -> None:
-    """A change of the rate between curves that rise is at most the ratio of the largest and smallest rate of them."""
-    rates = [rate for rate, _ in (*anchor, *test)]
-    most = max(rates) / min(rates)
-    if not 1 / most <= 1 + percent / 100 <= most:
-        raise UserError(
-            f"BD-rate would be {percent:.3g} %, more than the measured rates ({min(rates):g} to {max(rates):g}) allow: "
-            f"between two points of nearly one quality the interpolation leaves them; leave one out, or report BD-PSNR"
-        )
-
-
-def _columns(curve: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [rate for rate, _ in curve], [quality for _, quality in curve]

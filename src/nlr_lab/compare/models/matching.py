@@ -1,12 +1,12 @@
 """The matched baseline: `wide-mlp:match=ARM` gets the width at which it has as many parameters, or FLOPs, as that arm.
 
 Without it a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The width is found
-before anything is trained, on models without memory, and is the smallest whole one that is not below the other arm's
-count. Both counts grow with the MLP's width, along a line where the arm is a wider MLP alone: the plain width and the
-next one give a guess, two more models check it, and where methods that are joined to it bend the line the width is
-bisected. Such a method may refuse widths: those that are too narrow for its rank are below the search, and groups that
-must divide the width make its step. (A joined budget's whole ranks let the count dip now and then; the width is then
-the smallest up to such a dip, and one narrower has less in any case.)
+before anything is trained, on models without memory, and is the smallest integer that is not below the other arm's
+count. Both counts grow with the MLP's width, along a line where the arm is a wider MLP alone: two widths give a guess,
+two more models check it, and where methods that are joined to it bend the line the width is bisected. Such a method
+may refuse widths: those that are too narrow for its rank are below the search, and groups that must divide the width
+make its step. (A joined budget's integer ranks let the count dip now and then; the width is then the smallest up to
+such a dip.)
 
 Parameters are all of the model's. FLOPs are forward, per token, of `analysis.model_cost`; the backward pass costs twice
 the forward in both arms, but for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from nlr_lab.tasks.task import tokens_per_example
 from nlr_lab.training.recipe import Arm, Recipe
 from nlr_lab.training.run import apply_arm, count_parameters
 from nlr_lab.training.widening import WideMlp, mlp_width
@@ -46,7 +45,7 @@ class Match:
     """That of the recipe's model."""
 
     def describe(self, counts: Mapping[str, float | None]) -> str:
-        """A sentence for the report, with what was counted of both arms."""
+        """Return a sentence for the report, with what was counted of both arms."""
         what = "parameters" if self.by == "parameters" else "FLOPs per token"
         own, other = counts[self.arm], counts[self.target]
         figures = f": {own:,.0f} for {other:,.0f}" if own is not None and other is not None else ""
@@ -56,22 +55,18 @@ class Match:
         )
 
 
-def settle_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], tuple[Match, ...]]:
-    """The arms with every `wide-mlp:match=` given its width.
-
-    Args:
-        recipe: whose model the arms change.
-        arms: of one comparison.
+def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], tuple[Match, ...]]:
+    """Give every `wide-mlp:match=` of one comparison's arms its width.
 
     Raises:
         UserError: there is no such arm, it is a matched one itself, or it cannot be matched by width.
     """
     named = {arm.name: arm for arm in arms}
-    settled, matches = [], []
+    resolved, matches = [], []
     for arm in arms:
         wanted = _own(arm).get("match")
         if wanted is None:
-            settled.append(arm)
+            resolved.append(arm)
             continue
         target = named.get(wanted)
         if target is None:
@@ -82,17 +77,17 @@ def settle_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...]
         match = _match(recipe, arm, target)
         given = _own(arm).get("hidden", match.hidden)
         if given != match.hidden:
-            raise UserError(
-                f"{arm.name} says hidden={given}, and {match.hidden} is what matches {wanted}; leave it out"
-            )
-        settled.append(_with_hidden(arm, match.hidden))
+            raise UserError(f"{arm.name} says hidden={given}, and {match.hidden} is what matches {wanted}; omit it")
+        resolved.append(_with_hidden(arm, match.hidden))
         matches.append(match)
-    return tuple(settled), tuple(matches)
+    return tuple(resolved), tuple(matches)
 
 
 def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
     by = _own(arm).get("by", "parameters")
-    plain, wanted = _plain_width(recipe), _count(recipe, target, by)
+    # Refused where the model's MLPs are not known, or it is a pretrained one.
+    apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
+    plain, wanted = mlp_width(recipe.task.build_on_meta()), _count(recipe, target, by)
     found: dict[int, int] = {}
 
     def count(hidden: int) -> int:
@@ -112,16 +107,9 @@ def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
     return Match(arm=arm.name, target=target.name, by=by, hidden=hidden, plain_hidden=plain)
 
 
-def _plain_width(recipe: Recipe) -> int:
-    """Raises UserError where the model's MLPs are not known, or it is a pretrained one."""
-    apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
-    return mlp_width(recipe.task.build_on_meta())
-
-
 def _step(count: Callable[[int], int], plain: int) -> int:
-    """How far apart the widths are that the arm can have: groups that divide the plain width divide its step too."""
-    steps = [each for each in range(1, plain + 1) if plain % each == 0]
-    for step in steps[:-1]:
+    """Return how far apart the arm's widths are: groups that divide the plain width divide its step too."""
+    for step in (each for each in range(1, plain) if plain % each == 0):
         try:
             count(plain + step)
         except UserError:
@@ -131,7 +119,7 @@ def _step(count: Callable[[int], int], plain: int) -> int:
 
 
 def _narrowest(count: Callable[[int], int], plain: int, step: int, wanted: int) -> int:
-    """The smallest width with the wanted count; the widest that is tried where none has it."""
+    """Return the smallest width with the wanted count; the widest that is tried where none has it."""
 
     def enough(number: int) -> bool:
         try:
@@ -153,8 +141,8 @@ def _narrowest(count: Callable[[int], int], plain: int, step: int, wanted: int) 
 
 def _count(recipe: Recipe, arm: Arm, by: str) -> int:
     """Parameters, or forward FLOPs per token, of an arm's model on the meta device."""
-    plain = recipe.task.build_on_meta()
-    known = set(model_cost(plain, tokens_per_example(recipe.task)).notes) if by == "flops" else set()
+    plain, length = recipe.task.build_on_meta(), recipe.task.sequence_length
+    known = set(model_cost(plain, length).notes) if by == "flops" else set()
     try:
         model = apply_arm(recipe, arm, plain)
     except UserError:
@@ -163,8 +151,8 @@ def _count(recipe: Recipe, arm: Arm, by: str) -> int:
         raise UserError(f"{arm.name} cannot be matched: {arm.method} fails on the meta device ({error})") from error
     if by == "parameters":
         return count_parameters(model)
-    cost = model_cost(model, tokens_per_example(recipe.task))
-    if set(cost.notes) - known or any(_forms_its_weight(module) for module in model.modules()):
+    cost = model_cost(model, length)
+    if set(cost.notes) - known or any(map(_forms_its_weight, model.modules())):
         raise UserError(f"{arm.name} cannot be matched by FLOPs: its cost is not one per token; match its parameters")
     return cost.flops
 

@@ -1,8 +1,6 @@
 """What an arm costs before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,36 +9,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nlr_lab.bench.timing import interleaved_step_times
+from nlr_lab.compare.trial import Measurement
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
-from nlr_lab.tasks.task import collate_of, lengths_vary, tokens_per_example, training_collate_of
+from nlr_lab.runtime.processes import world_size
 from nlr_lab.training.recipe import Arm, Recipe
 from nlr_lab.training.run import apply_arm, build_model, count_parameters, optimizer_settings
 
 _WARMUP = 3
-# Time does not depend on the rate, but at the recipe's own rate a model that sees one batch again and again
+# Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
 _RATE = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Costs by arm name."""
-
-    parameters: dict[str, int]
-    trainable: dict[str, int] = field(default_factory=dict)
-    """Of the parameters, those that are trained."""
-    flops: dict[str, float | None]
-    """Of matrix products, forward, per token; None where they could not be counted."""
-    times: dict[str, list[float]] | None
-    """Seconds of single training steps, all arms in turn; None when not measured."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences for the report."""
 
 
 def measure_arms(
     recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: int, max_seconds: float | None = None
 ) -> Measurement:
-    """Builds every arm, counts it, and times whole training steps (wall clock) of all arms in turn.
+    """Build every arm, count it, and time whole training steps (wall clock) of all arms in turn.
 
     The models live side by side while they are timed. A step is forward, backward, clipping and optimizer
     on one batch of the recipe's size, in the recipe's precision, compiled if the recipe says so.
@@ -48,7 +32,7 @@ def measure_arms(
     Args:
         recipe: task and training settings.
         arms: what is measured.
-        prepared: the task's prepared text.
+        prepared: the task's prepared data.
         rounds: timed steps of each arm; 0 leaves times out.
         max_seconds: no further round is begun after so many; there are fewer then.
 
@@ -58,20 +42,21 @@ def measure_arms(
     parameters: dict[str, int] = {}
     trainable: dict[str, int] = {}
     flops: dict[str, float | None] = {}
-    tuned = hasattr(recipe.task, "adapter_setup")  # what is trained then says more than a forward pass
+    notes = []
+    tuned = recipe.task.pretrained  # what is trained then says more than a forward pass
     for arm in arms:
         model = _build(recipe, arm, prepared)
         parameters[arm.name] = count_parameters(model)
         trainable[arm.name] = count_parameters(model, trainable=True)
         flops[arm.name] = None if tuned else _flops_of_task(model, recipe, prepared)
-        del model
-    lacking = [] if tuned else [name for name, count in flops.items() if count is None]
-    notes = [f"`{name}`: its FLOPs could not be counted." for name in lacking]
+        if flops[arm.name] is None and not tuned:
+            notes.append(f"`{arm.name}`: its FLOPs could not be counted.")
+    del model
     times = None
     if rounds:
         try:
             train = recipe.train
-            with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=lengths_vary(prepared)):
+            with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):
                 steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
                 times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall", max_seconds=max_seconds)
         except torch.OutOfMemoryError:
@@ -84,9 +69,9 @@ def measure_arms(
 
 
 def _flops_of_task(model: nn.Module, recipe: Recipe, prepared: Any) -> float | None:
-    batch = collate_of(prepared)([prepared.train[0]])
+    batch = prepared.collate([prepared.train[0]])
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return forward_flops(model, inputs, tokens_per_example(recipe.task))
+    return forward_flops(model, inputs, recipe.task.sequence_length)
 
 
 def forward_flops(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokens: int) -> float | None:
@@ -102,11 +87,17 @@ def forward_flops(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokens: 
     Returns:
         None when the model cannot run under the counter.
     """
+
+    # The branch adds its last product in place, which torch's table of operators does not have.
+    def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
     was_training = model.training
     model.eval()
     try:
         # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _counter() as counter:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
             model(**inputs)
     except (RuntimeError, NotImplementedError):
         return None
@@ -115,16 +106,8 @@ def forward_flops(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokens: 
     return counter.get_total_flops() / tokens
 
 
-def _counter() -> FlopCounterMode:
-    # The branch adds its last product in place, which torch's table of operators does not have.
-    def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
-
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
-
-
 def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]:
-    """A function that takes one training step of an arm, as the Trainer would."""
+    """Return a function that takes one training step of an arm, as the Trainer would."""
     train = recipe.train
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = _build(recipe, arm, prepared).to(device).train()
@@ -133,10 +116,9 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
     optimizer = kind(**settings)
     forward: Any = torch.compile(model) if train.compile else model
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    size = max(1, train.batch_size // (processes * train.gradient_accumulation))
+    size = max(1, train.batch_size // (world_size() * train.gradient_accumulation))
     items = [prepared.train[index % len(prepared.train)] for index in range(size)]
-    batch = {name: value.to(device) for name, value in training_collate_of(prepared)(items).items()}
+    batch = {name: value.to(device) for name, value in prepared.collate_training(items).items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:
@@ -153,7 +135,7 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
 
 
 def recompute(model: Any) -> None:
-    """Activation checkpointing as the Trainer switches it on, under the name this transformers version has."""
+    """Switch activation checkpointing on as the Trainer does, under the name that this transformers version has."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 

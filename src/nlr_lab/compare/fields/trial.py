@@ -1,0 +1,263 @@
+"""One fit of a neural field as a trial."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nlr_lab.bench.timing import Clock, interleaved_step_times
+from nlr_lab.compare.record import clean, flatten
+from nlr_lab.compare.trial import Choice, Measurement, Run, Stop, Trials, tidy
+from nlr_lab.fields.arm import FieldArm
+from nlr_lab.fields.fit import build, fit, load_weights
+from nlr_lab.fields.folder import OF_PICTURES, RESULT, SETTINGS
+from nlr_lab.fields.problem import FieldMethod, Problem
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import Stepper
+from nlr_lab.runtime.environment import cpu_threads, many_compiled
+from nlr_lab.runtime.resources import choose_device, told_of_memory
+from nlr_lab.runtime.storage import read_json, read_manifest, write_json
+from nlr_lab.runtime.time_limit import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Forecast,
+    TimeLimit,
+    median_steps,
+    seconds_around,
+)
+from nlr_lab.tasks.task import Measure
+from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
+
+from . import report
+from .pictures import PICTURES, plot_omegas, plot_sizes, plot_strip
+from .record import field_sections
+
+UNITS = {"psnr": "dB", "iou": "%"}
+"""Of scores that have one."""
+
+_START = 0.2  # seconds of a fit beside its steps, at the least
+
+
+class FieldTrials(Trials):
+    """Fits of one recipe's problem."""
+
+    example = "low-rank:rank=5 sine:rank=5,omega=50"
+    pictures = PICTURES
+    report = report
+    timing_rounds = 20
+    free = frozenset(
+        {
+            *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+            *(f"problem.{name}" for name in OF_PICTURES),
+        }
+    )
+
+    def __init__(self, recipe: FieldRecipe) -> None:
+        super().__init__(recipe)
+        self.device = choose_device(recipe.train.device, dtype=torch.float64)
+        self.measure = Measure(name="score", higher_is_better=True, unit="")
+        self.problem: Problem
+        self.omegas: dict[str, float | None] = {}
+        self.dense_parameters = 0
+        self._drawn: object = None
+
+    def parse_arm(self, text: str) -> FieldArm:
+        return FieldArm.parse(text)
+
+    def default_reference(self, arms: Sequence[FieldArm]) -> str:
+        return next((arm.name for arm in arms if arm.method.kind == "dense"), arms[0].name)
+
+    def pairs(self, reference: str, arms: Sequence[FieldArm]) -> list[list[tuple[str, str]]]:
+        """Plain low rank and sine at equal size, in one family."""
+        sizes = {arm.name: self.sizes[arm.name] for arm in arms}
+        return [
+            [
+                (low.name, sine.name)
+                for sine in arms
+                for low in arms
+                if (low.method.kind, sine.method.kind) == ("low-rank", "sine") and sizes[low.name] == sizes[sine.name]
+            ]
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        return flatten({"problem": self.recipe.problem, "train": self.recipe.train})
+
+    def arm_settings(self, arm: FieldArm) -> dict[str, Any]:
+        settings = asdict(arm.method)
+        del settings["init"]
+        return settings
+
+    def choices(self, arm: FieldArm, grid: Sequence[float]) -> list[Choice]:
+        rates = (arm.lr,) if arm.lr is not None else grid or (self.recipe.train.lr,)
+        return [Choice(lr=tidy(rate), init=init) for init in arm.inits for rate in rates]
+
+    def prepare(self, *, quiet: bool) -> None:
+        self.problem = self.recipe.problem.prepare()
+        self.fingerprint = self.problem.fingerprint
+        score = self.problem.score
+        self.measure = Measure(name=score, higher_is_better=True, unit=UNITS.get(score, ""))
+
+    def count_and_time(
+        self, arms: Sequence[FieldArm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
+    ) -> tuple[Measurement, Forecast | None]:
+        self.sizes = {}
+        for arm in arms:
+            model = self._build(arm)
+            self.sizes[arm.name], self.omegas[arm.name] = _size(model), _omega(model)
+        self.dense_parameters = _size(build(self.problem, FieldMethod(), self.recipe.train.seed))
+        times = former or (self._step_times(arms, rounds, limit) if rounds else None)
+        forecast = None if limit.seconds is None else self._forecast(arms, limit)
+        return Measurement(parameters=self.sizes, times=times), forecast
+
+    def _build(self, arm: FieldArm) -> nn.Module:
+        return build(self.problem, arm.method, self.recipe.train.seed)
+
+    def _step_times(
+        self, arms: Sequence[FieldArm], rounds: int, limit: TimeLimit, clock: Clock | None = None
+    ) -> dict[str, list[float]]:
+        """Seconds of interleaved training steps of every arm."""
+        train = self.recipe.train
+
+        def steps(arm: FieldArm) -> Callable[[], object]:
+            stepper = Stepper(self.problem, self._build(arm).to(self.device), train)
+            return lambda: stepper.take(0)
+
+        if clock is None:
+            clock = "process" if self.device.type == "cpu" else "wall"  # a GPU takes none of the process' time
+        most = None if limit.seconds is None else TIMING_SHARE * limit.left
+        with cpu_threads(train.threads), many_compiled(train.compile), told_of_memory("the timing of steps"):
+            return interleaved_step_times({arm.name: steps(arm) for arm in arms}, rounds, clock=clock, max_seconds=most)
+
+    def _forecast(self, arms: Sequence[FieldArm], limit: TimeLimit) -> Forecast:
+        """Forecast the fits' time by some steps, an evaluation and a picture; keep time for the pictures."""
+        begun, train = limit.passed, self.recipe.train
+        times = self._step_times(arms, PACE_ROUNDS, limit, "wall")
+        start = seconds_around(limit.passed - begun, times, _START)
+        with cpu_threads(train.threads), told_of_memory("an evaluation"), torch.no_grad():
+            model = self._build(arms[0]).to(self.device).eval()
+            evaluating = time.monotonic()
+            self.problem.evaluate(model)
+            drawing = time.monotonic()
+            self.problem.picture(model)
+            limit.keep((len(arms) + 1) * (time.monotonic() - drawing))
+        return Forecast(
+            step=median_steps(times),
+            evaluation=dict.fromkeys(times, drawing - evaluating),
+            evaluations=sum(train.evaluates(step) for step in range(1, train.steps + 1)),
+            start=start,
+        )
+
+    def run(self, arm: FieldArm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
+        damaged = _is_damaged(folder)
+        try:
+            fit(
+                self.problem,
+                self._method(arm, choice),
+                replace(self.recipe.train, lr=choice.lr, seed=seed),
+                folder,
+                resume=resume and not damaged,
+                overwrite=damaged,
+                quiet=True,
+                pictures=False,
+                about=asdict(self.recipe.problem),
+                stop=stop,
+            )
+        except DivergedError as error:
+            write_json(folder / RESULT, {"diverged": error.step})
+            raise
+
+    @staticmethod
+    def _method(arm: FieldArm, choice: Choice) -> FieldMethod:
+        return replace(arm.method, init=choice.init)  # type: ignore[arg-type]  # one of the arm's
+
+    def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
+        known: dict[str, Any] = {"seed": seed, "lr": choice.lr, "init": choice.init}
+        if "diverged" in record:
+            step = int(record["diverged"])
+            return Run(**known, final_loss=None, steps=step, seconds=0.0, curve=(), diverged_at=step)
+        score = record["score"]
+        return Run(
+            **known,
+            final_loss=float(record["curve"][-1]["loss"]),
+            steps=int(record["steps"]),
+            seconds=float(record["seconds"]),
+            curve=tuple((entry["step"], entry["loss"]) for entry in record["curve"]),
+            score=float(record["metrics"][score]),
+            metric_curve=tuple((entry["step"], entry[score]) for entry in record["curve"]),
+            metrics=dict(record["metrics"]),
+        )
+
+    def has_weights(self, folder: Path) -> bool:
+        """Whether there are weights; a kept run has none."""
+        try:
+            read_manifest(folder / "model")
+        except UserError:
+            return False
+        return True
+
+    def about(self) -> dict[str, Any]:
+        name = self.recipe.name
+        return {
+            "recipe": {"name": name, "summary": self.recipe.description},
+            "problem": self.problem.name,
+            "data": clean({"fingerprint": self.fingerprint}),
+        }
+
+    def add_to(self, results: dict[str, Any], arms: Sequence[FieldArm]) -> dict[str, Any]:
+        return field_sections(results, self.dense_parameters, self.omegas)
+
+    def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
+        plot_sizes(out / "rate.png", results)
+        plot_omegas(out / "omega.png", results)
+        self._draw_strip(out / "strip.png", results, run_folders)
+
+    def _draw_strip(self, path: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
+        """The first seed's fits beside the truth, drawn when they are others than those drawn last in this session.
+
+        A picture can take longer than a fit (a shape is a mesh, a scene its rays), and further seeds change none.
+        """
+        shown = []
+        for arm in results["arms"]:
+            run = next((run for run in arm["runs"] if run["seed"] == results["tuning_seed"] + 1), None)
+            if run is not None and run["score"] is not None and self.has_weights(run_folders[arm["name"]]):
+                shown.append((arm, run, run_folders[arm["name"]]))
+        now = [(arm["name"], arm["percent"], run) for arm, run, _ in shown]
+        if now == self._drawn:
+            return
+        cells = [(arm, run["score"], self.problem.picture(self._model(arm, run, folder))) for arm, run, folder in shown]
+        plot_strip(path, results, self.problem.picture(None), cells)
+        self._drawn = now
+
+    def _model(self, arm: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> nn.Module:
+        """A finished fit's network."""
+        model = build(self.problem, FieldMethod(**arm["settings"], init=run["init"]), run["seed"])
+        load_weights(model, folder)
+        return model.eval()
+
+
+def _size(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _omega(model: nn.Module) -> float | None:
+    """The frequency of the sines, which is the same in all."""
+    sines = (each for each in model.modules() if isinstance(each, SineLowRankLinear))
+    omega = next((each.sine_config.omega for each in sines if each.sine_config.activation == "sine"), None)
+    assert not isinstance(omega, str)
+    return omega
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Whether what a fit was begun with can no longer be read, so that it begins anew."""
+    if not (folder / SETTINGS).is_file():
+        return False
+    try:
+        read_json(folder / SETTINGS, settings=dict)
+    except UserError:
+        return True
+    return False

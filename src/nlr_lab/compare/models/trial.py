@@ -1,0 +1,205 @@
+"""One training run of a model as a trial."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.compare.record import clean, flatten
+from nlr_lab.compare.trial import Choice, Curve, Measurement, Run, Stop, Trials, tidy
+from nlr_lab.runtime.processes import on_first_process, world_size
+from nlr_lab.runtime.time_limit import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Forecast,
+    TimeLimit,
+    evaluation_seconds,
+    median_steps,
+    seconds_around,
+)
+from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.result import stability
+from nlr_lab.training.run import join_processes, run_training
+
+from . import report
+from .matching import Match, resolve_matches
+from .measure import measure_arms
+from .plots import draw
+
+_START = 2.0  # seconds of a run beside its steps, at the least
+
+
+class ModelTrials(Trials):
+    """Training runs of one recipe.
+
+    Args:
+        recipe: of all runs, but for arm, learning rate and seed.
+        train: trains one arm; has `run_training`'s signature.
+        measure_with: builds and times the arms; has `measure_arms`' signature.
+    """
+
+    example = "baseline noble:rank=64"
+    pictures = ("curves.png", "rates.png")
+    report = report
+    timing_rounds = 30
+    free = frozenset(
+        {
+            *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.log_every"),
+            *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
+            *("train.dataloader_workers", "task.text.cache_dir", "task.tokens.cache_dir"),
+        }
+    )
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        train: Callable[..., Any] = run_training,
+        measure_with: Callable[..., Measurement] = measure_arms,
+    ) -> None:
+        super().__init__(recipe)
+        self.train, self.measure_with, self.measure = train, measure_with, recipe.task.measure
+        self.prepared: Any = None
+        self.quiet = True
+        self.matches: tuple[Match, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker prepares the data itself.
+        return vars(self) | {"prepared": None, "quiet": True}
+
+    def parse_arm(self, text: str) -> Arm:
+        return Arm.parse(text)
+
+    def resolve(self, arms: Sequence[Arm]) -> tuple[Arm, ...]:
+        resolved, self.matches = resolve_matches(self.recipe, arms)
+        return resolved
+
+    def default_reference(self, arms: Sequence[Arm]) -> str:
+        return arms[0].name
+
+    def control(self, arm: Arm) -> bool:
+        return arm.control
+
+    def settings(self) -> dict[str, Any]:
+        return flatten(self.recipe.task, "task") | flatten(self.recipe.train, "train")
+
+    def arm_settings(self, arm: Arm) -> dict[str, Any]:
+        return {
+            "method": arm.method,
+            "settings": clean(dict(arm.settings)),
+            "dense_init": arm.dense_init,
+            "qk_norm": arm.qk_norm,
+            "optimizer": arm.optimizer,
+        }
+
+    def choices(self, arm: Arm, grid: Sequence[float]) -> list[Choice]:
+        rates = (arm.lr,) if arm.lr is not None else sorted(arm.grid) or grid or (self.recipe.train.lr,)
+        return [Choice(lr=tidy(rate)) for rate in rates]
+
+    def join(self, out: Path) -> None:
+        if world_size() > 1:
+            join_processes(self.recipe, out)
+
+    def prepare(self, *, quiet: bool) -> None:
+        on_first_process(lambda: self.recipe.task.prepare(progress=not quiet) and None)  # fills the cache
+        self.prepared, self.quiet = self.recipe.task.prepare(progress=False), quiet
+        self.fingerprint = self.prepared.fingerprint
+
+    def in_steps(self) -> TrainConfig:
+        train = self.recipe.train
+        return train if train.steps else train.resolved(len(self.prepared.train))
+
+    def count_and_time(
+        self, arms: Sequence[Arm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
+    ) -> tuple[Measurement, Forecast | None]:
+        timed, limited = 0 if former is not None else rounds, {}
+        if limit.seconds is not None:
+            timed, limited = max(timed, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
+        if timed and not self.quiet:
+            print(f"timing steps of {len(arms)} arms", file=sys.stderr)
+        begun = limit.passed
+        found = self.measure_with(self.recipe, arms, self.prepared, rounds=timed, **limited)
+        forecast = None
+        if found.times:
+            forecast = self._forecast(found.times, seconds_around(limit.passed - begun, found.times, _START))
+        return replace(found, times=former or (found.times if rounds else None)), forecast
+
+    def _forecast(self, times: Mapping[str, Sequence[float]], start: float) -> Forecast:
+        train, step = self.in_steps(), median_steps(times)
+        splits = (self.prepared.valid, self.prepared.test, self.prepared.plain)
+        examples = sum(len(split) for split in splits if split is not None)
+        return Forecast(
+            step=step,
+            evaluation={name: evaluation_seconds(each, examples, train.batch_size) for name, each in step.items()},
+            evaluations=math.ceil(train.steps / train.eval_every),
+            start=start,
+        )
+
+    def notes(self, measured: Measurement) -> list[str]:
+        counts: dict[str, Mapping[str, float | None]] = {"parameters": measured.parameters, "flops": measured.flops}  # type: ignore[dict-item]
+        notes = [match.describe(counts[match.by]) for match in self.matches] + measured.notes
+        if not self.measure.is_loss and self.prepared.test is None:
+            notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
+        return notes
+
+    def run(self, arm: Arm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
+        recipe = replace(
+            self.recipe,
+            arm=replace(arm, lr=choice.lr, grid=()),
+            train=replace(self.recipe.train, lr=choice.lr, seed=seed),
+        )
+        self.train(
+            recipe,
+            folder,
+            resume=resume,
+            overwrite=False,
+            prepared=self.prepared,
+            quiet=self.quiet,
+            report=False,
+            stop=stop,
+        )
+
+    def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
+        diverged, steps = record["status"] != "done", int(record["steps"])
+        train_curve, plain_curve = _points(record, "train_curve"), _points(record, "plain_curve")
+        return Run(
+            seed=seed,
+            lr=choice.lr,
+            final_loss=None if diverged else float(record["final_loss"]),
+            steps=steps,
+            seconds=float(record["seconds"]),
+            curve=_points(record, "curve"),
+            score=record.get("score"),
+            selection=record.get("selection"),
+            best_score=record.get("best_score"),
+            metric_curve=_points(record, "metric_curve"),
+            train_loss=None if diverged else _last_tenth(train_curve, steps),
+            plain_loss=plain_curve[-1][1] if plain_curve and not diverged else None,
+            **({"diverged_at": steps} if diverged else stability(train_curve, steps)),
+        )
+
+    def about(self) -> dict[str, Any]:
+        train = self.recipe.train
+        length = f"{train.length} in steps of {train.batch_size} examples"
+        if self.measure.is_loss and train.steps:
+            length = f"{train.steps} steps of {train.batch_size} sequences"
+        summary = f"{self.recipe.description.rstrip('.')}. Each run takes {length}."
+        return {"recipe": {"name": self.recipe.name, "summary": summary}, "data": self.prepared.describe()}
+
+    def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
+        draw(out, results)
+
+
+def _points(record: Mapping[str, Any], name: str) -> Curve:
+    # A loss that JSON could not hold is null: not a number, as it was.
+    return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record.get(name, ()))
+
+
+def _last_tenth(curve: Curve, steps: int) -> float | None:
+    """Mean of a training curve, whose entries stand for the steps since the one before, over the last steps."""
+    weights = [(step - before, loss) for (step, loss), before in zip(curve, (0, *(s for s, _ in curve)), strict=False)]
+    late = [each for each, (step, _) in zip(weights, curve, strict=True) if step > 0.9 * steps]
+    total = sum(weight for weight, _ in late)
+    return sum(weight * loss for weight, loss in late) / total if total else None

@@ -1,0 +1,519 @@
+"""Neural fields side by side: choices, seeds, statistics, curves, pictures, folders."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from compare_helpers import a_record, a_run, an_arm
+from nlr_lab.compare import compare
+from nlr_lab.compare.fields import pictures, trial
+from nlr_lab.compare.fields.rate_distortion import bd_psnr, bd_rate
+from nlr_lab.compare.fields.record import field_sections
+from nlr_lab.compare.fields.report import render_report
+from nlr_lab.fields.arm import FieldArm
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.step import FitConfig
+from nlr_lab.runtime.environment import cpu_threads
+from nlr_lab.tasks.task import Measure
+from nonlinear_lowrank.errors import DivergedError, UserError
+
+ARMS = ("dense", *(f"{kind}:rank={rank}" for rank in (1, 2, 3) for kind in ("low-rank", "sine")))
+
+
+def parsed(*texts):
+    return [FieldArm.parse(text) for text in texts]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return make_recipe(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    return go(make_recipe(folder), folder / "out", timing_rounds=2)
+
+
+def make_recipe(tmp_path):
+    pixels = np.random.default_rng(3).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((12, 12)).save(tmp_path / "photo.png")
+    field = FieldConfig(in_features=2, out_features=3, width=16)
+    return FieldRecipe(
+        name="tiny",
+        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
+        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        train=FitConfig(steps=10, eval_every=2, save_every=0, threads=1, device="cpu", seed=7),
+        arms=ARMS,
+        seeds=2,
+        tune_lr=(1e-3, 1e-2),
+    )
+
+
+def go(recipe, out, **options):
+    given = {"timing_rounds": 0, "max_extensions": 0, "command": "compare"} | options
+    return compare(recipe, out, quiet=True, **given)
+
+
+def test_record_holds_what_the_runs_gave(compared):
+    found, out = compared.results, compared.out
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(found))
+    assert (found["seeds"], found["tuning_seed"], found["reference"]) == ([8, 9], 7, "dense")
+    assert [arm["name"] for arm in found["arms"]] == [
+        "dense", "low-rank-k1", "sine-k1", "low-rank-k2", "sine-k2", "low-rank-k3", "sine-k3",
+    ]  # fmt: skip
+    for arm in found["arms"]:
+        tried = {(run["init"], run["lr"]): run["score"] for run in arm["tuning"]}
+        assert set(tried) == {(i, r) for i in ("kaiming_sqrt5", "kaiming_zero") for r in (1e-3, 1e-2)}
+        assert tried[arm["init"], arm["lr"]] == max(tried.values())
+        folder = out / "runs" / arm["name"] / arm["init"] / f"lr-{arm['lr']:g}"
+        results = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in (8, 9)]
+        scores = [each["metrics"]["psnr"] for each in results]
+        assert arm["score"]["mean"] == pytest.approx(np.mean(scores))
+        assert arm["score"]["sd"] == pytest.approx(np.std(scores, ddof=1))
+        assert arm["parameters"] == results[0]["parameters"]
+        assert arm["size"] == pytest.approx(32 * arm["parameters"] / 144)
+        gains = [each["curve"][-1]["psnr"] - each["curve"][-2]["psnr"] for each in results]
+        assert arm["late_gain"] == pytest.approx(np.mean(gains))
+    assert found["arms"][0]["percent"] == 100
+    assert found["arms"][0]["step_time_ratio"]["median"] == 1
+
+
+def test_compares_sine_with_low_rank_of_its_size_and_by_curves(compared, tmp_path):
+    found = compared.results
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert {other: list(pairs) for other, pairs in found["against"].items()} == {
+        f"low-rank-k{k}": [f"sine-k{k}"] for k in (1, 2, 3)
+    }
+    for k in (1, 2, 3):
+        sine, low = arms[f"sine-k{k}"], arms[f"low-rank-k{k}"]
+        delta = found["against"][low["name"]][sine["name"]]["delta"]
+        assert sine["parameters"] == low["parameters"]
+        assert delta["value"] == pytest.approx(sine["score"]["mean"] - low["score"]["mean"])
+        assert delta["n"] == 2
+    for key in ("bd_rate", "bd_score"):
+        assert (found["rate_distortion"][key] is None) == bool(found["rate_distortion"][f"{key}_note"])
+    report = (compared.out / "report.md").read_text()
+    assert report == render_report(found)
+    assert str(compared.out.parent) not in report + json.dumps(found)  # no path of this machine
+    for text in ("BD-rate", "BD-PSNR", "sine-k1", "n = 2", "rate.png", "strip.png", "setting"):
+        assert text in report
+    omegas = {"dense": None, **{f"low-rank-k{k}": None for k in (1, 2, 3)}, "sine-k1": 200, "sine-k2": 100}
+    assert {arm["name"]: arm["omega"] for arm in found["arms"]} == omegas | {"sine-k3": 100}
+    assert "| sine-k1 | 200 | kaiming" in report
+    assert "omega.png" not in report + str(compared), "one frequency a rank is no sweep"
+    for picture in ("rate.png", "strip.png"):
+        with Image.open(compared.out / picture) as opened:
+            assert opened.size[0] > 300
+    assert "sine-k3 against low-rank-k3" in str(compared)
+    (tmp_path / "study").mkdir()
+    compared.copy_to(tmp_path / "study", "photo")
+    names = sorted(each.name for each in (tmp_path / "study").iterdir())
+    assert names == ["photo-rate.png", "photo-strip.png", "photo.json", "photo.md"]
+    assert "(photo-strip.png)" in (tmp_path / "study" / "photo.md").read_text()
+
+
+# --- curves of both kinds -------------------------------------------------------------------------------------
+
+
+def arm_of(kind, rank, scores, tuned=0.0, name="", lost=()):
+    """Ends at `scores`; the seeds named as lost diverge."""
+    runs = [
+        a_run(seed, None if seed in lost else 1.0, 20, score=score, metric_curve=((10, score - 1), (20, score)))
+        for seed, score in enumerate(scores)
+    ]
+    runs = [replace(run, metrics={"iou": run.score}) for run in runs]
+    settings, tuning = {"kind": kind, "rank": rank}, (a_run(9, 1.0, 20, score=tuned),)
+    return an_arm(name or f"{kind}-k{rank}", *runs, settings=settings, parameters=100 * rank, tuning=tuning)
+
+
+def build(arms):
+    sizes = {arm.name: (arm.settings["kind"], arm.parameters) for arm in arms}
+    pairs = [
+        (low, sine)
+        for sine in sizes
+        for low in sizes
+        if (sizes[low][0], sizes[sine][0]) == ("low-rank", "sine") and sizes[low][1] == sizes[sine][1]
+    ]
+    measure = Measure(name="iou", higher_is_better=True, unit="%")
+    results = a_record(arms, (0, 1, 2), [pairs], measure)
+    return field_sections(results, 1000, dict.fromkeys(sizes))
+
+
+def test_distance_of_the_curves_is_bjontegaards_of_the_means_and_of_each_seed():
+    low = {1: [60.0, 61.0, 62.0], 2: [70.0, 70.5, 72.0], 4: [80.0, 80.2, 79.0], 8: [85.0, 84.0, 86.0]}
+    sine = {rank: [each + 6 - rank / 2 for each in scores] for rank, scores in low.items()}
+    kinds = (("low-rank", low), ("sine", sine))
+    arms = [arm_of(kind, rank, scores) for kind, by in kinds for rank, scores in by.items()]
+    found = build([*arms, arm_of("sine", 2, [1.0, 1.1, 1.2], tuned=-1.0, name="worse")])
+    assert found["rate_distortion"]["sine"] == [f"sine-k{rank}" for rank in (1, 2, 4, 8)]
+    for key, delta in (("bd_rate", bd_rate), ("bd_score", bd_psnr)):
+        means = [[(100 * rank, np.mean(scores)) for rank, scores in by.items()] for _, by in kinds]
+        assert found["rate_distortion"][key] == pytest.approx(delta(*means))
+        each = [delta(*([(100 * rank, s[i]) for rank, s in by.items()] for _, by in kinds)) for i in range(3)]
+        assert found["rate_distortion"][f"{key}_by_seed"] == pytest.approx(each)
+    assert found["against"]["low-rank-k1"]["sine-k1"]["delta"]["value"] == pytest.approx(5.5)
+    assert (found["arms"][0]["late_gain"], found["arms"][0]["late_share"]) == (1, 0.5)
+    text = render_report(found)
+    assert "what the last 50 % of the steps added" in text
+    assert f"BD-iou of sine over low rank: {found['rate_distortion']['bd_score']:+.3g}" in text
+    assert "worse against low-rank-k2: below by" in text
+
+
+def test_of_several_omegas_the_best_of_the_tuning_is_on_the_curve():
+    low = [arm_of("low-rank", rank, [60.0 + rank, 61.0 + rank, 61.5]) for rank in (1, 2, 4)]
+    sine = [arm_of("sine", rank, [70.0 + rank, 71.0 + rank, 71.5]) for rank in (1, 2)]
+    two = [arm_of("sine", 4, [float(70 + i), 71.0 + i, 71.5], tuned=9.0 - i, name=f"omega-{i}") for i in range(3)]
+    assert build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-0"]
+    two[1] = replace(two[1], tuning=())  # its rate was given: nothing was chosen, so what counts is how it ended
+    assert build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-2"]
+
+
+@pytest.mark.parametrize("how", ["a seed", "every choice"])
+def test_a_curve_without_its_diverged_point_has_no_distance(how):
+    low = [arm_of("low-rank", rank, [60.0 + 5 * rank, 61.0 + 5 * rank, 62.0 + 6 * rank]) for rank in (1, 2, 4)]
+    scores = {rank: [65.0 + 5 * rank, 66.0 + 4 * rank, 66.5 + 5 * rank] for rank in (1, 2, 4)}
+    sine = [arm_of("sine", rank, each) for rank, each in scores.items()]
+    assert build([*low, *sine])["rate_distortion"]["bd_rate"] is not None
+    if how == "a seed":
+        sine[2] = arm_of("sine", 4, scores[4], lost=[2])
+    else:
+        sine[2] = replace(sine[2], runs={}, choice=None, tuning=(a_run(9, None),))
+    found = build([*low, *sine])
+    assert found["rate_distortion"]["bd_rate"] is found["rate_distortion"]["bd_score"] is None
+    text = render_report(found)
+    assert "BD-rate of sine over low rank: none, since sine-k4 diverged." in text
+    if how == "a seed":
+        lost = found["against"]["low-rank-k4"]["sine-k4"]
+        assert lost["delta"]["value"] is lost["p_holm"] is None
+        assert "sine-k4 against low-rank-k4: no difference to give (diverged in 1 of 3 seeds)." in text
+
+
+def test_draws_a_sweep_over_omega(recipe, tmp_path, monkeypatch):
+    drawn = {}
+    save = pictures.save
+    monkeypatch.setattr(pictures, "save", lambda figure, path: (drawn.update({path.name: figure}), save(figure, path)))
+    recipe = replace(recipe, tune_lr=(), train=replace(recipe.train, steps=2))
+    arms = parsed(*(f"sine:rank=1,omega={omega},init=kaiming_zero" for omega in (40, 10, 160)))
+    arms += parsed("low-rank:rank=1,init=kaiming_zero")
+    swept = go(recipe, tmp_path / "out", arms=[*arms, *parsed("sine:rank=2,init=kaiming_zero")])
+    axes = drawn["omega.png"].axes[0]
+    means = {arm["omega"]: arm["score"]["mean"] for arm in swept.results["arms"] if arm["settings"]["rank"] == 1}
+    points = next(line for line in axes.lines if list(line.get_xdata()) == [10, 40, 160])
+    assert list(points.get_ydata()) == [means[omega] for omega in (10, 40, 160)]
+    assert any(np.allclose(line.get_ydata(), means[None]) for line in axes.lines), "plain low rank beside them"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["low-rank, k=1", "sine, k=1"]
+    assert "(omega.png)" in (tmp_path / "out" / "report.md").read_text()
+    none = "none, since a Bjontegaard delta needs at least 3 points; low-rank has 1"
+    assert f"BD-rate of sine over low rank: {none}" in str(swept)
+    (tmp_path / "study").mkdir()
+    swept.copy_to(tmp_path / "study", "photo")
+    assert "(photo-omega.png)" in (tmp_path / "study" / "photo.md").read_text()
+    assert (tmp_path / "study" / "photo-omega.png").stat().st_size > 1000
+    fewer = go(recipe, tmp_path / "out", arms=arms[1:3], resume=True)
+    assert "BD-rate" not in str(fewer), "without plain low rank there is nothing to be over"
+    assert "omega.png" not in str(fewer) + (tmp_path / "out" / "report.md").read_text()
+    fewer.copy_to(tmp_path / "study", "photo")
+    assert not list(tmp_path.glob("*/*omega.png")), "a picture of arms that are no longer there"
+
+
+def test_strip_has_low_rank_above_sine_rank_by_rank(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.append(figure))
+    picture = np.zeros((4, 4, 3), np.uint8)
+
+    def layout(*names):
+        shown = []
+        for name in names:
+            kind, _, rank = name.partition("-k")
+            settings = {"kind": kind, "rank": int(rank) if rank else None}
+            shown.append(({"name": name, "settings": settings, "percent": 1.0}, 9.0, picture))
+        pictures.plot_strip(tmp_path / "s.png", {"metric": {"unit": "dB"}}, picture, shown)
+        figure = drawn.pop()
+        columns = figure.axes[0].get_gridspec().ncols
+        titles = [axes.get_title().partition("\n")[0] for axes in figure.axes]
+        return [titles[start : start + columns] for start in range(0, len(titles), columns)]
+
+    arms = ["low-rank-k1", "sine-k1", "low-rank-k5", "sine-k5"]
+    assert layout(*arms) == [["ground truth", "low-rank-k1", "low-rank-k5"], ["", "sine-k1", "sine-k5"]]
+    assert layout("sine-k5", "dense", "low-rank-k5", "sine-k5", "low-rank-k1") == [
+        ["ground truth", "low-rank-k5", "", "low-rank-k1"],
+        ["dense", "sine-k5", "sine-k5", ""],
+    ]
+    assert layout("low-rank-k1") == [["ground truth", "low-rank-k1"]]
+
+
+def test_draws_the_strip_again_only_when_its_fits_have_changed(recipe, tmp_path, monkeypatch):
+    drawn = []
+    plot_strip = trial.plot_strip
+
+    def note(path, results, truth, shown):
+        drawn.append([record["name"] for record, *_ in shown])
+        plot_strip(path, results, truth, shown)
+
+    monkeypatch.setattr(trial, "plot_strip", note)
+    recipe = replace(recipe, tune_lr=(), train=replace(recipe.train, steps=2))
+    more = parsed(*(f"{kind}:init=kaiming_zero" for kind in ("dense",)), ARMS[1], ARMS[2])
+    go(recipe, tmp_path / "whole", arms=more, seeds=3)
+    names = [arm.name for arm in more]
+    assert drawn == [names], "once, though three seeds were published"
+    stopped = tmp_path / "stopped"
+    go(recipe, stopped, arms=more[:2], seeds=1)
+    go(recipe, stopped, arms=more, seeds=2, resume=True)
+    assert drawn[1:] == [names[:2], names]
+    (stopped / "strip.png").unlink()
+    go(recipe, stopped, arms=more, seeds=3, resume=True)
+    assert (stopped / "strip.png").read_bytes() == (tmp_path / "whole" / "strip.png").read_bytes()
+
+
+# --- choices, interruption, time ------------------------------------------------------------------------------
+
+
+def test_resumes_where_it_was_stopped(recipe, tmp_path, monkeypatch):
+    arms = parsed(*ARMS[1:3])
+    whole = go(recipe, tmp_path / "whole", arms=arms).results
+    fit, fitted = trial.fit, []
+
+    def stops(problem, method, config, folder, **options):
+        fitted.append(folder)
+        if len(fitted) == 6:
+            raise KeyboardInterrupt
+        return fit(problem, method, config, folder, **options)
+
+    monkeypatch.setattr(trial, "fit", stops)
+    with pytest.raises(KeyboardInterrupt):
+        go(recipe, tmp_path / "cut", arms=arms)
+    done = fitted[:5]
+    resumed = go(recipe, tmp_path / "cut", arms=arms, resume=True).results
+    assert not set(done) & set(fitted[6:])
+    scores = [[[run["score"] for run in arm["runs"]] for arm in each["arms"]] for each in (whole, resumed)]
+    assert scores[0] == scores[1]
+    third = parsed("sine:rank=2,lr=1e-3,init=kaiming_zero")
+    more = go(recipe, tmp_path / "cut", arms=[*arms, *third], seeds=3, resume=True).results
+    assert (more["arms"][2]["name"], more["arms"][2]["score"]["n"]) == ("sine-k2-kaiming_zero", 3)
+
+
+def test_reports_an_arm_that_diverges_and_leaves_it_out(recipe, tmp_path, monkeypatch):
+    fit = trial.fit
+
+    def diverges(problem, method, config, folder, **options):
+        if method.kind == "sine" and (config.lr > 5e-3 or method.rank == 2):
+            folder.mkdir(parents=True)
+            raise DivergedError("no number", 3)
+        return fit(problem, method, config, folder, **options)
+
+    monkeypatch.setattr(trial, "fit", diverges)
+    found = go(recipe, tmp_path / "out", arms=parsed(*ARMS[1:5])).results
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["sine-k1"]["lr"] == 1e-3
+    assert arms["sine-k2"]["score"]["mean"] is None
+    assert any("`sine-k2` diverged at every choice" in note for note in found["notes"])
+    assert "low-rank-k2" not in found["against"]
+    assert "diverged" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """Fits score what the test says of init and learning rate (None: the fit diverges), not what they reach."""
+    fit = trial.fit
+
+    def install(score):
+        def scored(problem, method, config, folder, **options):
+            value = score(method.init, config.lr)
+            if value is None:
+                folder.mkdir(parents=True)
+                raise DivergedError("no number", 3)
+            fit(problem, method, config, folder, **options)
+            result = json.loads((folder / "result.json").read_text())
+            (folder / "result.json").write_text(json.dumps(result | {"metrics": result["metrics"] | {"psnr": value}}))
+
+        monkeypatch.setattr(trial, "fit", scored)
+
+    return install
+
+
+def tried(arm, init):
+    return sorted(run["lr"] for run in arm["tuning"] if run["init"] == init)
+
+
+def test_extends_the_grid_of_the_best_init(recipe, tmp_path, scores):
+    scores(lambda init, rate: -abs(np.log(rate / 0.03)) - (init == "kaiming_zero"))
+    arms = parsed("low-rank:rank=1", "sine:rank=1,lr=1e-3")
+    recipe = replace(recipe, tune_lr=(2.5e-3, 5e-3, 1e-2), train=replace(recipe.train, steps=1))
+    found = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=4).results
+    low, sine = found["arms"]
+    assert tried(low, "kaiming_sqrt5") == [2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2]
+    assert tried(low, "kaiming_zero") == [2.5e-3, 5e-3, 1e-2]
+    assert (low["init"], low["lr"]) == ("kaiming_sqrt5", 4e-2)
+    assert tried(sine, "kaiming_sqrt5") == [1e-3], "an arm's own learning rate is no grid"
+    assert not found["notes"]
+    fewer = go(recipe, tmp_path / "fewer", arms=arms, seeds=1, max_extensions=1).results
+    assert tried(fewer["arms"][0], "kaiming_sqrt5") == [2.5e-3, 5e-3, 1e-2, 2e-2]
+    assert any("best learning rate 0.02 is still at the edge" in note for note in fewer["notes"])
+    more = go(recipe, tmp_path / "fewer", arms=arms, seeds=1, max_extensions=4, resume=True).results
+    assert [tried(arm, "kaiming_sqrt5") for arm in more["arms"]] == [tried(arm, "kaiming_sqrt5") for arm in (low, sine)]
+
+
+def test_of_equal_scores_the_lower_loss_is_better(recipe, tmp_path, scores):
+    scores(lambda init, rate: 0.0)
+    found = go(recipe, tmp_path / "out", arms=parsed("low-rank:rank=1", "sine:rank=1,lr=1e-3"), seeds=1)
+    arm = found.results["arms"][0]
+    losses = {(run["init"], run["lr"]): run["final_loss"] for run in arm["tuning"]}
+    assert len(losses) == 4
+    assert (arm["init"], arm["lr"]) == min(losses, key=losses.__getitem__)
+
+
+def test_extends_the_grid_downwards_where_every_choice_diverges(recipe, tmp_path, scores):
+    scores(lambda init, rate: None if rate > 3e-4 else 20.0 + (init == "kaiming_zero"))
+    recipe = replace(recipe, tune_lr=(1e-3, 2e-3), train=replace(recipe.train, steps=1))
+    arms = parsed("low-rank:rank=1", "sine:rank=1,lr=1e-4")
+    low = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=2).results["arms"][0]
+    assert tried(low, "kaiming_sqrt5") == tried(low, "kaiming_zero") == [2.5e-4, 5e-4, 1e-3, 2e-3]
+    assert (low["init"], low["lr"]) == ("kaiming_zero", 2.5e-4)
+
+
+def test_time_stops_it_with_every_arm_at_the_same_seeds(recipe, tmp_path, monkeypatch):
+    fit, fitted = trial.fit, []
+    monkeypatch.setattr(trial, "fit", lambda *args, **options: fitted.append(args) or fit(*args, **options))
+    found = go(recipe, tmp_path / "out", max_seconds=200, clock=lambda: 10.0 * len(fitted)).results
+    assert found["seeds"] == [8]
+    assert {arm["score"]["n"] for arm in found["arms"]} == {1}
+    assert {len(arm["tuning"]) for arm in found["arms"]} == {1}
+    assert any("Stopped for time before seed 9" in note for note in found["notes"])
+
+
+# --- arms, arguments, folders ---------------------------------------------------------------------------------
+
+
+def test_reads_arms_with_what_is_tuned_of_them():
+    arm = FieldArm.parse("sine:rank=5,omega=50")
+    assert arm.method == FieldMethod(kind="sine", rank=5, omega=50.0)
+    assert (arm.name, arm.lr, arm.inits) == ("sine-k5-w50", None, ("kaiming_sqrt5", "kaiming_zero"))
+    arm = FieldArm.parse("low-rank:rank=2,lr=1e-3,init=kaiming_zero,name=mine")
+    assert arm.method == FieldMethod(kind="low-rank", rank=2, init="kaiming_zero")
+    assert (arm.name, arm.lr, arm.inits) == ("mine", 1e-3, ("kaiming_zero",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sine:rank=5,lr=fast", "lr must be a number, got 'fast'"),
+        ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
+        ("sine:rank=5,name=a/b", "must be made of letters"),
+        ("sine:rank=5,omega=2,rank=3", "has rank twice"),
+        ("sine:rank=5,lr=1e-3,lr=1e-2", "has lr twice"),
+        ("cosine:rank=5", "unknown kind"),
+    ],
+)
+def test_refuses_short_forms_that_make_no_sense(text, message):
+    with pytest.raises(UserError, match=message):
+        FieldArm.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inits": ()}, "inits must be one or more of kaiming_sqrt5, kaiming_zero"),
+        ({"inits": ("orthogonal",)}, "inits must be one or more"),
+        ({"inits": ("kaiming_zero", "kaiming_zero")}, "inits must be one or more"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0"),
+    ],
+)
+def test_refuses_a_bad_arm_made_in_python(options, message):
+    with pytest.raises(UserError, match=message):
+        FieldArm(method=FieldMethod(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arms": parsed("dense")}, "at least two arms"),
+        ({"arms": parsed("dense", "sine:rank=8")}, "rank 8 saves no parameters"),
+        ({"max_extensions": -1}, "max_extensions must be an integer of at least 0"),
+        ({"kept_runs": "nowhere/runs.jsonl"}, "make it first"),
+    ],
+)
+def test_refuses_bad_arguments_before_anything_is_written(recipe, tmp_path, options, message):
+    if "kept_runs" in options:
+        options = {"kept_runs": tmp_path / options["kept_runs"]}
+    with pytest.raises(UserError, match=message):
+        go(recipe, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_a_folder_of_another_comparison(recipe, tmp_path):
+    two, out = {"arms": parsed(*ARMS[1:3]), "seeds": 1, "tune_lr": ()}, tmp_path / "out"
+    go(recipe, out, **two)
+    with pytest.raises(UserError, match=r"train\.steps was 10 .* is 11 now"):
+        go(replace(recipe, train=replace(recipe.train, steps=11)), out, resume=True, **two)
+    other = parsed("low-rank:rank=2,name=low-rank-k1", ARMS[2])
+    with pytest.raises(UserError, match="rank of arm 'low-rank-k1' was 1"):
+        go(recipe, out, resume=True, **two | {"arms": other})
+    Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(recipe.problem.source)
+    with pytest.raises(UserError, match="of other data"):
+        go(recipe, out, resume=True, **two)
+
+
+def test_takes_a_name_that_looks_like_a_formula_or_markup(recipe, tmp_path):
+    photo = tmp_path / "shot [draft] x$_$y.png"
+    photo.write_bytes((tmp_path / "photo.png").read_bytes())
+    recipe = replace(recipe, problem=replace(recipe.problem, source=str(photo)), tune_lr=())
+    recipe = replace(recipe, train=replace(recipe.train, steps=2))
+    found = go(recipe, tmp_path / "out", arms=parsed(*ARMS[:2]), seeds=1)
+    assert "shot [draft] x$_$y" in str(found)
+    assert (tmp_path / "out" / "rate.png").is_file()
+
+
+def test_fits_again_where_a_runs_beginning_is_damaged(recipe, tmp_path):
+    two = {"arms": parsed(*(f"{each},init=kaiming_zero" for each in ARMS[1:3])), "seeds": 1, "tune_lr": ()}
+    former = go(recipe, tmp_path / "out", **two).results["arms"]
+    run = next(tmp_path.glob("out/runs/sine*/**/result.json")).parent
+    (run / "result.json").unlink()
+    (run / "fit.json").write_text("{")
+    again = go(recipe, tmp_path / "out", resume=True, **two).results["arms"]
+    assert [arm["score"] for arm in again] == [arm["score"] for arm in former]
+
+
+# --- step times -----------------------------------------------------------------------------------------------
+
+
+def test_times_steps_with_the_fits_threads(recipe, tmp_path, monkeypatch):
+    seen = []
+
+    def times(arms, rounds, **_):
+        seen.append(torch.get_num_threads())
+        return {name: [1.0] * rounds for name in arms}
+
+    monkeypatch.setattr(trial, "interleaved_step_times", times)
+    with cpu_threads(2):
+        short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))
+        go(short, tmp_path / "out", timing_rounds=2)
+        assert torch.get_num_threads() == 2
+    assert seen == [1]
+
+
+def test_times_steps_on_the_fits_device(recipe, tmp_path, monkeypatch):
+    seen = []
+
+    def note(problem, model, config):
+        seen.append(next(model.parameters()).device.type)
+        return SimpleNamespace(take=lambda step: None)
+
+    def times(arms, rounds, clock, max_seconds):
+        seen.append(clock)
+        return {name: [1.0] * rounds for name in arms}
+
+    monkeypatch.setattr(trial, "choose_device", lambda name, dtype: torch.device("meta"))  # stands for a GPU
+    monkeypatch.setattr(trial, "Stepper", note)
+    monkeypatch.setattr(trial, "interleaved_step_times", times)
+    short = replace(recipe, arms=ARMS[:2], seeds=1, tune_lr=(), train=replace(recipe.train, steps=2))
+    go(short, tmp_path / "out", timing_rounds=2)
+    assert seen == ["meta", "meta", "wall"]
