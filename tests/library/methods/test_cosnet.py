@@ -196,7 +196,7 @@ def test_up_projection_is_joined_where_that_moves_less(tokens, d_in, d_out, r, d
     with FakeTensorMode(), torch.device(device), torch.profiler.profile() as calls:
         x, u, weight, up = (torch.empty(*shape, dtype=torch.bfloat16) for shape in
                             ((tokens, d_in), (tokens, r), (d_out, d_in), (d_out, r)))  # fmt: skip
-        op.main_plus_up(x, weight, None, u, up, training=True)
+        op._main_plus_up(x, weight, None, u, up, training=True)
     assert ("aten::cat" in {each.key for each in calls.key_averages()}) == joined
 
 
@@ -216,5 +216,5 @@ def test_down_projection_is_in_the_kernel_where_it_fills_a_gpu(monkeypatch, toke
     monkeypatch.setattr(op, "kernels", lambda *_: True)
     with FakeTensorMode(), torch.device("cuda"):
         branch = changed(lambda each: [torch.empty(each[0].shape, dtype=dtype)], make_branch(d_in=d_in, r=r))
-        found = op._down_kernel(torch.empty(tokens, d_in, dtype=dtype), branch.down, branch)
+        found = op._down_kernel(torch.empty(tokens, d_in, dtype=dtype), branch)
     assert bool(found) == fused

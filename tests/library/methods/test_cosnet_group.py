@@ -6,7 +6,7 @@ import torch
 from noble_helpers import changed, leaf, make_branch, outputs_and_gradients, tensors
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import op
-from nonlinear_lowrank.methods.noble.group_op import noble_group
+from nonlinear_lowrank.methods.noble.op import noble_linears
 from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
@@ -49,10 +49,10 @@ CASES = [("cosine", 2), ("cosine", 1), ("cosine", 3), ("tanh", 2), ("silu", 1)]
 def test_group_equals_the_plain_formula_in_float64(activation, depth, shared, biases):
     arguments, dys = make(activation, depth, shared, biases), gradients_of_outputs()
     expected = outputs_and_gradients(reference, arguments, dys)
-    for found, want in zip(outputs_and_gradients(noble_group, arguments, dys), expected, strict=True):
+    for found, want in zip(outputs_and_gradients(noble_linears, arguments, dys), expected, strict=True):
         torch.testing.assert_close(found, want)
     with torch.no_grad():
-        for found, want in zip(noble_group(*arguments), expected, strict=False):
+        for found, want in zip(noble_linears(*arguments), expected, strict=False):
             torch.testing.assert_close(found, want)
 
 
@@ -60,7 +60,7 @@ def test_joined_up_projections_are_the_same_sum(monkeypatch):
     monkeypatch.setattr(op, "JOIN_UP", True)
     arguments, dys = make(), gradients_of_outputs()
     expected = outputs_and_gradients(reference, arguments, dys)
-    for found, want in zip(outputs_and_gradients(noble_group, arguments, dys), expected, strict=True):
+    for found, want in zip(outputs_and_gradients(noble_linears, arguments, dys), expected, strict=True):
         torch.testing.assert_close(found, want)
 
 
@@ -68,8 +68,8 @@ def test_joined_up_projections_are_the_same_sum(monkeypatch):
 def test_compiled_group_has_equal_gradients(shared):
     arguments, dys = make(shared=shared), gradients_of_outputs()
     torch.compiler.reset()
-    compiled = torch.compile(noble_group, fullgraph=True, backend="aot_eager")
-    expected = outputs_and_gradients(noble_group, arguments, dys)
+    compiled = torch.compile(noble_linears, fullgraph=True, backend="aot_eager")
+    expected = outputs_and_gradients(noble_linears, arguments, dys)
     for found, want in zip(outputs_and_gradients(compiled, arguments, dys), expected, strict=True):
         torch.testing.assert_close(found, want)
 
@@ -81,7 +81,7 @@ def test_error_is_at_most_twice_the_plain_formulas(dtype):
     def exact(change):
         return outputs_and_gradients(reference, changed(change, arguments), [dy.detach() for dy in change(dys)])
 
-    ours, plain = (outputs_and_gradients(function, arguments, dys) for function in (noble_group, reference))
+    ours, plain = (outputs_and_gradients(function, arguments, dys) for function in (noble_linears, reference))
     truth = exact(lambda tensors: cast(tensors, torch.float64))
     slack = 1e-6 if dtype == torch.float32 else 4e-3
     assert_as_good_as_plain(ours, plain, truth, exact(jittered), slack)
@@ -92,7 +92,7 @@ def test_error_is_at_most_twice_the_plain_formulas(dtype):
 def test_group_keeps_x_and_h_alone(shared, backend):
     arguments = make(shared=shared, dtype=torch.float32)
     torch.compiler.reset()
-    run = noble_group if backend is None else torch.compile(noble_group, backend=backend, fullgraph=True)
+    run = noble_linears if backend is None else torch.compile(noble_linears, backend=backend, fullgraph=True)
     x, *rest = arguments
     kept = saved_bytes(run, *arguments, parameters=tensors(rest))
     assert kept == x.nbytes + 15 * 4 * (1 if shared else 3) * 4
@@ -103,12 +103,12 @@ def test_frozen_weights_and_unused_outputs():
     x, weights, *_ = arguments
     for weight in weights:
         weight.requires_grad_(False)
-    found, wanted = (torch.autograd.grad(function(*arguments)[0].sum(), x) for function in (noble_group, reference))
+    found, wanted = (torch.autograd.grad(function(*arguments)[0].sum(), x) for function in (noble_linears, reference))
     torch.testing.assert_close(found, wanted)
 
 
 def test_second_derivative_raises():
     arguments = make()
-    ys = noble_group(*arguments)
+    ys = noble_linears(*arguments)
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(ys[0].sum(), arguments[0], create_graph=True)

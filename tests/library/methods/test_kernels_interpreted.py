@@ -9,7 +9,7 @@ import torch
 from kernel_helpers import compare, cosnet_leaves, cosnet_pair, rational_pair, route
 from noble_helpers import changed, make_branch, outputs_and_gradients
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.noble.group_op import noble_group
+from nonlinear_lowrank.methods.noble.op import noble_linears
 from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational
 from nonlinear_lowrank.methods.rational.reference import rational_reference
@@ -165,7 +165,7 @@ def test_noble_layers_of_one_input(calls):
         return [noble_linear_reference(x, weight, None, own) for weight, own in zip(weights, branches, strict=True)]
 
     found = outputs_and_gradients(
-        lambda x, weights, branches: noble_group(x, weights, [None] * 2, branches),
+        lambda x, weights, branches: noble_linears(x, weights, [None] * 2, branches),
         changed(lambda each: cast(each, torch.float32), (x, weights, branches)),
         dys,
     )

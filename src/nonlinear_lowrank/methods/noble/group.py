@@ -1,8 +1,8 @@
 """NOBLE layers that read one input, computed together in training: `NobleConfig(fuse_shared_inputs=True)`.
 
 Query, key and value of an attention are a group, and so are the gate and up projections of a gated feed-forward. The
-first of them that is called computes for all (`group_op.py`); where they turn out not to read one tensor, each computes
-its own from then on. Results are those of the layers alone, up to rounding.
+first of them that is called computes for all (`op.noble_linears`). Where they turn out not to read one tensor, each
+computes its own from then on. Results are those of the layers alone, up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 
-from .group_op import noble_group
-from .inputs import HandOff, input_groups
+from .inputs import HandOff, circumstances, input_groups
+from .op import noble_linears
 
 
 class NobleGroup:
@@ -29,13 +29,14 @@ class NobleGroup:
         """Return y (..., d_out) of the layer at this place; None where it shall compute its own."""
         if not all(each.branch_enabled and each.plain_dense() for each in self.layers) or self.hand_off.apart(x):
             return None
-        y: Tensor = self.hand_off.take(x, place, self._compute, self.layers[0].weight)[place]
+        how = circumstances(x, self.layers[0].weight)
+        y: Tensor = self.hand_off.take(x, place, self._compute, how)[place]
         return y
 
     def _compute(self, x: Tensor) -> list[Tensor]:
         layers = self.layers
         dense, biases = [each.dense_weight() for each in layers], [each.whole_bias() for each in layers]
-        ys = noble_group(x, dense, biases, [each.branch() for each in layers])
+        ys = noble_linears(x, dense, biases, [each.branch() for each in layers])
         scale = layers[0].noble_config.scale
         return ys if scale == 1 else [y * scale for y in ys]
 

@@ -16,32 +16,24 @@ _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 class HandOff:
     """What the first of `size` layers makes of an input, until each has taken its part.
 
-    It counts for the very tensor it was made of, unchanged, under autograd and autocast as they were: results are
-    those of the layers alone, whatever is called in which order. A layer that comes a second time, or with another
-    tensor (keys of a cross-attention), makes its own.
+    It counts for the very tensor it was made of: results are those of the layers alone, whatever is called in which
+    order. A layer that comes a second time, or with another tensor (keys of a cross-attention), makes its own.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._apart = False
-        # (x, circumstances, what was made, places served): one tuple, read once and replaced whole, so that threads
-        # that share a model never see half of another's.
+        # (x, how, what was made, places served): one tuple, read once and replaced whole, so that threads that share
+        # a model never see half of another's.
         self._held: tuple[Tensor, Hashable, Any, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled: never the tensors of a forward pass."""
         return {**self.__dict__, "_held": None}
 
-    def take(self, x: Tensor, place: int, make: Callable[[Tensor], Any], *parameters: Tensor) -> Any:
-        """Return `make(x)`, called now unless another place has just done so.
-
-        Args:
-            x: what the layer at this place is given.
-            place: 0 to size - 1.
-            make: computes for all places.
-            parameters: tensors whose change makes it stale.
-        """
-        held, how = self._held, _circumstances(x, parameters)
+    def take(self, x: Tensor, place: int, make: Callable[[Tensor], Any], how: Hashable = None) -> Any:
+        """Return `make(x)`, called now unless another place (0 to size - 1) has just done so under equal `how`."""
+        held = self._held
         if held is None or held[0] is not x or held[1] != how or held[3] >> place & 1:
             held = (x, how, make(x), 0)
         served = held[3] | 1 << place
@@ -56,11 +48,12 @@ class HandOff:
         return self._apart
 
 
-def _circumstances(x: Tensor, parameters: Collection[Tensor]) -> Hashable:
+def circumstances(x: Tensor, parameter: Tensor) -> Hashable:
+    """Return what a product in training also depends on beside the identity of x."""
     if torch.compiler.is_compiling():
         return torch.is_grad_enabled()  # one pass; nothing is held from one to the next
-    versions = [(id(each), None if each.is_inference() else each._version) for each in (x, *parameters)]
-    return (torch.is_grad_enabled(), autocast_dtype(x), *versions)
+    versions = [None if each.is_inference() else each._version for each in (x, parameter)]
+    return (torch.is_grad_enabled(), autocast_dtype(x), id(parameter), *versions)
 
 
 def qkv_groups(names: Collection[str]) -> list[tuple[str, ...]]:

@@ -1,14 +1,19 @@
-"""NOBLE's operator: `reference.noble_linear_reference`, lean.
+"""NOBLE's operator: `reference.noble_linear_reference` of one linear, or of several that read one input, lean.
 
-It keeps only h (tokens x r) for backward beside what a plain linear keeps (its input): everything else in the branch is
-r wide and cheap to recompute. On NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under
-torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's partitioner would otherwise
-decide again what to keep, and keeps more.
+    h = x [D1; D2; ...]^T                                       one product for all branches
+    y_i = x W_i^T + b_i + bottleneck_i(h_i) up_i^T              i = 1 .. n
+    dx  = sum_i dy_i W_i + [dh_1 | dh_2 | ...] [D1; D2; ...]    accumulated in place
 
-T tokens; in names of tensors I is d_in, O is d_out, R is r.
+It keeps x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute.
+Beside n calls, a call for n linears reads x n - 1 times less in forward and in the gradient of D, and autograd has no n
+gradients of x to add up: 12 bytes less a token and input channel for three layers in 16 bits.
+
+On NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under torch.compile the whole forward and the
+whole backward are opaque custom ops: the compiler's partitioner would otherwise decide again what to keep, and keeps
+more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -33,22 +38,23 @@ FUSED_DOWN_RANK = 128
 FUSED_DOWN_TOKENS = 64  # in a tile
 
 
-def noble_linear(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, branch: Branch, h: Tensor | None = None
-) -> Tensor:
-    """Return `x weight^T + bias + bottleneck(x down^T) up^T`.
+def noble_linears(
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    branches: Sequence[Branch],
+    h: Tensor | None = None,
+) -> list[Tensor]:
+    """Return `x weight^T + bias + bottleneck(x down^T) up^T` of n linears, [(..., d_out_1), ...].
 
     Under autocast x, h and every matrix are in the autocast type, frequencies and phases stay as they are.
 
     Args:
         x: (..., d_in).
-        weight: (d_out, d_in); None: the branch alone.
-        bias: (d_out), or None.
-        branch: of the weight's widths.
-        h: (..., r), in place of x down^T where several branches share one down projection.
-
-    Returns:
-        (..., d_out).
+        weights: n matrices (d_out_i, d_in); None: the branch alone.
+        biases: n vectors (d_out_i), or None.
+        branches: n of one rank, depth and activation; all but the first have no `down` where they share its.
+        h: (..., r), in place of x down^T.
 
     Raises:
         RuntimeError: second derivatives are asked for (the reference has them).
@@ -56,16 +62,26 @@ def noble_linear(
     if (dtype := autocast_dtype(x)) is not None:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
         # each keep a copy of their own.
-        x, branch = x.to(dtype), branch.with_matrices(dtype)
-        weight, bias, h = (None if each is None else each.to(dtype) for each in (weight, bias, h))
+        x, branches = x.to(dtype), [branch.with_matrices(dtype) for branch in branches]
+        h, *dense = (None if each is None else each.to(dtype) for each in (h, *weights, *biases))
+        weights, biases = dense[: len(weights)], dense[len(weights) :]
     if h is not None:
-        branch = branch._replace(down=None)
+        branches = [branch._replace(down=None) for branch in branches]
+    if len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return [noble_linear_reference(x, weights[0], biases[0], branches[0], h)]
+    activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
     if torch.is_grad_enabled():
-        y, _ = _NobleLinear.apply(x, weight, bias, h, branch.activation, *branch.flat())
-        return y
-    if torch.compiler.is_compiling():
-        return noble_linear_reference(x, weight, bias, branch, h)
-    return _forward(x, weight, bias, h, branch.flat(), branch.activation)[0]
+        *ys, _ = _NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)
+        return ys
+    run = _forward_op if as_one_op() else _forward
+    return run(x, h, weights, biases, tensors, activation)[:-1]
+
+
+def noble_linear(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, branch: Branch, h: Tensor | None = None
+) -> Tensor:
+    """Return `noble_linears` of one, (..., d_out)."""
+    return noble_linears(x, [weight], [bias], [branch], h)[0]
 
 
 def noble_branch(x: Tensor, branch: Branch, h: Tensor | None = None) -> Tensor:
@@ -81,100 +97,135 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-class _NobleLinear(torch.autograd.Function):
-    """Saves x, h and the parameters."""
+class _NobleLinears(torch.autograd.Function):
+    """Saves x, h and the parameters. Tensors are n weights, n biases and the branches' (autograd takes no lists)."""
 
     @staticmethod
-    def forward(x, weight, bias, given, activation, *tensors):
+    def forward(n, activation, x, h, *tensors):
         run = _forward_op if as_one_op() else _forward
-        return run(x, weight, bias, given, tensors, activation, training=True)
+        return tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _bias, given, ctx.activation, *tensors = inputs
-        _, h = output
-        ctx.mark_non_differentiable(h)
-        ctx.save_for_backward(x, h if given is None else given, weight, *tensors)
+        ctx.n, ctx.activation, x, given, *tensors = inputs
+        ctx.mark_non_differentiable(output[-1])
+        h = output[-1] if given is None else given
+        ctx.save_for_backward(x, h, *tensors[: ctx.n], *tensors[2 * ctx.n :])
 
     @staticmethod
-    def backward(ctx, dy, _dh):
+    def backward(ctx, *gradients):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
             )
-        x, h, weight, down, *others = ctx.saved_tensors
-        wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
-        wanted[0] &= weight is not None or down is not None  # else y does not depend on x
+        x, h, *tensors = ctx.saved_tensors
+        weights, tensors = tensors[: ctx.n], tensors[ctx.n :]
+        wanted = list(ctx.needs_input_grad[2 : 4 + 2 * ctx.n])  # x, h, weights, biases
+        wanted[0] &= weights[0] is not None or tensors[0] is not None  # else y does not depend on x
+        dys = [
+            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
+            for dy, weight in zip(gradients, weights, strict=False)
+        ]
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        found = run(dy, x, h, weight, [down, *others], ctx.activation, wanted)
-        dense = [each if want else None for each, want in zip(found, wanted, strict=False)]
-        dfirst, *dothers = found[3:]
-        return *dense, dfirst if down is None else None, None, None if down is None else dfirst, *dothers
+        found = iter(run(dys, x, h, weights, tensors, ctx.activation, wanted))
+        dense = [each if want else None for want, each in zip(wanted, found, strict=False)]
+        return None, None, *dense, *(None if each is None else next(found) for each in tensors)
+
+
+def _branches(tensors: Sequence[Tensor | None], n: int, activation: str) -> tuple[list[Branch], list[Tensor]]:
+    """Return the branches of these tensors, and their down projections: n, one that all share, or none."""
+    size = len(tensors) // n
+    branches = [Branch.of_flat(tensors[start : start + size], activation) for start in range(0, n * size, size)]
+    return branches, [branch.down for branch in branches if branch.down is not None]
 
 
 def _forward(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
     h: Tensor | None,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
     tensors: Sequence[Tensor | None],
     activation: str,
     training: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return y (..., d_out) and h (T, r), which is empty where it was given."""
-    branch, x_TI = Branch.of_flat(tensors, activation), x.reshape(-1, x.shape[-1])
-    if branch.down is not None and (kernel := _down_kernel(x_TI, branch.down, branch)) is not None:
-        h_TR, u_TR = kernel.down_forward(x_TI, branch)
+) -> list[Tensor]:
+    """Return y (..., d_out) of each linear, then h (T, m r) of the m down projections, empty where it was given."""
+    branches, downs = _branches(tensors, len(weights), activation)
+    x_TI = x.reshape(-1, x.shape[-1])
+    us_TR: Iterable[Tensor]
+    if len(branches) == 1 and downs and (kernel := _down_kernel(x_TI, branches[0])) is not None:
+        h_TR, *us_TR = kernel.down_forward(x_TI, branches[0])
     else:
-        h_TR = F.linear(x, branch.down) if h is None else h  # type: ignore[arg-type]
+        h_TR = F.linear(x, _joined(downs)) if h is None else h
         h_TR = h_TR.reshape(-1, h_TR.shape[-1])
-        u_TR = bottleneck_forward(h_TR, branch)
-    if weight is None:
-        y_TO = F.linear(u_TR, branch.up)
-    else:
-        y_TO = main_plus_up(x_TI, weight, bias, u_TR, branch.up, training=training)
-    return reshaped(y_TO, (*x.shape[:-1], branch.up.shape[0])), h_TR if h is None else x.new_empty(0)
+        us_TR = map(_bottleneck_forward, _parted(h_TR, downs, len(branches)), branches)
+    ys = []
+    for weight, bias, branch, u_TR in zip(weights, biases, branches, us_TR, strict=True):
+        y_TO = _main_plus_up(x_TI, weight, bias, u_TR, branch.up, training=training)
+        ys.append(reshaped(y_TO, (*x.shape[:-1], branch.up.shape[0])))
+    return [*ys, h_TR if h is None else x.new_empty(0)]
+
+
+def _joined(downs: list[Tensor]) -> Tensor:
+    return torch.cat(downs) if len(downs) > 1 else downs[0]
+
+
+def _parted(h_TR: Tensor, downs: list[Tensor], n: int) -> list[Tensor]:
+    """Return h of each of n branches, contiguous where each has its own."""
+    return [each.contiguous() for each in h_TR.chunk(n, 1)] if len(downs) > 1 else [h_TR] * n
 
 
 def _backward(
-    dy: Tensor,
+    dys: Sequence[Tensor],
     x: Tensor,
     h: Tensor,
-    weight: Tensor | None,
+    weights: Sequence[Tensor | None],
     tensors: Sequence[Tensor | None],
     activation: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Return the gradients of x, weight, bias, down (of h where there is none) and the branch's other tensors.
+    """Return the gradients of x, h, weights, biases (empty where `wanted` says no), and of the branches' tensors.
 
-    The first three are empty where `wanted` says no: a frozen dense weight costs no product.
+    A frozen dense weight costs no product.
     """
-    branch = Branch.of_flat(tensors, activation)
-    dy_TO, x_TI, h_TR = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
-    u, dh, dinner = bottleneck_backward(h_TR, dy_TO @ branch.up, branch)
-    dup = dy_TO.t() @ u
-    del u
-
-    dx = dy.new_empty(0)
-    if wanted[0]:
-        if weight is None:
-            dx_TI = dh @ branch.down  # type: ignore[operator]
-        else:
-            dx_TI = torch.mm(dy_TO, weight)
-            if branch.down is not None:
-                dx_TI.addmm_(dh, branch.down)
-        dx = dx_TI.view(x.shape)
-    dweight = dy_TO.t() @ x_TI if wanted[1] else dy.new_empty(0)
-    dbias = dy_TO.sum(0) if wanted[2] else dy.new_empty(0)
+    n = len(weights)
+    branches, downs = _branches(tensors, n, activation)
+    x_TI, h_TR = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
+    dx_TI: Tensor | None = None
+    dweights, dbiases, dhs, dothers = [], [], [], []
+    rows = zip(dys, weights, branches, _parted(h_TR, downs, n), wanted[2 : 2 + n], wanted[2 + n :], strict=True)
+    for dy, weight, branch, own, weight_wanted, bias_wanted in rows:
+        dy_TO = dy.reshape(-1, dy.shape[-1])
+        u, dh, dinner = _bottleneck_backward(own, dy_TO @ branch.up, branch)
+        dhs.append(dh)
+        dothers.append([dy_TO.t() @ u, *dinner])
+        del u
+        if wanted[0] and weight is not None:
+            dx_TI = torch.mm(dy_TO, weight) if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
+        dweights.append(dy_TO.t() @ x_TI if weight_wanted else x.new_empty(0))
+        dbiases.append(dy_TO.sum(0) if bias_wanted else x.new_empty(0))
+    dh_TR = torch.cat(dhs, 1) if len(downs) > 1 else sum(dhs[1:], dhs[0])
+    ddowns: list[Tensor] = []
+    if downs:
+        if wanted[0]:
+            down = _joined(downs)
+            dx_TI = dh_TR @ down if dx_TI is None else dx_TI.addmm_(dh_TR, down)
+        ddown = dh_TR.t() @ x_TI
+        ddowns = [ddown] if len(downs) == 1 else [each.clone() for each in ddown.chunk(n)]
     # Elementwise steps keep the layout of an h that is given; the op's results are contiguous.
-    dfirst = dh.reshape(h.shape).contiguous() if branch.down is None else dh.t() @ x_TI
-    return [dx, dweight, dbias, dfirst, dup, *dinner]
+    dgiven = dh_TR.reshape(h.shape).contiguous() if wanted[1] else x.new_empty(0)
+    dx = x.new_empty(0) if dx_TI is None else dx_TI.view(x.shape)
+    dbranches: list[Tensor] = []
+    for index, dother in enumerate(dothers):
+        dbranches += [*ddowns[index : index + 1], *dother]
+    return [dx, dgiven, *dweights, *dbiases, *dbranches]
 
 
-def main_plus_up(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None, u_TR: Tensor, up: Tensor, *, training: bool
+def _main_plus_up(
+    x_TI: Tensor, weight: Tensor | None, bias: Tensor | None, u_TR: Tensor, up: Tensor, *, training: bool
 ) -> Tensor:
     """Return `x weight^T + bias + u up^T` (T, d_out) without autograd, in one product or two (`JOIN_UP`)."""
+    if weight is None:
+        return F.linear(u_TR, up)
     (tokens, d_in), (d_out, rank) = x_TI.shape, up.shape
     join = JOIN_UP
     if join is None:
@@ -185,13 +236,13 @@ def main_plus_up(
     return F.linear(x_TI, weight, bias).addmm_(u_TR, up.t())
 
 
-def bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
+def _bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
     """Return `bottleneck` (T, r) without autograd, by the kernel where it can be."""
     kernel = _kernel(h_TR, h_TR.shape[-1], branch)
     return bottleneck(h_TR, branch) if kernel is None else kernel.forward(h_TR, branch)
 
 
-def bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return u (recomputed), the gradient of h, and those of mixes, frequencies and phases in one list."""
     if (kernel := _kernel(h_TR, h_TR.shape[-1], branch)) is not None:
         return kernel.backward(h_TR, du_TR, branch)  # type: ignore[no-any-return]
@@ -247,10 +298,11 @@ def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType |
     return kernels("noble", x, *down, *mixes, *branch.frequencies, *branch.phases)
 
 
-def _down_kernel(x_TI: Tensor, down: Tensor, branch: Branch) -> ModuleType | None:
+def _down_kernel(x_TI: Tensor, branch: Branch) -> ModuleType | None:
     """Return the same where it also takes the down projection (`FUSE_DOWN`)."""
+    down, fuse = branch.down, FUSE_DOWN
+    assert down is not None
     (tokens, d_in), rank = x_TI.shape, down.shape[0]
-    fuse = FUSE_DOWN
     if fuse is None:
         aligned = x_TI.dtype.itemsize == 2 and d_in % 8 == 0
         fuse = x_TI.is_cuda and aligned and -(-tokens // FUSED_DOWN_TOKENS) >= processors(x_TI.device)
@@ -258,15 +310,15 @@ def _down_kernel(x_TI: Tensor, down: Tensor, branch: Branch) -> ModuleType | Non
 
 
 # Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
-# layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinear`'s.
+# layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinears`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _LIBRARY.define(
-    "noble_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? h, Tensor?[] tensors, str activation, "
-    "bool training=False) -> (Tensor, Tensor)"
+    "noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors, str activation, "
+    "bool training=False) -> Tensor[]"
 )
 _LIBRARY.define(
-    "noble_backward(Tensor dy, Tensor x, Tensor h, Tensor? weight, Tensor?[] tensors, str activation, bool[] wanted) "
-    "-> Tensor[]"
+    "noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, str activation, "
+    "bool[] wanted) -> Tensor[]"
 )
 _LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
@@ -275,18 +327,17 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x, weight, bias, h, tensors, activation, training=False):
-    down, up = tensors[:2]
-    kept = x.new_empty(x.numel() // x.shape[-1], down.shape[0]) if h is None else x.new_empty(0)
-    return x.new_empty(*x.shape[:-1], up.shape[0]), kept
+def _(x, h, weights, biases, tensors, activation, training=False):
+    branches, downs = _branches(tensors, len(weights), activation)
+    ys = [x.new_empty(*x.shape[:-1], branch.up.shape[0]) for branch in branches]
+    kept = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in downs))
+    return [*ys, x.new_empty(kept)]
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
-def _(dy, x, h, weight, tensors, activation, wanted):
-    down, *others = tensors
-    return [
-        x.new_empty(x.shape) if wanted[0] else dy.new_empty(0),
-        dy.new_empty(weight.shape) if wanted[1] else dy.new_empty(0),
-        dy.new_empty(weight.shape[0]) if wanted[2] else dy.new_empty(0),
-        *(each.new_empty(each.shape) for each in (h if down is None else down, *others)),
-    ]
+def _(dys, x, h, weights, tensors, activation, wanted):
+    shapes = [x.shape, h.shape]
+    shapes += [() if weight is None else weight.shape for weight in weights]
+    shapes += [dy.shape[-1:] for dy in dys]  # biases
+    dense = [x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True)]
+    return [*dense, *(each.new_empty(each.shape) for each in tensors if each is not None)]

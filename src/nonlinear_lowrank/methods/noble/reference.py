@@ -4,7 +4,7 @@
     u = bottleneck(h)                             (T, r)   CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
     y = x weight^T + bias + u up^T                (T, d_out)
 
-A bottleneck of depth n has n activations and n - 1 mixes. The fast operators (`op.py`, `group_op.py`) are held to it.
+A bottleneck of depth n has n activations and n - 1 mixes. The fast operator (`op.py`) is held to it.
 """
 
 from collections.abc import Callable, Sequence

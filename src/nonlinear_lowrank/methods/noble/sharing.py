@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 
-from .inputs import HandOff, qkv_groups
+from .inputs import HandOff, circumstances, qkv_groups
 from .op import autocast_dtype
 
 
@@ -33,7 +33,8 @@ class SharedDown:
 
     def product(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """Return x (..., d_in), cast where autocast does, and h (..., r)."""
-        found: tuple[Tensor, Tensor] = self.hand_off.take(x, place, self._product, self.owner.noble_down)
+        how = circumstances(x, self.owner.noble_down)
+        found: tuple[Tensor, Tensor] = self.hand_off.take(x, place, self._product, how)
         return found
 
     def _product(self, x: Tensor) -> tuple[Tensor, Tensor]:
