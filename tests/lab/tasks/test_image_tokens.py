@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from image_helpers import noise
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling
 from nlr_lab.recipes import get_recipe
@@ -25,10 +26,6 @@ from nonlinear_lowrank.hub import convert, load_model
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 from nonlinear_lowrank.methods.noble import NobleConfig
 from seeds import rng
-
-
-def noise(*shape):
-    return rng().integers(0, 256, shape, dtype=np.uint8)
 
 
 def save_images(path, train=40, test=10, side=8, channels=3):
@@ -229,6 +226,42 @@ def test_bad_sources(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="holds no VQModel"):
         prepare_images(data(tmp_path, tmp_path / "a.npz", tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["image_tokenizer.json", "image_tokenizer.safetensors"])
+def test_a_damaged_tokenizer_in_the_cache_is_made_anew(tmp_path, name):
+    np.savez(tmp_path / "a.npz", images=noise(30, 8, 8), labels=np.arange(30) % 2)
+    settings = ImageTokenData(source=str(tmp_path / "a.npz"), patch=4, codes=8, cache_dir=str(tmp_path / "cache"))
+    first = prepare_images(settings, progress=False)
+    (file,) = (tmp_path / "cache" / "image-tokens").glob(f"*/tokenizer/{name}")
+    for damage in (file.unlink, lambda: file.write_bytes(file.read_bytes()[:-5])):
+        damage()
+        again = prepare_images(settings, progress=False)
+        assert again.fingerprint == first.fingerprint
+        assert np.array_equal(again.tokenizer.tokenizer.means, first.tokenizer.tokenizer.means)
+
+
+def test_damaged_parts_of_an_encoding_are_made_anew(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", images=noise(30, 8, 8), labels=np.arange(30) % 2)
+    settings = ImageTokenData(source=str(tmp_path / "a.npz"), patch=4, codes=8, cache_dir=str(tmp_path / "cache"))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "_report", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_images(settings, progress=False)
+    (parts,) = (tmp_path / "cache" / "image-tokens").glob("*.parts")
+    part = parts / "train-000000000.npz"
+    part.write_bytes(part.read_bytes()[:-30])
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "_report", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_images(settings, progress=False)
+    (parts / "tokenizer" / "image_tokenizer.json").write_text("{")
+    other = ImageTokenData(source=settings.source, patch=4, codes=8, cache_dir=str(tmp_path / "other"))
+    assert prepare_images(settings).fingerprint == prepare_images(other).fingerprint
 
 
 # --- VQModel -------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Image classification from scratch: augmentation, mixing, the backbone, unreadable images, runs and commands."""
+"""What training images go through: RandAugment, crops, Mixup and CutMix."""
 
 import copy
-import io
-import json
+import functools
 import math
 
 import numpy as np
@@ -10,23 +9,18 @@ import pytest
 import torch
 from PIL import Image
 
+from nlr_lab.tasks.finetune.image_classification import vary_image
 from nlr_lab.tasks.images import randaugment
 from nlr_lab.tasks.images.augmentation import Augmentation
-from nlr_lab.tasks.images.examples import Pixels
-from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.examples import Pixels, TrainingImages
+from nlr_lab.tasks.images.files import Images
 from nlr_lab.tasks.images.mixing import mix_pairs
 from nlr_lab.tasks.images.pretraining import classification_loss
-from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
-from pretraining_helpers import image_task as task
-from pretraining_helpers import recipe
+from pretraining_helpers import image_task
 from seeds import rng
 
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
-
-
-# --- RandAugment and crops -----------------------------------------------------------------------------------
-
 NAMES = list(randaugment.OPERATIONS)
 
 
@@ -81,7 +75,7 @@ def test_operations_are_drawn_for_each_image(tmp_path, monkeypatch):
 
     for name in NAMES:
         monkeypatch.setitem(randaugment.OPERATIONS, name, noting(name))
-    prepared = task(tmp_path, {"magnitude": 12}, images={"held_out": 0.0}).prepare()
+    prepared = image_task(tmp_path, {"magnitude": 12}, images={"held_out": 0.0}).prepare()
     for index in range(60 * 4):
         prepared.train[index]
     names = [name for name, _, _ in seen]
@@ -123,9 +117,6 @@ def test_crops():
 def _moved(array, y, x):
     padded = np.pad(array, 2)
     return padded[2 + y : 18 + y, 2 + x : 18 + x]
-
-
-# --- mixing --------------------------------------------------------------------------------------------------
 
 
 def batch(count=6, classes=5, side=7):
@@ -180,12 +171,12 @@ def test_weights_follow_their_beta_and_coin():
         assert set(one) == kinds
 
 
-def test_what_cannot_be_mixed(tmp_path):
+def test_images_without_labels_are_not_mixed():
     with pytest.raises(UserError, match="have none"):
         mix_pairs({"pixel_values": torch.zeros(2, 1, 4, 4)}, torch.zeros(2, 4), 3)
 
 
-def test_mixed_labels_are_probabilities_not_many_classes_at_once():
+def test_mixed_labels_are_probabilities():
     logits = torch.randn(4, 3, dtype=torch.float64)
     classes, shares = torch.randint(3, (4,)), torch.rand(4, 3, dtype=torch.float32)
     shares /= shares.sum(1, keepdim=True)
@@ -195,11 +186,8 @@ def test_mixed_labels_are_probabilities_not_many_classes_at_once():
     torch.testing.assert_close(classification_loss(classes, logits, None), hard)
 
 
-# --- the task ------------------------------------------------------------------------------------------------
-
-
 def test_draws_follow_seed_image_and_pass_alone(tmp_path):
-    train = task(tmp_path, {"crop": "shift", "flip": True}).prepare().train
+    train = image_task(tmp_path, {"crop": "shift", "flip": True}).prepare().train
     count = len(train)
 
     def same(one, two):
@@ -212,117 +200,21 @@ def test_draws_follow_seed_image_and_pass_alone(tmp_path):
     assert train.seed == 0
 
 
-def test_splits_and_the_plain_part(tmp_path):
-    prepared = task(tmp_path, images={"held_out": 0.25}).prepare()
-    assert [len(each) for each in (prepared.train, prepared.valid, prepared.test, prepared.plain)] == [45, 15, 30, 10]
-    plain = {prepared.plain[index]["pixel_values"].numpy().tobytes() for index in range(10)}
-    whole = prepared.train.images
-    kept = {prepared.tokenizer.array(whole.read(index)).tobytes() for index in range(45)}
-    assert plain <= kept
-    assert task(tmp_path, plain_rows=0).prepare().plain is None
-    assert task(tmp_path, images={"held_out": 0.0}).prepare().test is None
-    one, two = task(tmp_path).prepare().fingerprint, task(tmp_path, {"mixup": 0.0}).prepare().fingerprint
-    assert one != two
-
-
-def test_the_middle_is_cut_out_as_the_saved_processor_does(tmp_path):
-    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-    how = Pixels(size=8, channels=3, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), shorter=10)
-    how.save_pretrained(tmp_path)
-    processor = ViTImageProcessorPil.from_pretrained(tmp_path)
-    for shape in ((20, 12, 3), (13, 31, 3), (9, 9, 3)):
-        array = rng().integers(0, 256, shape, dtype=np.uint8)
-        theirs = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
-        ours = how.collate([{"pixel_values": torch.from_numpy(how.array(array)), "labels": torch.tensor(0)}])
-        assert ours["pixel_values"].numpy() == pytest.approx(theirs.numpy(), abs=1e-5)
-
-
-def test_fewer_images_than_classes(tmp_path):
-    labels = np.array([0, 1, 2, 9, 3])
-    images = rng().integers(0, 256, (5, 8, 8), dtype=np.uint8)
-    np.savez(tmp_path / "few.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    with pytest.raises(UserError, match="5 images to train on for 10 classes"):
-        task(tmp_path, images={"source": str(tmp_path / "few.npz"), "held_out": 0.0}).prepare()
-
-
-def test_the_split_of_a_dataset_that_has_labels(monkeypatch):
-    from datasets import ClassLabel, Dataset, DatasetDict, Features
-    from datasets import Image as ImageFeature
-
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["cat", "dog"])})
-    png = io.BytesIO()
-    Image.fromarray(rng().integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(png, "PNG")
-    files = [{"bytes": png.getvalue(), "path": None}, {"bytes": b"no image", "path": None}]
-
-    def rows(labels):
-        return Dataset.from_dict({"image": files, "label": labels}, features=features)
-
-    imagenet = DatasetDict({"train": rows([0, 1]), "validation": rows([1, 0]), "test": rows([-1, -1])})
-    monkeypatch.setattr("datasets.load_dataset", lambda name: imagenet)
-    splits = read_images("some/imagenet")
-    assert splits.test.labels.tolist() == [1, 0], "ImageNet's test images have no labels"
-    assert splits.train.read(0).size == (4, 4)
-    with pytest.raises(UserError, match="cannot read the image validation/1 of some/imagenet"):
-        splits.test.read(1)
-
-
-# --- unreadable images ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def damaged(tmp_path):
-    """Twenty images of two classes in a folder, of which one in training and one in the test split is cut off."""
-    for side, count in (("train", 8), ("test", 4)):
-        for name in ("ant", "bee"):
-            folder = tmp_path / "images" / side / name
-            folder.mkdir(parents=True)
-            for index in range(count):
-                Image.fromarray(rng().integers(0, 256, (8, 8), dtype=np.uint8)).save(folder / f"{index}.png")
-    for file in ("train/bee/3.png", "test/ant/1.png"):
-        path = tmp_path / "images" / file
-        path.write_bytes(path.read_bytes()[:60])
-    return tmp_path
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_images_are_named_and_counted_and_training_goes_on(damaged, tmp_path, workers, recwarn):
-    own = task(damaged, images={"source": str(damaged / "images"), "held_out": 0.0}, plain_rows=0)
-    settings = {"steps": 8, "batch_size": 4, "save_every": 8, "eval_every": 4, "dataloader_workers": workers}
-    result = run_training(recipe(own, **settings), tmp_path / "run", quiet=True)
-    assert result.status == "done"
-    record = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert record["data"]["unreadable_images"] == 2
-    named = [str(each.message) for each in recwarn]
-    assert sum("ant/1.png" in text for text in named) == 1, "once, however often it is evaluated"
-    if not workers:  # else they warn on their own stderr
-        assert sum("train/bee/3.png" in text for text in named) == 1
-    # Seven test images are left, so the accuracy is a number of sevenths.
-    assert result.score * 7 == pytest.approx(round(result.score * 7), abs=1e-9)
-    assert math.isfinite(result.final_loss)
-
-
-def test_the_next_image_stands_in_with_its_own_label(damaged):
-    prepared = task(damaged, PLAIN, images={"source": str(damaged / "images"), "held_out": 0.0}).prepare()
-    with pytest.warns(UserWarning, match=r"bee.3\.png.*skipped \(1 so far\)"):
-        stand_in = prepared.train[11]
-    after = prepared.train[12]
-    assert torch.equal(stand_in["pixel_values"], after["pixel_values"])
-    assert int(stand_in["labels"]) == 1
-    with pytest.warns(UserWarning, match="ant"):
-        assert int(prepared.valid[1]["labels"]) == -100
-    assert prepared.describe()["unreadable_images"] == 2
-
-
-def test_a_source_of_nothing_but_damage(tmp_path):
-    for side in ("train", "test"):
-        for name in ("ant", "bee"):
-            folder = tmp_path / "images" / side / name
-            folder.mkdir(parents=True)
-            for index in range(2):
-                (folder / f"{index}.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match="none of the 4 images can be read"):
-        task(tmp_path, images={"source": str(tmp_path / "images"), "held_out": 0.0}).prepare()
-
-
-# --- runs ----------------------------------------------------------------------------------------------------
+def test_flips_and_crops_follow_pass_and_image_alone():
+    array = rng().integers(0, 256, (16, 8, 8), dtype=np.uint8)
+    images = Images(np.arange(16), lambda index: array[index])
+    how = Pixels(size=8, channels=1, mean=(0.5,), std=(0.5,))
+    plain = TrainingImages(images, how)
+    assert not plain.counts_passes
+    for kind in ("flip", "crop-flip"):
+        examples = TrainingImages(images, how, functools.partial(vary_image, crop=kind == "crop-flip"))
+        assert examples.counts_passes
+        passes = [[examples[index + 16 * number]["pixel_values"].numpy() for index in range(16)] for number in range(4)]
+        again = examples[5 + 16]["pixel_values"].numpy()
+        assert (again == passes[1][5]).all()
+        assert any(not (one == two).all() for one, two in zip(passes[0], passes[1], strict=True))
+        assert [int(examples[index + 32]["labels"]) for index in range(16)] == list(range(16))
+        if kind == "flip":
+            for row in passes:
+                for index, found in enumerate(row):
+                    assert (found[0] == array[index]).all() or (found[0] == array[index][:, ::-1]).all()

@@ -1,0 +1,219 @@
+"""Labelled images on their way to a model: pixels, splits, and images that cannot be read."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import finetune_helpers as kit
+from image_helpers import damaged_folder, noise
+from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nlr_lab.tasks.images import digits_vit
+from nlr_lab.tasks.images.encoding import prepare_images
+from nlr_lab.tasks.images.examples import Pixels
+from nlr_lab.tasks.images.files import Images, read_images
+from nlr_lab.tasks.images.tokens import ImageTokenData
+from nlr_lab.tasks.metrics import scores, scores_of_examples
+from nlr_lab.training import run_training
+from nonlinear_lowrank.errors import UserError
+from pretraining_helpers import image_task, recipe
+from seeds import rng
+
+
+def test_pixels_are_resized_converted_and_normalised():
+    array = rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    how = Pixels(size=8, channels=3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    item = torch.from_numpy(how.array(array))
+    assert (item.numpy() == array.transpose(2, 0, 1)).all()
+    batch = how.collate([{"pixel_values": item, "labels": torch.tensor(2)}] * 2)
+    assert batch["labels"].tolist() == [2, 2]
+    expected = (array.transpose(2, 0, 1) / 255 - np.array([[[0.1]], [[0.2]], [[0.3]]])) / np.array(
+        [[[0.5]], [[0.6]], [[0.7]]]
+    )
+    assert batch["pixel_values"][1].numpy() == pytest.approx(expected, abs=1e-5)
+    assert Pixels(size=4, channels=1, mean=(0.5,), std=(0.5,)).array(array).shape == (1, 4, 4)
+    grey = how.array(array[..., 0])
+    assert (grey[0] == grey[2]).all()
+    assert how.array(Image.fromarray(array).resize((16, 20))).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("shorter", [None, 10])
+def test_saved_processor_does_the_same(tmp_path, shorter):
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    how = Pixels(size=8, channels=3, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), shorter=shorter)
+    how.save_pretrained(tmp_path)
+    processor = ViTImageProcessorPil.from_pretrained(tmp_path)
+    for shape in ((20, 12, 3), (13, 31, 3), (9, 9, 3)):
+        array = noise(*shape)
+        theirs = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
+        ours = how.collate([{"pixel_values": torch.from_numpy(how.array(array)), "labels": torch.tensor(0)}])
+        assert ours["pixel_values"].numpy() == pytest.approx(theirs.numpy(), abs=1e-5)
+
+
+def test_three_sets_are_apart(tmp_path):
+    prepared = kit.image_task(tmp_path, held_out=0.25).prepare()
+    assert (len(prepared.train), len(prepared.valid), len(prepared.test)) == (45, 15, 30)
+    seen = {bytes(each["pixel_values"].numpy().tobytes()) for each in (prepared.train[i] for i in range(45))}
+    held = {bytes(each["pixel_values"].numpy().tobytes()) for each in (prepared.valid[i] for i in range(15))}
+    assert len(seen) == 45
+    assert not seen & held
+    alone = kit.image_task(tmp_path, held_out=0.0).prepare()
+    assert (len(alone.train), len(alone.valid), alone.test) == (60, 30, None)
+    fewer = kit.image_task(tmp_path, train_rows=20, test_rows=7).prepare()
+    assert (len(fewer.train), len(fewer.valid), len(fewer.test)) == (18, 2, 7)
+
+
+def test_plain_part_is_of_the_training_images(tmp_path):
+    prepared = image_task(tmp_path, images={"held_out": 0.25}).prepare()
+    assert [len(each) for each in (prepared.train, prepared.valid, prepared.test, prepared.plain)] == [45, 15, 30, 10]
+    plain = {prepared.plain[index]["pixel_values"].numpy().tobytes() for index in range(10)}
+    assert plain <= {prepared.tokenizer.array(prepared.train.images.read(index)).tobytes() for index in range(45)}
+    assert image_task(tmp_path, plain_rows=0).prepare().plain is None
+    one, two = (image_task(tmp_path, augmentation).prepare().fingerprint for augmentation in ({}, {"mixup": 0.0}))
+    assert one != two
+
+
+def test_chosen_classes_are_renumbered():
+    labels = np.array([0, 3, 1, 3, 2, 0])
+    chosen = Images(labels, lambda index: np.full((2, 2), index, np.uint8)).of_classes((3, 0))
+    assert chosen.labels.tolist() == [1, 0, 0, 1]
+    assert [int(chosen.read(index)[0, 0]) for index in range(4)] == [0, 1, 3, 5]
+
+
+def test_classes_and_channels_that_do_not_fit(tmp_path):
+    with pytest.raises(UserError, match="no class 7"):
+        kit.image_task(tmp_path, classes=(0, 7)).prepare()
+    with pytest.raises(UserError, match="takes 1 channels"):
+        kit.image_task(tmp_path, mean=(0.1, 0.2), std=(0.1, 0.2)).prepare()
+
+
+def test_fewer_images_than_classes(tmp_path):
+    labels = np.array([0, 1, 2, 9, 3])
+    images = noise(5, 8, 8)
+    np.savez(tmp_path / "few.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    with pytest.raises(UserError, match="5 images to train on for 10 classes"):
+        image_task(tmp_path, images={"source": str(tmp_path / "few.npz"), "held_out": 0.0}).prepare()
+
+
+def test_head_is_new_whatever_the_checkpoint_had(tmp_path):
+    task = kit.image_task(tmp_path)
+    prepared = task.prepare()
+    one, two = (task.build_model(prepared, seed=3) for _ in range(2))
+    old = Pretrained(checkpoint=str(tmp_path / "vit")).image_classifier(3, seed=9)
+    assert torch.equal(one.classifier.weight, two.classifier.weight)
+    assert not torch.equal(one.classifier.weight, old.classifier.weight)
+    assert one.config.id2label == {0: "0", 1: "1", 2: "2"}
+    assert task.adapter_setup(one).head == ("classifier",)
+    for (name, mine), other in zip(one.vit.named_parameters(), old.vit.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_digits_vit_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLR_CACHE", str(tmp_path))
+    monkeypatch.setattr(digits_vit, "_STEPS", 30)
+    folder = digits_vit.folder()
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert digits_vit.folder() == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    model = Pretrained(checkpoint="digits-vit").image_classifier(5, 0)
+    assert model.config.image_size == 8
+
+
+def folder_task(source, held_out=0.0, plain_rows=0, **fields):
+    images = {"source": str(source), "held_out": held_out}
+    return image_task(source.parent, images=images, plain_rows=plain_rows, **fields)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_are_named_and_counted_and_training_goes_on(tmp_path, workers, recwarn):
+    source = damaged_folder(tmp_path / "images", 8, 4, ("train/bee/3.png", "test/ant/1.png"))
+    settings = {"steps": 8, "batch_size": 4, "save_every": 8, "eval_every": 4, "dataloader_workers": workers}
+    result = run_training(recipe(folder_task(source), **settings), tmp_path / "run", quiet=True)
+    assert result.status == "done"
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert record["data"]["unreadable_images"] == 2
+    named = [str(each.message) for each in recwarn]
+    assert sum("ant/1.png" in text for text in named) == 1, "once, however often it is evaluated"
+    if not workers:  # else they warn on their own stderr
+        assert sum("train/bee/3.png" in text for text in named) == 1
+    # Seven test images are left, so the accuracy is a number of sevenths.
+    assert result.score * 7 == pytest.approx(round(result.score * 7), abs=1e-9)
+    assert math.isfinite(result.final_loss)
+
+
+def test_next_image_stands_in_with_its_own_label(tmp_path):
+    source = damaged_folder(tmp_path / "images", 8, 4, ("train/bee/3.png", "test/ant/1.png"))
+    prepared = folder_task(source, augmentation={"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}).prepare()
+    with pytest.warns(UserWarning, match=r"bee.3\.png.*skipped \(1 so far\)"):
+        stand_in = prepared.train[11]
+    after = prepared.train[12]
+    assert torch.equal(stand_in["pixel_values"], after["pixel_values"])
+    assert int(stand_in["labels"]) == 1
+    with pytest.warns(UserWarning, match="ant"):
+        assert int(prepared.valid[1]["labels"]) == -100
+    assert prepared.describe()["unreadable_images"] == 2
+
+
+def test_image_of_the_plain_part_is_counted_once(tmp_path):
+    broken = [f"train/bee/{index}.png" for index in range(3)]
+    source = damaged_folder(tmp_path / "images", 8, 2, broken)
+    prepared = folder_task(source, plain_rows=12).prepare()
+    with pytest.warns(UserWarning, match="skipped") as named:
+        [split[index] for split in (prepared.train, prepared.plain, prepared.valid) for index in range(len(split))]
+    assert len(named) == 3
+    assert "(3 so far)" in str(named[2].message)
+    assert prepared.describe()["unreadable_images"] == 3
+    left_out = sum(int(prepared.plain[index]["labels"]) == -100 for index in range(12))
+    rows = np.sort(np.random.default_rng(3).permutation(16)[:12])
+    assert left_out == np.isin(rows, [8, 9, 10]).sum()
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.full((8, 8), 0.5, np.float32), "mode F"),
+        (np.full((8, 8), 70_000, np.int32), "mode I"),
+        (np.full((8, 8), -1, np.int32), "mode I"),
+    ],
+)
+def test_pictures_of_an_unknown_range_count_as_unreadable(tmp_path, array, words):
+    source = damaged_folder(tmp_path / "images", 3, 3)
+    path = source / "train" / "bee" / "1.tif"
+    Image.fromarray(array).save(path)
+    with pytest.raises(UserError, match=f"{path}.*{words}"):
+        read_images(str(source)).train.read(5)
+    settings = ImageTokenData(source=str(source), size=8, patch=4, codes=4, cache_dir=str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match=f"1 of 7 train images .*1.tif: .*{words}"):
+        assert prepare_images(settings).facts["channels"] == 1
+    prepared = folder_task(source).prepare()
+    with pytest.warns(UserWarning, match=words):
+        prepared.train[5]
+    assert prepared.describe()["unreadable_images"] == 1
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.25])
+def test_splits_of_nothing_but_damage_are_refused(tmp_path, held_out):
+    broken = [f"test/{name}/{index}.png" for name in ("ant", "bee") for index in (0, 1)]
+    with pytest.raises(UserError, match="none of the 4 images can be read"):
+        folder_task(damaged_folder(tmp_path / "images", 4, 2, broken), held_out).prepare()
+
+
+def test_damaged_held_out_or_plain_part_is_refused(tmp_path):
+    names = [f"train/{name}/{index}.png" for name in ("ant", "bee") for index in range(4)]
+    # Of eight, always the same ones are held out, and the same ones are plain.
+    held = folder_task(damaged_folder(tmp_path / "a", 4, 1), 0.25).images.find().held
+    source = damaged_folder(tmp_path / "b", 4, 1, [names[place] for place in held])
+    with pytest.raises(UserError, match=f"none of the {len(held)} images can be read"):
+        folder_task(source, 0.25).prepare()
+    first = int(np.random.default_rng(3).permutation(8)[0])
+    with pytest.raises(UserError, match=r"plain_rows.*none of the 1 images can be read"):
+        folder_task(damaged_folder(tmp_path / "c", 4, 1, [names[first]]), plain_rows=1).prepare()
+
+
+def test_images_that_vanish_during_training_are_named():
+    with pytest.raises(UserError, match="none of the 3 images can be read"):
+        scores_of_examples(torch.zeros(3, 2), torch.full((3,), -100), scores(("accuracy",)))
