@@ -7,6 +7,7 @@ from typing import Any
 
 from nonlinear_lowrank.errors import UserError
 
+from .checkpoint import check_parent
 from .options import parse
 
 BENCHES = {
@@ -52,8 +53,7 @@ def run(arguments: list[str]) -> None:
     options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what], default=default)
     for name in ("output", "picture"):
         path = getattr(options, name)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"no such folder: {Path(path).parent} (--{name})")
+        check_parent(path, f"--{name}")
         if path is not None and Path(path).is_dir():
             raise UserError(f"{path} is a folder; name a file (--{name})")
     if options.picture is not None and what == "kernels":

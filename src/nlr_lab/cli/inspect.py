@@ -13,16 +13,15 @@ from nonlinear_lowrank.errors import UserError
 from .inspect_rank import run_figures, run_rank
 from .options import parse, table_width
 
-_DESCRIPTION = """Parameters, FLOPs and bytes kept for backward by layer, without building the model.
-
-Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --rank CHECKPOINT.
-
-Figures 2 and 3 of the sine low-rank paper: nlr inspect --rank-figures OUT. Both have a --help of their own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Options of `nlr inspect`."""
+    """Parameters, FLOPs and saved activations by layer, without building the model.
+
+    Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --rank CHECKPOINT.
+
+    Figures 2 and 3 of the sine low-rank paper: nlr inspect --rank-figures OUT. Both have a --help of their own.
+    """
 
     model: Positional[str]
     """A recipe's name, a model folder, the run folder of `nlr train`, or a config.json."""
@@ -53,12 +52,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _print_cost(arguments: list[str]) -> None:
-    options = parse(
-        InspectOptions,
-        arguments,
-        command="inspect",
-        description=_DESCRIPTION,
-    )
+    options = parse(InspectOptions, arguments, command="inspect")
     if options.rank is not None and options.arm is not None:
         raise UserError("--rank is short for --arm noble:rank=...; give one of them")
     path = Path(options.model)
@@ -71,7 +65,7 @@ def _print_cost(arguments: list[str]) -> None:
 
     from nlr_lab.plan.inspect import format_cost, inspect_model
     from nlr_lab.tasks.task import AdapterSetup
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.training.arms import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
     arm = None if chosen is None else Arm.parse(chosen)

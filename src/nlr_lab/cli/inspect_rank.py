@@ -8,13 +8,15 @@ from typing import Literal
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
+from .checkpoint import check_parent
 from .options import parse, table_width
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Options of `nlr inspect --rank`."""
+    """Singular values of every matrix of a checkpoint: stable rank, rank at tolerances, and an omega."""
 
     checkpoint: Positional[str]
     """A model's or an adapter's folder, the run folder of `nlr train`, or a .safetensors file."""
@@ -42,7 +44,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureOptions:
-    """Options of `nlr inspect --rank-figures`."""
+    """Figures 2 and 3 of the sine low-rank paper: what an activation does to a product's spectrum."""
 
     out: Positional[str]
     """The folder that gets rank-figures.json and rank-figures.png."""
@@ -55,15 +57,12 @@ class FigureOptions:
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Prints the table of a checkpoint."""
-    options = parse(
-        RankOptions,
-        arguments,
-        command="inspect --rank",
-        description="Singular values of every matrix of a checkpoint: stable rank, rank at tolerances, and an omega.",
-    )
+    """Print the table of a checkpoint."""
+    options = parse(RankOptions, arguments, command="inspect --rank")
     path = _checkpoint(options.checkpoint)
-    _check_picture(options.plot)
+    if options.plot is not None and Path(options.plot).suffix != ".png":
+        raise UserError(f"--plot writes PNG; name a file that ends in .png, not {options.plot}")
+    check_parent(options.plot, "--plot")
 
     from nlr_lab.rank.report import format_ranks, rank_report
     from nlr_lab.runtime.resources import choose_device
@@ -94,15 +93,9 @@ def run_rank(arguments: list[str]) -> None:
 
 
 def run_figures(arguments: list[str]) -> None:
-    """Writes Figures 2 and 3 of sine_lowrank.txt, as a record and a picture."""
-    options = parse(
-        FigureOptions,
-        arguments,
-        command="inspect --rank-figures",
-        description="Figures 2 and 3 of the sine low-rank paper: what an activation does to a product's spectrum.",
-    )
-    if options.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {options.seeds}")
+    """Write Figures 2 and 3 of sine_lowrank.txt, as a record and a picture."""
+    options = parse(FigureOptions, arguments, command="inspect --rank-figures")
+    check_integer("--seeds", options.seeds, minimum=1)
     folder = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder for the figures")
@@ -124,7 +117,7 @@ def run_figures(arguments: list[str]) -> None:
 
 
 def _checkpoint(name: str) -> Path:
-    """What is named, or the model in a run folder."""
+    """Return what is named, or the model in a run folder."""
     path = Path(name).expanduser()
     if not path.exists():
         raise UserError(f"no such file or folder: {name}")
@@ -138,15 +131,6 @@ def _checkpoint(name: str) -> Path:
         hint = f"; name a checkpoint of it, such as {steps[-1]}" if steps else ""
         raise UserError(f"the run in {path} has not finished{hint}")
     return path
-
-
-def _check_picture(name: str | None) -> None:
-    if name is None:
-        return
-    if Path(name).suffix != ".png":
-        raise UserError(f"--plot writes PNG; name a file that ends in .png, not {name}")
-    if not Path(name).absolute().parent.is_dir():
-        raise UserError(f"no such folder: {Path(name).parent} (--plot)")
 
 
 def _progress(text: str) -> None:

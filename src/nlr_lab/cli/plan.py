@@ -11,14 +11,13 @@ from nonlinear_lowrank.errors import UserError
 
 from .options import parse, table_width
 
-_DESCRIPTION = """What training takes: parameters, FLOPs, bytes, traffic and hours of every arm, from shapes alone.
-
-The smallest sharding that fits is found, and how many sequences a GPU then takes at once. Assumptions are printed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `nlr plan`."""
+    """What training takes: parameters, FLOPs, bytes, traffic and hours of every arm, from shapes alone.
+
+    The smallest sharding that fits is found, and how many sequences a GPU then takes at once. Assumptions are printed.
+    """
 
     model: Positional[str]
     """A recipe's name, or a size: 124m, 350m, 1.3b, 7b, 13b, 70b."""
@@ -47,14 +46,14 @@ class PlanOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Prints the table, or JSON."""
-    options = parse(PlanOptions, arguments, command="plan", description=_DESCRIPTION)
+    """Print the table, or JSON."""
+    options = parse(PlanOptions, arguments, command="plan")
 
     from nlr_lab.plan.estimate import PlanConfig, arm_cost, plan_arm
     from nlr_lab.plan.hardware import find_hardware
     from nlr_lab.plan.presets import PRESETS
     from nlr_lab.plan.table import format_plan, plan_to_json
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.training.arms import Arm
 
     name = options.model.lower() if options.model.lower() in PRESETS else options.model
     if name not in PRESETS and name not in RECIPES:
@@ -109,7 +108,7 @@ def _of_recipe(name: str) -> _Subject:
     import torch
 
     from nlr_lab.recipes import get_recipe
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.training.arms import Arm
 
     recipe = get_recipe(name)
     train = recipe.train
@@ -136,7 +135,7 @@ def _of_recipe(name: str) -> _Subject:
 def _of_size(name: str) -> _Subject:
     from nlr_lab.plan.inspect import build_on_meta
     from nlr_lab.plan.presets import PRESET_ARMS, PRESETS
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.training.arms import Arm
     from nonlinear_lowrank.analysis.cost import count_parameters
 
     preset = PRESETS[name]

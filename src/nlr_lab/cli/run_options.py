@@ -45,7 +45,7 @@ class RunOptions(FolderOptions, Generic[Task, Train]):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatOptions(FolderOptions):
-    """Options of a repetition, which has no others: its recipe is that of the former run."""
+    """Repeat a run folder: the same recipe, arm and seed, into a new folder."""
 
     run: Annotated[str, tyro.conf.arg(name="from")]
     """The run folder that is repeated."""
@@ -68,7 +68,7 @@ def parse_run(kind: type[RunOptions[Any, Any]], arguments: list[str], command: s
         command=command,
         defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": recipe.arm_text},
     )
-    from nlr_lab.training.recipe import Arm
+    from nlr_lab.training.arms import Arm
 
     return replace(recipe, arm=Arm.parse(options.arm)), options, None
 
@@ -90,12 +90,7 @@ def _parse_repetition(arguments: list[str], command: str) -> tuple[Any, RepeatOp
     """Read `--from RUN`; print a warning for all that is not as it was."""
     if not arguments[0].startswith("-"):
         raise UserError(f"--from takes the recipe of the run it names: omit {arguments[0]}")
-    options = parse(
-        RepeatOptions,
-        arguments,
-        command=command,
-        description=f"Repeats a run folder of nlr {command}: the same recipe, arm and seed, into a new folder.",
-    )
+    options = parse(RepeatOptions, arguments, command=command)
     from nlr_lab.training.repeat import FormerRun
 
     run, out = Path(options.run), Path(options.out)

@@ -15,6 +15,7 @@ import numpy as np
 
 from nlr_lab.runtime.pictures import eight_bits
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,7 +51,7 @@ def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
         EOFError,
         Image.DecompressionBombError,
     ) as error:
-        raise UserError(f"cannot read the image {file}: {' '.join(str(error).split())}") from error
+        raise UserError(f"cannot read the image {file}: {one_line(error)}") from error
 
 
 def _upright(image: "Image") -> "Image":

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 from .picture_files import over_white, read_pixels
 
@@ -79,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(table, dict):
         raise UserError(f"{path} must hold a JSON object with frames")
     return table

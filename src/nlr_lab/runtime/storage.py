@@ -21,6 +21,7 @@ from nonlinear_lowrank.hub.storage import (
     remove,
     sync,
 )
+from nonlinear_lowrank.validation import one_line
 
 try:
     import fcntl
@@ -60,7 +61,7 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged, {' '.join(str(error).split())}; {mend}") from error
+        raise UserError(f"{path} is damaged, {one_line(error)}; {mend}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no JSON object, as ours does; {mend}")
     for key, kind in kinds.items():

