@@ -35,6 +35,7 @@ from .sine_delta import (
     added,
     as_matrix,
     compute_type,
+    delta_gradients,
     flatten,
     in_order,
     split,
@@ -206,14 +207,10 @@ def _formed(
 
     Its memory is the caching allocator's: freed after the product that uses it, the next layer has the same.
     """
-    up, down, omega, _, _, magnitude = factors
-    shape = (down.shape[1], up.shape[0]) if layout.transposed else (up.shape[0], down.shape[1])
-    out = torch.empty(shape, dtype=dtype, device=up.device)
-    plain = [each.t() if layout.transposed and each is not None else each for each in (matrix, out)]
-    ratios = fast.form(
-        plain[0], up, down, magnitude, omega, factors.amplitude, base=layout.base, out=plain[1], seed=seed
-    )
-    return out, ratios
+    d_out, d_in = factors.up.shape[0], factors.down.shape[1]
+    out = torch.empty((d_in, d_out) if layout.transposed else (d_out, d_in), dtype=dtype, device=factors.up.device)
+    plain, written = (each.t() if layout.transposed and each is not None else each for each in (matrix, out))
+    return out, fast.form(plain, factors, base=layout.base, out=written, seed=seed)
 
 
 def _rounded(total: Tensor, weight: Tensor | None, x: Tensor, layout: Layout) -> Tensor:
@@ -260,28 +257,16 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, factors: Sequence[SineFactors], layout: Layout, wanted: Sequence[bool]
 ) -> dict[int, Tensor]:
     """Return wanted gradients by their place among x, weight, bias, ups, downs, magnitudes."""
-    n, gradients = len(factors), dict[int, Tensor]()
     matrix = None if weight is None else as_matrix(weight, layout.transposed)
     dtype = compute_type(matrix, factors)
     # of the sum; tokens x d_out x d_in operations, so only where something needs it
     gradient = _sum_gradient(dy, x, layout, factors[0]) if wanted[1] or any(wanted[3:]) else dy
-    total: Tensor | None = None
-    coefficient, dora = torch.tensor(float(layout.base)), 3 + 2 * n
-    for index, each in enumerate(factors):
-        delta = Delta(matrix, each, transposed=layout.transposed, dtype=dtype)
-        up, down = 3 + index, 3 + n + index
-        if wanted[0]:
-            value = delta.value(keep_phase=wanted[up] or wanted[down])
-            total = added(total, value, matrix if layout.base else None)
-        if delta.dora is not None:
-            if wanted[dora]:
-                gradients[dora] = delta.dora.magnitude_gradient(gradient)
-            coefficient = coefficient + delta.rows(delta.dora.ratio - 1)
-            dora += 1
-        if wanted[up] or wanted[down]:
-            gradients[up], gradients[down] = delta.factor_gradients(gradient)
+    deltas = (Delta(matrix, each, transposed=layout.transposed, dtype=dtype) for each in factors)
+    base = matrix if layout.base else None
+    found, slope, total = delta_gradients(deltas, len(factors), gradient, base, wanted[3:], value=wanted[0])
+    gradients = {3 + place: each for place, each in found.items()}
     if weight is not None and wanted[1]:
-        gradients[1] = (gradient * coefficient).view(weight.shape)
+        gradients[1] = (gradient * slope).view(weight.shape)
     del gradient
     if total is not None:
         gradients[0] = _input_gradient(dy, x, _rounded(total, weight, x, layout), layout)
@@ -310,8 +295,7 @@ def _backward_by_kernel(
         gradient = _sum_gradient(dy, x, layout, factors)
         if any(wanted[3:]):
             plain = [one.t() if layout.transposed and one is not None else one for one in (gradient, matrix)]
-            settings = factors.omega, factors.amplitude
-            found = fast.factor_gradients(*plain, factors.up, factors.down, ratios, *settings)
+            found = fast.factor_gradients(*plain, factors, ratios)
             gradients |= {3 + index: one for index, one in enumerate(found) if one is not None}
         if weight is not None and wanted[1]:
             coefficient: float | Tensor = float(layout.base)

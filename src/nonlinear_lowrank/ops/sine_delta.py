@@ -4,7 +4,7 @@ Formulas and shapes are those of `sine`. Product, phase and sine are float32 or 
 autocast and the process's settings say.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,6 +128,29 @@ def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
     if total is not None:
         return total.add_(value)
     return value if base is None else value.add_(base)
+
+
+def delta_gradients(
+    deltas: Iterable[Delta], n: int, gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
+) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
+    """Return wanted gradients by their place, the slope of base and n deltas by the weight, and with `value` their sum.
+
+    The gradient is that of the sum; places are those among ups, downs, and the magnitudes of deltas that have one.
+    """
+    gradients, total, dora = dict[int, Tensor](), None, 2 * n
+    slope = torch.tensor(float(base is not None))
+    for up, delta in enumerate(deltas):
+        down = up + n
+        if value:
+            total = added(total, delta.value(keep_phase=wanted[up] or wanted[down]), base)
+        if delta.dora is not None:
+            if wanted[dora]:
+                gradients[dora] = delta.dora.magnitude_gradient(gradient)
+            slope = slope + delta.rows(delta.dora.ratio - 1)
+            dora += 1
+        if wanted[up] or wanted[down]:
+            gradients[up], gradients[down] = delta.factor_gradients(gradient)
+    return gradients, slope, total
 
 
 def stochastic_bfloat16(total: Tensor, seed: int) -> Tensor:

@@ -35,6 +35,7 @@ from nonlinear_lowrank.adapters.sine import SineDeltaLayer
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
+from nonlinear_lowrank.methods.float32 import kept_float32
 from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.ops.sine_delta import SineFactors
 
@@ -292,13 +293,8 @@ class NoraActivation(AdapterLayer):
         return device, torch.float32
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        own = [(getattr(self, tensors), name) for tensors in self.adapter_layer_names for name in self.configs]
-        before = [(tensors, name, tensors[name].detach()) for tensors, name in own if name in tensors]
-        super()._apply(fn, recurse)
-        for tensors, name, old in before:
-            # A coefficient that is rounded to 16 bits moves R by more than the error of a fit.
-            if tensors[name].dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
-                tensors[name].data = old.to(tensors[name].device)
+        # A coefficient that is rounded to 16 bits moves R by more than the error of a fit.
+        super()._apply(kept_float32(fn), recurse)
         for name, tensors in self._theta.items():
             moved = fn(tensors[0]).device
             if moved.type != "meta":

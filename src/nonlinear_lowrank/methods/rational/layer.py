@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.float32 import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
@@ -192,14 +193,7 @@ class RationalActivation(nn.Module):
         return self.rational_config.evaluate(x, *coefficients, self.base_coefficients())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        own = {**self._parameters, **self._buffers}
-        before = {name: tensor.detach() for name, tensor in own.items() if tensor is not None}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            now = getattr(self, name)
-            if now.dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
-                now.data = old.to(now.device)
-        return self
+        return super()._apply(kept_float32(fn), recurse)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""

@@ -20,6 +20,7 @@ from nonlinear_lowrank.ops.sine_delta import (
     SineFactors,
     added,
     compute_type,
+    delta_gradients,
     flatten,
     in_order,
     split,
@@ -143,28 +144,22 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
-    n, rows, factors = len(ups), indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
-    gradients = dict[int, Tensor]()  # by their place in `wanted`
+    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
     with torch.no_grad(), no_autocast(weight):
         gradient = dy.reshape(-1, dy.shape[-1]).to(compute_type(weight, factors))
         if padding_idx is not None:
             gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
-        dora, coefficient = 1 + 2 * n, torch.tensor(float(base))
         weight_rows = F.embedding(rows, weight)
-        for index, delta in enumerate(_deltas(rows, weight, factors, weight_rows)):
-            up, down = 1 + index, 1 + n + index
-            if delta.dora is not None:
-                if wanted[dora]:
-                    found = delta.dora.magnitude_gradient(gradient)
-                    gradients[dora] = _scattered(found, rows, magnitudes[dora - 1 - 2 * n])
-                coefficient = coefficient + (delta.dora.ratio - 1)[:, None]
-                dora += 1
-            if wanted[up] or wanted[down]:
-                dup, gradients[down] = delta.factor_gradients(gradient)
-                gradients[up] = _scattered(dup, rows, ups[index])
+        deltas, base_rows = _deltas(rows, weight, factors, weight_rows), weight_rows if base else None
+        found, slope, _ = delta_gradients(deltas, len(ups), gradient, base_rows, wanted[1:], value=False)
+        parameters, whole = [*ups, *downs, *magnitudes], range(len(ups), 2 * len(ups))  # downs are no rows
+        gradients = {
+            1 + place: each if place in whole else _scattered(each, rows, parameters[place])
+            for place, each in found.items()
+        }
         if wanted[0]:
-            gradients[0] = _scattered(gradient * coefficient, rows, weight)
-    return in_order(gradients, [weight, *ups, *downs, *magnitudes], wanted)
+            gradients[0] = _scattered(gradient * slope, rows, weight)
+    return in_order(gradients, [weight, *parameters], wanted)
 
 
 def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:

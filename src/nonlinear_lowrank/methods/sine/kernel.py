@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, sine
 
 RANK = 256
@@ -175,63 +176,43 @@ def variants() -> Iterator[Variant]:
 
 
 def form(
-    weight: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    magnitude: Tensor | None,
-    omega: float,
-    amplitude: float,
-    *,
-    base: bool,
-    out: Tensor,
-    seed: int | None = None,
+    weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor, seed: int | None = None
 ) -> Tensor | None:
-    """Writes W + D (D alone without base) into `out`; with a magnitude returns ratio and norm (2, m).
+    """Write W + D (D alone without base) into `out`; with a magnitude return ratio and norm (2, m).
 
     Args:
         weight: (m, n), any strides; needed with base or a magnitude.
-        up: (m, r).
-        down: (r, n).
-        magnitude: (m), or None.
-        omega: frequency.
-        amplitude: scale / gain.
+        factors: of the delta.
         base: whether W is part of the sum.
         out: (m, n), any strides.
         seed: rounds stochastically to bfloat16, by the seed and the place; None rounds to nearest.
     """
+    up, down, dora = factors.up, factors.down, factors.magnitude is not None
     (m, rank), n = up.shape, down.shape[1]
-    dora = magnitude is not None
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
     read = out if weight is None else weight
     stochastic = seed is not None and out.dtype == torch.bfloat16
     variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, stochastic=stochastic, out=out.dtype)
     grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
-    length = ratios if magnitude is None else magnitude.float().contiguous()
+    length = ratios if factors.magnitude is None else factors.magnitude.float().contiguous()
     tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
-    variant.launch(grid, *tensors, m, n, *read.stride(), *out.stride(), omega, amplitude, seed or 0)
+    numbers = *read.stride(), *out.stride(), factors.omega, factors.amplitude, seed or 0
+    variant.launch(grid, *tensors, m, n, *numbers)
     return ratios if dora else None
 
 
 def factor_gradients(
-    gradient: Tensor,
-    weight: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    ratios: Tensor | None,
-    omega: float,
-    amplitude: float,
+    gradient: Tensor, weight: Tensor | None, factors: SineFactors, ratios: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """d up (m, r), d down (r, n) and, with the ratios of sine-DoRA, d magnitude (m), in float32.
+    """Return d up (m, r), d down (r, n) and, with the ratios of sine-DoRA, d magnitude (m), in float32.
 
     Args:
         gradient: of the sum, (m, n), any strides.
         weight: (m, n), any strides; needed with ratios.
-        up: (m, r).
-        down: (r, n).
+        factors: of the delta.
         ratios: what `form` returned.
-        omega: frequency.
-        amplitude: scale / gain.
     """
+    up, down = factors.up, factors.down
     (m, rank), n = up.shape, down.shape[1]
     read = gradient if weight is None else weight
     variant = gradient_variant(rank, gradient.dtype, up.dtype, read.dtype, dora=ratios is not None)
@@ -241,9 +222,9 @@ def factor_gradients(
     ddown = up.new_empty(shares, rank, n, dtype=torch.float32)
     projection = up.new_empty(blocks, m if ratios is not None else 0, dtype=torch.float32)
     tensors = gradient, up.contiguous(), down.contiguous(), read, dup if ratios is None else ratios, dup, ddown
-    strides = *gradient.stride(), *read.stride()
-    variant.launch((blocks, shares), *tensors, projection, m, n, *strides, omega, amplitude)
-    chain = omega * amplitude
+    numbers = *gradient.stride(), *read.stride(), factors.omega, factors.amplitude
+    variant.launch((blocks, shares), *tensors, projection, m, n, *numbers)
+    chain = factors.omega * factors.amplitude
     dmagnitude = None
     if ratios is not None:
         dmagnitude = torch.where(ratios[1] > 0, projection.sum(0) / ratios[1], 0.0)

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.methods.float32 import kept_float32
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .lowrank import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 
@@ -77,16 +78,12 @@ class SineLowRankConfig:
 
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, minimum=1)
-        for name, known in (("activation", WEIGHT_ACTIVATIONS), ("init", tuple(_INITS))):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        check_choice("activation", self.activation, WEIGHT_ACTIVATIONS)
+        check_choice("init", self.init, _INITS)
         object.__setattr__(self, "omega", self._omega())
-        for name in ("omega", "gain"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise UserError(f"{name} must be a finite number above 0, got {value!r}")
+        check_number("omega", self.omega, above=0)
+        if self.gain is not None:
+            check_number("gain", self.gain, above=0)
 
     def _omega(self) -> Any:
         if self.omega is None and self.activation in _HOMOGENEOUS:
@@ -100,7 +97,7 @@ class SineLowRankConfig:
         return float(table[max((rank for rank in table if rank <= self.rank), default=min(table))])
 
     def gain_for(self, d_in: int) -> float:
-        """g of a linear with so many inputs."""
+        """Return g of a linear with so many inputs."""
         if self.gain is not None:
             return float(self.gain)
         return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
@@ -117,15 +114,8 @@ class SineLowRankLinear(nn.Module):
     """A linear map with weight `phi(omega * U V) / g`: (..., in_features) -> (..., out_features).
 
     It holds no m x n tensor, and keeps none between forward and backward. The factors stay float32 when the model is
-    cast to a 16-bit type: a phase of 30 rad from bfloat16 factors is off by 0.1 rad.
-
-    Args:
-        in_features: n.
-        out_features: m.
-        bias: whether there is a bias.
-        config: settings of the weight.
-        device: as in nn.Linear.
-        dtype: of the bias; the factors are float32, or float64 where it is.
+    cast to a 16-bit type: a phase of 30 rad from bfloat16 factors is off by 0.1 rad. The arguments are those of
+    nn.Linear, and the config; a float64 `dtype` makes the factors float64 too.
 
     Raises:
         UserError: the rank saves no parameters here.
@@ -171,7 +161,7 @@ class SineLowRankLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the table of this file's docstring; on the meta device nothing."""
+        """Draw the table of this file's docstring."""
         spread = 6 / (1 + _INITS[self.sine_config.init])
         for factor, fan in ((self.sine_up, self.sine_config.rank), (self.sine_down, self.in_features)):
             bound = (spread / fan) ** 0.5
@@ -185,13 +175,9 @@ class SineLowRankLinear(nn.Module):
         return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: getattr(self, name).detach() for name in ("sine_up", "sine_down")}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            now = getattr(self, name)
-            if now.dtype in (torch.bfloat16, torch.float16) and old.dtype == torch.float32:
-                now.data = old.to(now.device)
-        return self
+        keep = kept_float32(fn)
+        # The factors and their gradients are matrices, the bias is not.
+        return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 2 else fn(tensor), recurse)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
