@@ -20,9 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import kernels, processors
-from nonlinear_lowrank.ops.one_op import as_one_op
-from nonlinear_lowrank.ops.reshaped import reshaped
+from nonlinear_lowrank.ops.kernels import as_one_op, kernels, processors, reshaped
 
 from .reference import LEAKY_SLOPE, Branch, activation_function, argument, bottleneck, noble_linear_reference, wide
 
