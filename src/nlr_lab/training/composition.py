@@ -2,12 +2,12 @@
 
 The settings of a composed arm are those of its parts by their names: {"nonlinear-query": {}, "noble": {"rank": 64}}.
 Parts are applied by stage, whatever their order on the command line: a wider MLP first, since it draws plain linears;
-then methods that take linears of certain names; then methods that take every linear there is, which leave out what
+then methods that take linears of certain names; then those that take every linear there is, which leave out what
 another one has taken; and norms around projections last.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 
-from .context import ArmContext, ArmMethod
+from .context import ArmContext, ArmKind
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(ArmKind):
     """Methods that change different parts of one model."""
 
-    parts: tuple[ArmMethod, ...]
+    parts: tuple[ArmKind, ...]
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
@@ -33,21 +33,17 @@ class Composed:
                 raise UserError(f"the arm {self.name!r} names {part.name} twice; one method has one set of settings")
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return "+".join(part.name for part in self.parts)
 
     @property
-    def control(self) -> bool:
+    def control(self) -> bool:  # type: ignore[override]
         return all(part.control for part in self.parts)
 
     @property
-    def own_init(self) -> bool:
+    def own_init(self) -> bool:  # type: ignore[override]
         """Whether `init=` behind the last part is that part's own."""
         return self.parts[-1].own_init
-
-    @property
-    def stage(self) -> int | None:
-        return None
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, own in settings.items():
@@ -64,7 +60,7 @@ class Composed:
         return model
 
 
-def split_parts(text: str, names: Sequence[str]) -> list[str]:
-    """Cuts an arm's short form at each "+" that a method's name follows; "nora++" and "1e+3" stay whole."""
+def split_parts(text: str, names: Iterable[str]) -> list[str]:
+    """Cut an arm's short form at each "+" that a method's name follows; "nora++" and "1e+3" stay whole."""
     known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     return re.split(rf"\+(?=\s*(?:{known})\s*(?:[:,+]|$))", text)

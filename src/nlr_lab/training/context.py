@@ -1,8 +1,8 @@
-"""What a change to a model is to an arm, and what it may need to know beside the model."""
+"""What a kind of change to a model is to an arm, and what it may need to know beside the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -22,37 +22,26 @@ class ArmContext:
     """Print what was changed."""
 
 
-class ArmMethod(Protocol):
-    """One kind of change to a model."""
+class ArmKind:
+    """One kind of change to a model; the defaults are those of a way to tune a pretrained one."""
 
-    @property
-    def name(self) -> str:
-        """On the command line."""
-        ...
-
-    @property
-    def control(self) -> bool:
-        """Whether it is there to be compared with: none of the methods of this library."""
-        ...
-
-    @property
-    def own_init(self) -> bool:
-        """Whether the method's settings have an `init` of their own; else `init=` is the dense init."""
-        ...
-
-    @property
-    def stage(self) -> int | None:
-        """When it is applied where an arm has several methods, the lowest first; None: it can only be alone."""
-        ...
+    name: str
+    """On the command line."""
+    control: bool = False
+    """Whether it is there to be compared with: none of the methods of this library."""
+    own_init: bool = False
+    """Whether its settings have an `init` of their own; else `init=` is the dense init."""
+    stage: int | None = None
+    """When it is applied where an arm has several, the lowest first; None: it can only be alone."""
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings with their full names and JSON's types; raises UserError when they do not fit."""
-        ...
+        """Return the settings with their full names and JSON's types; raise UserError where they do not fit."""
+        return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        """Parts of the arm's name."""
-        ...
+        """Return the parts of the arm's name."""
+        return [self.name]
 
     def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
-        """The changed model; UserError when the method does not fit it."""
-        ...
+        """Return the changed model; raise UserError where the change does not fit it."""
+        raise NotImplementedError

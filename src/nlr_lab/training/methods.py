@@ -1,5 +1,5 @@
-"""What an arm can be: nothing, a method built into the model before training (or several), a way to tune a
-pretrained model, or a function of the user's own. `Arm` knows them only through `ArmMethod`, by the table at the end.
+"""What an arm can be: nothing, a method built into the model before training (or several), a way to tune a pretrained
+model, or a function of the user's own. The table at the end follows from the registry of methods.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,37 +23,32 @@ from nonlinear_lowrank.surgery.targets import dense_parts
 from nonlinear_lowrank.validation import one_line
 
 from .composition import Composed, split_parts
-from .context import ArmContext, ArmMethod
+from .context import ArmContext, ArmKind
 from .tuning import TUNINGS
 from .values import as_text
 from .widening import WideMlp
 
 
-@dataclass(frozen=True)
-class Unchanged:
+class Unchanged(ArmKind):
     """The model as the task builds it."""
 
-    name: str = "baseline"
-    control: bool = True
-    own_init: bool = False
-    stage: int | None = None
+    name = "baseline"
+    control = True
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings:
             raise UserError(f"a baseline has no setting {next(iter(settings))!r}; it takes init=, lr= and name=")
         return {}
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
-        return [self.name]
-
     def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
         return model
 
 
 # Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
-_CHOICES = ("include", "exclude", "select", "budget")
+_PATTERNS = ("include", "exclude")
 _OF_LINEARS = ("select", "budget")
-_ALIASES = {"r": "rank"}
+_CHOICES = (*_PATTERNS, *_OF_LINEARS)
+# How settings are written in the arm's name.
 _SHORT = {
     "rank": "r",
     "activation": "",
@@ -66,8 +61,8 @@ _SHORT = {
 
 
 @dataclass(frozen=True)
-class Augmented:
-    """A method that swaps modules of the model , or a control made of one.
+class Augmented(ArmKind):
+    """A method that swaps modules of the model, or a control made of one.
 
     Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`; one that takes
     linears also `budget=` (in place of the rank), and `select=query/feed_forward`: parts of a block by
@@ -75,33 +70,27 @@ class Augmented:
     """
 
     method: Method
-    alias: str = ""
-    """Of a control; empty: the method's own name."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the config that make the control what it is."""
+    name: str
+    fixed: Mapping[str, Any] | None = None
+    """Of a control: the fields of the config that make it what it is."""
 
     @property
-    def name(self) -> str:
-        return self.alias or self.method.name
+    def control(self) -> bool:  # type: ignore[override]
+        return self.fixed is not None
 
     @property
-    def control(self) -> bool:
-        return bool(self.alias)
-
-    @property
-    def own_init(self) -> bool:
+    def own_init(self) -> bool:  # type: ignore[override]
         return "init" in self._fields()
 
     @property
-    def stage(self) -> int | None:
+    def stage(self) -> int | None:  # type: ignore[override]
         if self.method.wraps:
             return 3
         return 2 if self.method.include is None else 1
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        choices = _CHOICES if self.method.kind == "linear" else [each for each in _CHOICES if each not in _OF_LINEARS]
-        known = (*self._fields(), *choices)
-        full = {_ALIASES.get(key, key) if key not in known else key: value for key, value in settings.items()}
+        known = (*self._fields(), *(_CHOICES if self.method.kind == "linear" else _PATTERNS))
+        full = {"rank" if key == "r" and key not in known else key: value for key, value in settings.items()}
         for key in full:
             if key not in known:
                 raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
@@ -115,7 +104,7 @@ class Augmented:
             raise UserError(f"{self.name}: rank_ratio takes the place of rank; give one of them")
         if "select" in full:
             _read_parts(full["select"])
-        for key in ("include", "exclude"):
+        for key in _PATTERNS:
             patterns = full.get(key, ())
             listed = patterns if isinstance(patterns, list | tuple) else [patterns]
             if not all(isinstance(each, str) for each in listed):
@@ -134,18 +123,20 @@ class Augmented:
         return model
 
     def _fields(self) -> list[str]:
-        return [each.name for each in dataclasses.fields(self.method.config_class) if each.name not in self.fixed]
+        return [
+            each.name for each in dataclasses.fields(self.method.config_class) if each.name not in (self.fixed or ())
+        ]
 
     def _config(self, settings: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in settings.items() if key not in _CHOICES}
-        return self.method.config_class(**self.fixed, **own)
+        return self.method.config_class(**(self.fixed or {}), **own)
 
 
 def _shown(key: str, value: Any) -> str:
     """A setting in the arm's name."""
-    if key == "budget":
-        return "-".join(re.findall(r"[\w.]+", str(value)))
-    return "-".join(re.findall(r"\w+", str(value))) if key in _CHOICES else as_text(value)
+    if key in _CHOICES:
+        return "-".join(re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value)))
+    return as_text(value)
 
 
 def _read_parts(text: Any) -> list[str]:
@@ -158,39 +149,28 @@ def _read_parts(text: Any) -> list[str]:
 
 def _select(model: nn.Module, method: str, text: str) -> list[str]:
     """Names of the plain linears that are such parts of a block."""
-    inside = dense_parts(model)
-    plain = [
+    inside, parts = dense_parts(model), _read_parts(text)
+    chosen = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module not in inside
+        if isinstance(module, nn.Linear | Conv1D) and module not in inside and part_of(name) in parts
     ]
-    chosen = [name for name in plain if part_of(name) in _read_parts(text)]
     if not chosen:
         raise UserError(f"{method}: no plain linear of this {type(model).__name__} is {text} by its name")
     return chosen
 
 
 @dataclass(frozen=True)
-class Function:
+class Function(ArmKind):
     """A user's own function, "module:function": model in, model out."""
 
     name: str
-    control: bool = False
-    own_init: bool = False
-    stage: int | None = None
-
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
 
     def function(self) -> Callable[..., Any]:
-        """The function itself.
-
-        Raises:
-            UserError: it cannot be imported or called.
-        """
+        """Return the function itself; raise UserError where it cannot be imported or called."""
         module_name, _, name = self.name.partition(":")
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # the command's own path does not hold the user's folder
@@ -210,24 +190,22 @@ class Function:
         return changed
 
 
-_SWAPS = [
-    *(Augmented(method) for method in all_methods().values() if not method.wraps),
+_KINDS: tuple[ArmKind, ...] = (
+    Unchanged(),
+    *(Augmented(method, name) for name, method in all_methods().items() if not method.wraps),
     *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
-]
-_ALL: tuple[ArmMethod, ...] = (Unchanged(), *_SWAPS, WideMlp(), *TUNINGS)
-ARM_METHODS: dict[str, ArmMethod] = {method.name: method for method in _ALL}
+    WideMlp(),
+    *TUNINGS,
+)
+ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}
 """Every kind of arm by its name; functions of the user's own come on top."""
 
 
-def find_method(name: str) -> ArmMethod:
-    """The kind of arm of that name, several joined by "+", or the function it names.
-
-    Raises:
-        UserError: there is none.
-    """
+def find_method(name: str) -> ArmKind:
+    """Return the kind of arm of that name, several joined by "+", or the function it names; raise UserError if none."""
     if name in ARM_METHODS:
         return ARM_METHODS[name]
-    if len(parts := split_parts(name, list(ARM_METHODS))) > 1:
+    if len(parts := split_parts(name, ARM_METHODS)) > 1:
         return Composed(tuple(find_method(part) for part in parts))
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         raise UserError(

@@ -24,17 +24,17 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import all_methods, method_of_layer
+from nonlinear_lowrank.methods.base import AdapterArm, all_methods, method_of_layer
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
-from .context import ArmContext
+from .context import ArmContext, ArmKind
 from .values import as_text
 
 _ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
@@ -47,49 +47,33 @@ _NOT_SETTINGS = {
 _MODULE_LISTS = ("target_modules", "lora_target_modules", "exclude_modules")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
+@dataclass(frozen=True)
+class Tuning(ArmKind):
     """One way to tune a pretrained model."""
 
     name: str
-    config: tuple[str, str] | None = None
-    """Module and name of the peft config class; None: no adapter. Imported when it is used, for peft takes
-    seconds to import."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that make the method what it is."""
-    default: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that differ from the config's own defaults unless the arm sets them."""
-    targets: str = ""
-    """The field that says which modules the adapter goes on, filled in from the task; empty: none."""
-    shown: tuple[str, ...] = ()
-    """The settings that an error message lists."""
+    adapter: AdapterArm | None = None
+    """None: no adapter."""
     control: bool = False
     everything: bool = False
     """Whether every weight is trained."""
-    own_init: bool = False
-    stage: int | None = None
-
-    def config_class(self) -> Any:
-        """The peft config class."""
-        assert self.config is not None
-        module, name = self.config
-        return getattr(importlib.import_module(module), name)
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings under the config's names; module lists as lists.
+        """Return the settings under the config's names; module lists as lists.
 
         Raises:
             UserError: a setting is unknown, fixed by the method, or no rank or ratio.
         """
         full = {_ALIASES.get(key, key): value for key, value in settings.items()}
-        if self.config is None:
+        adapter = self.adapter
+        if adapter is None:
             if full:
                 raise UserError(f"{self.name} has no setting {next(iter(full))!r}; it takes lr=, grid= and name=")
             return {}
-        known = {each.name for each in dataclasses.fields(self.config_class())} - _NOT_SETTINGS - set(self.fixed)
+        known = {each.name for each in dataclasses.fields(_config_class(adapter))} - _NOT_SETTINGS - set(adapter.fixed)
         for key in full:
-            if key not in known and not (key == "plus" and "plus" in self.shown):
-                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(self.shown)}")
+            if key not in known and not (key == "plus" and "plus" in adapter.shown):
+                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(adapter.shown)}")
         for key in ("r", "lora_r"):
             if key in full:
                 check_integer(f"{key} of {self.name}", full[key], minimum=1)
@@ -98,16 +82,15 @@ class Tuning:
         for key in _MODULE_LISTS:
             if isinstance(full.get(key), str):
                 full[key] = _modules(full[key])
-        self._config(full)
+        self._config(adapter, full)
         return full
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        """Parts of the arm's name."""
         parts = [self.name.replace("++", "-plus-plus")]
         return parts + [f"{_SHORT.get(key, key)}{as_text(value)}" for key, value in settings.items()]
 
     def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
-        """The model with what is not trained frozen; with an adapter a `PeftModel`.
+        """Return the model with what is not trained frozen; with an adapter a `PeftModel`.
 
         Raises:
             UserError: the model is not a pretrained one, or the adapter fits none of its modules.
@@ -117,27 +100,28 @@ class Tuning:
             raise UserError(f"{self.name} tunes a pretrained model, and this recipe trains one from scratch")
         if self.everything:
             return model.requires_grad_(True)
-        if self.config is None:
-            if not setup.head:
-                raise UserError(f"{self.name} trains a new head, and this model has none; choose another arm")
-            model.requires_grad_(False)
-            for name in setup.head:
-                model.get_submodule(name).requires_grad_(True)
-            return model
-        return self._adapt(model, settings, setup, context.verbose)
+        if self.adapter is not None:
+            return self._adapt(model, self.adapter, settings, setup, context.verbose)
+        if not setup.head:
+            raise UserError(f"{self.name} trains a new head, and this model has none; choose another arm")
+        model.requires_grad_(False)
+        for name in setup.head:
+            model.get_submodule(name).requires_grad_(True)
+        return model
 
-    def _adapt(self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup, verbose: bool) -> nn.Module:
+    def _adapt(
+        self, model: nn.Module, adapter: AdapterArm, settings: Mapping[str, Any], setup: AdapterSetup, verbose: bool
+    ) -> nn.Module:
         from peft import get_peft_model
 
-        own: dict[str, Any] = {}
-        if self.targets and setup.targets and settings.get(self.targets) is None:
-            own[self.targets] = list(setup.targets)
-        if setup.head:
-            own["modules_to_save"] = list(setup.head)
-        named = {**own, **settings}
-        if self.config and self.config[0] == "peft" and isinstance(named.get(self.targets or ""), list):
-            named[self.targets] = _dense_parts(model, named[self.targets])  # type: ignore[index]
-        config = self._config(named, task_type=setup.task_type)
+        named = dict(settings)
+        if adapter.targets and setup.targets and named.get(adapter.targets) is None:
+            named[adapter.targets] = list(setup.targets)
+        targets = named.get(adapter.targets)
+        if adapter.config[0] == "peft" and isinstance(targets, list):
+            named[adapter.targets] = _dense_parts(model, targets)
+        more = {"modules_to_save": list(setup.head)} if setup.head else {}
+        config = self._config(adapter, {**more, **named}, task_type=setup.task_type)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
@@ -149,33 +133,40 @@ class Tuning:
         except UserError:
             raise
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(self._why_not(model, error, {**own, **settings}.get(self.targets))) from error
+            raise UserError(
+                f"{self.name} does not fit the model: {_why_not(model, error, adapter, targets)}"
+            ) from error
         if verbose:
             adapted.print_trainable_parameters()
         return adapted
 
-    def _config(self, settings: Mapping[str, Any], **more: Any) -> Any:
-        values = {**self.default, **settings, **self.fixed, **more}
+    def _config(self, adapter: AdapterArm, settings: Mapping[str, Any], **more: Any) -> Any:
+        values = {**adapter.default, **settings, **adapter.fixed, **more}
         values.pop("plus", None)
         try:
-            return self.config_class()(**values)
+            return _config_class(adapter)(**values)
         except UserError:
             raise
         except (ValueError, TypeError) as error:
             raise UserError(f"{self.name}: {one_line(error)}") from error
 
-    def _why_not(self, model: nn.Module, error: Exception, targets: Any) -> str:
-        """One line; where no module was matched, with the names that there are."""
-        text = one_line(error)
-        if any(words in text for words in ("arget modules", "target_modules", "No modules were targeted")):
-            names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
-            linear = {name.removesuffix(".dense").rpartition(".")[2] for name in names}
-            ends = f"the linears of this model end in {', '.join(sorted(linear))}"
-            if targets is None:
-                text = f"peft has no choice of modules for it; name some with {self.targets} ({ends})"
-            else:
-                text = f"no module's name matches {self.targets}={as_text(targets)} ({ends})"
-        return f"{self.name} does not fit the model: {text}"
+
+def _config_class(adapter: AdapterArm) -> Any:
+    module, name = adapter.config
+    return getattr(importlib.import_module(module), name)
+
+
+def _why_not(model: nn.Module, error: Exception, adapter: AdapterArm, targets: Any) -> str:
+    """One line; where no module was matched, with the names that there are."""
+    text = one_line(error)
+    if not any(words in text for words in ("arget modules", "target_modules", "No modules were targeted")):
+        return text
+    names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    linear = {name.removesuffix(".dense").rpartition(".")[2] for name in names}
+    ends = f"the linears of this model end in {', '.join(sorted(linear))}"
+    if targets is None:
+        return f"peft has no choice of modules for it; name some with {adapter.targets} ({ends})"
+    return f"no module's name matches {adapter.targets}={as_text(targets)} ({ends})"
 
 
 def _modules(text: str) -> Any:
@@ -196,51 +187,31 @@ def _dense_parts(model: nn.Module, ends: Sequence[str]) -> list[str]:
     return found
 
 
-_LORA = ("peft", "LoraConfig")
-_ON = "target_modules"
-_LOW_RANK = ("r", "lora_alpha", "lora_dropout", _ON)
+_LORA = AdapterArm(config=("peft", "LoraConfig"), shown=("r", "lora_alpha", "lora_dropout", "target_modules", "plus"))
+_PEANUT = AdapterArm(config=("peft", "PeanutConfig"), shown=("r", "depth", "act_fn", "scaling", "target_modules"))
 
 TUNINGS: tuple[Tuning, ...] = (
-    Tuning(name="full", control=True, everything=True),
-    Tuning(name="head", control=True),
-    Tuning(name="lora", config=_LORA, targets=_ON, shown=(*_LOW_RANK, "plus"), control=True),
-    Tuning(
-        name="dora",
-        config=_LORA,
-        fixed={"use_dora": True},
-        targets=_ON,
-        shown=(*_LOW_RANK, "plus"),
-        control=True,
-    ),
-    Tuning(
-        name="peanut",
-        config=("peft", "PeanutConfig"),
-        targets=_ON,
-        shown=("r", "depth", "act_fn", "scaling", _ON),
-        control=True,
-    ),
-    *(
-        Tuning(
-            name=name, **{each.name: getattr(arm, each.name) for each in dataclasses.fields(arm) if each.name != "rank"}
-        )
-        for method in all_methods().values()
-        for name, arm in method.adapter_arms.items()
-    ),
+    Tuning("full", control=True, everything=True),
+    Tuning("head", control=True),
+    Tuning("lora", _LORA, control=True),
+    Tuning("dora", replace(_LORA, fixed={"use_dora": True}), control=True),
+    Tuning("peanut", _PEANUT, control=True),
+    *(Tuning(*arm) for method in all_methods().values() for arm in method.adapter_arms.items()),
 )
 
 
 def raise_up_rates(groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
-    """LoRA+: the groups of `param_groups` with the up factors and vectors at `ratio` times the rate.
+    """Return LoRA+'s groups: those of `param_groups` with up factors and vectors at `ratio` times the learning rate.
 
-    As `peft.optimizers.create_loraplus_optimizer` groups them: B and every 1-D tensor fast, A and the head's
-    matrices slow. Our adapters' up factors count as B. peft trains adapters on embeddings at a rate of their
-    own (1e-6), which is of no use with a tuned rate; here they learn like A.
+    As `peft.optimizers.create_loraplus_optimizer` groups them: B and every 1-D tensor fast, A and the head's matrices
+    slow. Our adapters' up factors count as B. peft trains adapters on embeddings at 1e-6, which is of no use beside a
+    tuned learning rate; here they learn like A.
     """
     return _split(groups, _is_up, ratio, "LoRA+ up")
 
 
 def set_head_rate(groups: list[dict[str, Any]], head: Sequence[str], ratio: float) -> list[dict[str, Any]]:
-    """The groups of `param_groups` with a new head at `ratio` times the rate; unchanged where it is all there is.
+    """Return the groups with a new head at `ratio` times the learning rate; unchanged where it is all there is.
 
     Args:
         groups: of `param_groups`.
@@ -258,7 +229,7 @@ def set_head_rate(groups: list[dict[str, Any]], head: Sequence[str], ratio: floa
 def _split(
     groups: list[dict[str, Any]], chosen: Callable[[str, nn.Parameter], bool], ratio: float, note: str
 ) -> list[dict[str, Any]]:
-    """The groups with the chosen parameters in groups of their own, at `ratio` times the rate."""
+    """The groups with the chosen parameters in groups of their own, at `ratio` times the learning rate."""
     split: list[dict[str, Any]] = []
     for group in groups:
         for own in (False, True):

@@ -6,8 +6,8 @@ parameters.
     wide-mlp:match=noble-r64                  the narrowest with at least the parameters of the arm of that name
     wide-mlp:match=noble-r64,by=flops         the same by FLOPs
 
-The last two are settled by a comparison that has the other arm (`compare.matching`), and are then written with the
-width that was found, `wide-mlp:match=noble-r64,hidden=408`.
+The last two are resolved by a comparison that has the other arm, and are then written with the width that was found,
+`wide-mlp:match=noble-r64,hidden=408`.
 
 The MLPs are rebuilt with the init that the arm's other linears have, all else keeps its draws, and the config is told,
 so that the model is saved and loaded as a plain one of that size. Known are pairs fc1, fc2 (OPT, ViT) and gated ones
@@ -15,7 +15,6 @@ so that the model is saved and loaded as a plain one of that size. Known are pai
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,29 +24,21 @@ from nlr_lab.tasks.text.language_model import DenseInit, draw_linear
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number
 
-from .context import ArmContext
+from .context import ArmContext, ArmKind
 from .values import as_text
 
 # Ends of names: those whose outputs are the MLP's width (times the number), and the one whose inputs are.
-_SHAPES = (
-    ({"fc1": 1}, "fc2"),
-    ({"gate_up_proj": 2}, "down_proj"),
-    ({"gate_proj": 1, "up_proj": 1}, "down_proj"),
-)
+_SHAPES = (({"fc1": 1}, "fc2"), ({"gate_up_proj": 2}, "down_proj"), ({"gate_proj": 1, "up_proj": 1}, "down_proj"))
 _FIELDS = ("ffn_dim", "intermediate_size")
+_MEASURES = ("parameters", "flops")
 
 
-MATCHED_BY = ("parameters", "flops")
-
-
-@dataclass(frozen=True)
-class WideMlp:
+class WideMlp(ArmKind):
     """Every MLP of another width."""
 
-    name: str = "wide-mlp"
-    control: bool = True
-    own_init: bool = False
-    stage: int | None = 0
+    name = "wide-mlp"
+    control = True
+    stage = 0
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         known = ({"ratio"}, {"hidden"}, {"match"}, {"match", "by"}, {"match", "hidden"}, {"match", "by", "hidden"})
@@ -62,8 +53,8 @@ class WideMlp:
             check_integer("hidden", settings["hidden"], minimum=1)
         if "match" in settings and not isinstance(settings["match"], str):
             raise UserError(f"match must be the name of another arm, got {settings['match']!r}")
-        if settings.get("by", "parameters") not in MATCHED_BY:
-            raise UserError(f"by must be one of {', '.join(MATCHED_BY)}, got {settings['by']!r}")
+        if settings.get("by", "parameters") not in _MEASURES:
+            raise UserError(f"by must be one of {', '.join(_MEASURES)}, got {settings['by']!r}")
         return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
@@ -73,10 +64,10 @@ class WideMlp:
 
     @torch.no_grad()
     def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
-        """The model with MLPs of that width.
+        """Return the model with MLPs of that width.
 
         Raises:
-            UserError: the model is a pretrained one, its MLPs are not known, or the width is not settled yet.
+            UserError: the model is a pretrained one, its MLPs are not known, or the width is not resolved yet.
         """
         if context.setup is not None:
             raise UserError(f"{self.name} is for models that are trained from scratch")
@@ -111,7 +102,7 @@ class WideMlp:
 
 
 def mlp_width(model: nn.Module) -> int:
-    """Of a model whose MLPs are known."""
+    """Return the width of the MLPs of a model whose MLPs are known."""
     block, (_, inward) = _blocks(model)[0]
     width = block.get_submodule(inward).in_features
     assert isinstance(width, int)
@@ -120,19 +111,17 @@ def mlp_width(model: nn.Module) -> int:
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Module, tuple[dict[str, int], str]]]:
     """The modules that hold an MLP's linears, with the linears' names."""
-    return [(module, shape) for module in model.modules() if (shape := _shape_of(module)) is not None]
-
-
-def _shape_of(module: nn.Module) -> tuple[dict[str, int], str] | None:
-    """The names of a module's own MLP linears, or None."""
-    own = {name for name, child in module.named_children() if type(child) is nn.Linear}
-    return next((shape for shape in _SHAPES if {*shape[0], shape[1]} <= own), None)
+    found = []
+    for module in model.modules():
+        own = {name for name, child in module.named_children() if type(child) is nn.Linear}
+        found += [(module, shape) for shape in _SHAPES if {*shape[0], shape[1]} <= own][:1]
+    return found
 
 
 def _replace(
     model: Any, block: nn.Module, name: str, d_in: int | None, d_out: int | None, dense_init: DenseInit
 ) -> None:
-    """Puts a linear of another size in a linear's place, drawn as the old one was."""
+    """Put a linear of another size in a linear's place, drawn as the old one was."""
     old: Any = block.get_submodule(name)
     sizes = d_in or old.in_features, d_out or old.out_features
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
