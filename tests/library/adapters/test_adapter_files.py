@@ -1,9 +1,6 @@
 """Saved adapters in fresh processes: every way in, under other names, and without this package."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ from peft import get_peft_model
 from safetensors.torch import save_file
 
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from cli_helpers import run_python
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -67,33 +65,19 @@ def saved(tmp_path_factory):
     return root
 
 
-def load_in_a_new_process(root, imports, *ways):
-    run = subprocess.run(
-        [sys.executable, "-c", LOAD.format(imports=imports), str(root), *ways],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND")]
-    assert lines, run.stderr
-    return json.loads(lines[0].removeprefix("FOUND"))
+def load_in_a_new_process(root, imports):
+    done = run_python(LOAD.format(imports=imports), root, *WAYS)
+    assert "FOUND" in done.stdout, done.stderr
+    return json.loads(done.stdout.rpartition("FOUND")[2])
 
 
-def test_every_way_in_gives_the_same_outputs(saved):
+def test_loading_in_every_way_gives_the_same_outputs(saved):
     # peft takes seconds to import: this package waits for the user to do it.
-    imports = "import nonlinear_lowrank; assert 'peft' not in sys.modules"
-    found = load_in_a_new_process(saved, imports, *WAYS)
+    found = load_in_a_new_process(saved, "import nonlinear_lowrank; assert 'peft' not in sys.modules")
     assert found == {f"{row.name}/{way}": "equal" for row in ROWS for way in WAYS}
 
 
-@pytest.mark.slow
-def test_peft_may_be_imported_first(saved):
-    found = load_in_a_new_process(saved, "import peft; import nonlinear_lowrank", "PeftModel")
-    assert set(found.values()) == {"equal"}
-
-
-def test_without_this_package_the_error_names_it(saved):
-    found = load_in_a_new_process(saved, "", *WAYS)
+def test_loading_without_this_package_names_it(saved):
+    found = load_in_a_new_process(saved, "")
     assert len(found) == len(ROWS) * len(WAYS)
     assert {error.split("'NLR_")[0] for error in found.values()} == {"KeyError: "}

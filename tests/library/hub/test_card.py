@@ -38,7 +38,7 @@ def check_no_paths(card, *folders):
         assert str(folder) not in str(card)
 
 
-def test_card_of_a_trained_model(tmp_path):
+def test_training_writes_a_card(tmp_path):
     result = run_training(make_recipe(steps=4), tmp_path / "run", prepared=FakeText(), quiet=True)
     folder = tmp_path / "run" / "model"
     card = card_of(folder)
@@ -65,7 +65,7 @@ def test_card_of_a_trained_model(tmp_path):
     assert int(done.stdout.split()[-1]) > 0
 
 
-def test_card_of_a_baseline_asks_for_no_import(tmp_path):
+def test_training_a_baseline_writes_a_card_without_an_import(tmp_path):
     run_training(make_recipe(arm="baseline", steps=2), tmp_path / "run", prepared=FakeText(), quiet=True)
     card = card_of(tmp_path / "run" / "model")
     assert "nonlinear_lowrank" not in loading_lines(card)
@@ -73,7 +73,7 @@ def test_card_of_a_baseline_asks_for_no_import(tmp_path):
     assert "Method" not in card.text
 
 
-def test_cards_of_finetune_and_merge_from_the_command_line(tmp_path, capsys):
+def test_finetuning_and_merging_write_cards(tmp_path, capsys):
     root = finetune_helpers.root(tmp_path / "data")
     out, merged = tmp_path / "out", tmp_path / "merged"
     options = [
@@ -106,7 +106,7 @@ def test_cards_of_finetune_and_merge_from_the_command_line(tmp_path, capsys):
     check_no_paths(card, tmp_path)
 
 
-def test_card_of_a_converted_model(tmp_path, capsys):
+def test_converting_writes_a_card(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "README.md").write_text("mine")
     code, _, err = run(capsys, "convert", tmp_path / "plain", tmp_path / "out", "--rank", 3)
@@ -129,7 +129,7 @@ def test_merging_a_plain_lora_names_its_base(tmp_path):
     assert "| r | 2 |" in card.text
 
 
-def test_a_card_of_the_user_stays(tmp_path):
+def test_write_card_keeps_a_card_of_the_user(tmp_path):
     convert_from = tmp_path / "plain"
     llama().save_pretrained(convert_from)
     convert(convert_from, tmp_path / "out", nlr.NobleConfig(rank=3))

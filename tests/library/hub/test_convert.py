@@ -50,7 +50,7 @@ def plain(tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_zero_init_is_bit_equal(name, tmp_path):
+def test_converting_with_zero_init_is_bit_equal(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3))
@@ -69,7 +69,7 @@ def test_zero_init_is_bit_equal(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "image_tokens"])
-def test_shared_down_projections_are_written_once(name, tmp_path):
+def test_converting_writes_shared_down_projections_once(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3, share_down="qkv"))
@@ -82,7 +82,7 @@ def test_shared_down_projections_are_written_once(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_paper_init_reports_the_shift(name, tmp_path):
+def test_converting_with_the_papers_init_reports_the_shift(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3), up_init="paper")
@@ -101,7 +101,7 @@ def test_paper_init_reports_the_shift(name, tmp_path):
 
 @pytest.mark.parametrize("anchor", ["none", "exact"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_activations_become_rational_and_the_weights_stay(name, anchor, tmp_path):
+def test_converting_to_rational_activations_keeps_the_weights(name, anchor, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.RationalConfig(groups=4, anchor=anchor))
@@ -119,7 +119,7 @@ def test_activations_become_rational_and_the_weights_stay(name, anchor, tmp_path
     assert not (tmp_path / "no").exists()
 
 
-def test_models_of_text_and_images(tmp_path):
+def test_converting_models_of_text_and_images(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=4)
     text = LlamaConfig(**sizes, vocab_size=67, max_position_embeddings=20)
@@ -135,7 +135,7 @@ def test_models_of_text_and_images(tmp_path):
     assert report.bit_equal
 
 
-def test_a_model_that_cannot_be_measured_is_refused(tmp_path):
+def test_converting_refuses_a_model_that_cannot_be_measured(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     config = Wav2Vec2Config(
         **sizes, vocab_size=9, conv_dim=(32,), conv_stride=(5,), conv_kernel=(5,), num_conv_pos_embedding_groups=4
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path):
     assert names_of(tmp_path) == {"plain"}
 
 
-def test_low_precision_stays(tmp_path):
+def test_converting_keeps_a_low_precision(tmp_path):
     model = trained(llama).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3))
@@ -154,7 +154,7 @@ def test_low_precision_stays(tmp_path):
     assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_companions_are_copied_and_code_is_not(plain, tmp_path):
+def test_converting_copies_companions_and_no_code(plain, tmp_path):
     kept = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b", "LICENSE": "free"}
     left = {"modeling.py": "boom", "training_args.bin": "pickle", "pytorch_model.bin.index.json": "{}"}
     for name, text in {**kept, **left}.items():
@@ -166,7 +166,7 @@ def test_companions_are_copied_and_code_is_not(plain, tmp_path):
     assert all((tmp_path / "out" / name).read_text() == text for name, text in kept.items())
 
 
-def test_include_and_load_options(plain, tmp_path):
+def test_converting_takes_include_and_load_options(plain, tmp_path):
     config = nlr.NobleConfig(rank=3, activation="gelu", depth=1)
     report = convert(plain, tmp_path / "out", config, include=r".*mlp.*", dtype=torch.bfloat16)
     assert len(report.augmented.swapped) == 6
@@ -179,7 +179,7 @@ def names_of(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_full_output_folder_needs_overwrite(plain, tmp_path):
+def test_converting_into_a_full_folder_needs_overwrite(plain, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
@@ -191,7 +191,7 @@ def test_a_full_output_folder_needs_overwrite(plain, tmp_path):
     assert names_of(tmp_path) == {"plain", "out"}
 
 
-def test_what_is_refused_leaves_nothing(plain, tmp_path):
+def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
     out = tmp_path / "deep" / "out"
     convert(plain, tmp_path / "augmented", nlr.NobleConfig(rank=3))
     before = names_of(tmp_path)
@@ -215,7 +215,7 @@ def test_what_is_refused_leaves_nothing(plain, tmp_path):
     load_model(plain)
 
 
-def test_a_full_disk_leaves_the_old_output(plain, tmp_path, monkeypatch):
+def test_converting_on_a_full_disk_keeps_the_old_output(plain, tmp_path, monkeypatch):
     out = tmp_path / "out"
     convert(plain, out, nlr.NobleConfig(rank=3))
     before = (out / "model.safetensors").read_bytes()

@@ -52,26 +52,13 @@ def rotated(x, row, column, theta=10_000.0):
     ).flatten()
 
 
-# --- positions -----------------------------------------------------------------------------------------------
-
-
-def test_places_of_the_class_token_and_of_the_raster():
+def test_grid_places_are_those_of_the_raster_and_the_class_token():
     rows, columns = grid_places(torch.arange(1 + ROWS * COLUMNS), COLUMNS)
     assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == PLACES
     assert len(set(PLACES)) == len(PLACES), "no image token shares the class token's place"
 
 
-def test_half_of_the_dimensions_turns_by_row_and_half_by_column():
-    some = torch.randint(1, 9, (2, 20)).double()
-    angles = grid_angles(some[0], some[1], 16, 100.0)
-    assert angles.shape == (20, 8)
-    assert torch.equal(angles[:, :4], grid_angles(some[0], torch.zeros(20).double(), 16, 100.0)[:, :4])
-    assert torch.equal(angles[:, 4:], grid_angles(torch.zeros(20).double(), some[1], 16, 100.0)[:, 4:])
-    expected = some[0][:, None] * torch.tensor([100.0 ** (-2 * j / 8) for j in range(4)]).double()
-    torch.testing.assert_close(angles[:, :4], expected)
-
-
-def test_a_shift_of_the_whole_grid_leaves_scores_between_image_tokens_unchanged():
+def test_shifting_the_grid_keeps_scores_between_image_tokens():
     attention = ImageTokensForCausalLM(config()).double().model.layers[0].self_attn
     hidden = torch.randn(1, len(PLACES), HEADS * HEAD_DIM).double()
     shape = (1, len(PLACES), HEADS, HEAD_DIM)
@@ -98,7 +85,7 @@ def test_a_shift_of_the_whole_grid_leaves_scores_between_image_tokens_unchanged(
     assert (scores(moved)[..., 1:, 1:] - there[..., 1:, 1:]).abs().max() > 1e-3
 
 
-def test_attention_of_the_model_is_that_of_the_formula():
+def test_attention_is_that_of_the_formula():
     model = ImageTokensForCausalLM._from_config(config(num_hidden_layers=1), attn_implementation="eager").double()
     ids = images(1)
     found = model(ids, output_attentions=True).attentions[0][0]
@@ -121,7 +108,7 @@ def test_attention_of_the_model_is_that_of_the_formula():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # transformers' softmax is float32
 
 
-def test_the_rotation_is_exact_in_short_types_and_has_no_tensors():
+def test_rotating_is_exact_in_short_types_and_has_no_tensors():
     rotary = GridRotary(HEAD_DIM, 32)
     assert not list(rotary.state_dict()) + list(rotary.buffers()) + list(rotary.parameters())
     positions = torch.arange(1025)[None]
@@ -142,12 +129,9 @@ def test_the_rotation_is_exact_in_short_types_and_has_no_tensors():
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
     ],
 )
-def test_bad_configs(changes, message):
+def test_config_refuses_what_no_model_can_have(changes, message):
     with pytest.raises(nlr.UserError, match=message):
         ImageTokensForCausalLM(config(**changes))
-
-
-# --- the model -----------------------------------------------------------------------------------------------
 
 
 def test_classes_are_inputs_and_never_predicted():
@@ -173,7 +157,7 @@ def test_the_class_reaches_every_token_and_no_token_sees_a_later_one():
     assert same.tolist() == [True] * 9 + [False] * (len(PLACES) - 9)
 
 
-def test_generation_with_a_cache_equals_without():
+def test_generating_with_a_cache_equals_without():
     model = ImageTokensForCausalLM(config()).double().eval()
     nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
     prompt = CODES + torch.arange(CLASSES)[:, None]
@@ -191,15 +175,12 @@ def test_generation_with_a_cache_equals_without():
     assert len({tuple(row) for row in one.sequences[:, 1:].tolist()}) == CLASSES
 
 
-def test_it_compiles_whole():
+def test_compiling_breaks_no_graph():
     model = ImageTokensForCausalLM(config())
     ids = images()
     torch.testing.assert_close(
         torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
     )
-
-
-# --- files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -235,13 +216,13 @@ for name in ("plain", "augmented"):
 """
 
 
-def test_a_fresh_process_loads_and_generates_the_same(saved):
+def test_loading_in_a_fresh_process_generates_the_same(saved):
     done = run_python(LOAD, saved)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ImageTokensForCausalLM", "NonlinearLowrankImageTokensForCausalLM"]
 
 
-def test_a_process_without_the_package_fails_by_name(saved):
+def test_loading_without_the_package_fails_by_name(saved):
     code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
     for name, model_type in (("plain", "nlr_image_tokens"), ("augmented", "nonlinear_lowrank_nlr_image_tokens")):
         done = run_python(code, saved / name)
@@ -249,7 +230,7 @@ def test_a_process_without_the_package_fails_by_name(saved):
         assert model_type in done.stderr
 
 
-def test_other_ways_to_load_and_to_build(saved):
+def test_loading_and_building_in_other_ways(saved):
     model = nlr.hub.load_model(saved / "plain")
     assert model.config.eos_token_id is None
     assert type(AutoModel.from_pretrained(saved / "plain")) is ImageTokensModel

@@ -1,9 +1,6 @@
 """`nlr merge`: plain models from adapters, measured; refusals that leave nothing behind."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -21,7 +18,7 @@ from transformers import (
 )
 
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
-from nlr_lab.cli import main as cli
+from cli_helpers import run, run_python
 from nonlinear_lowrank import SineLoraConfig, UserError
 from nonlinear_lowrank.hub import merging
 from nonlinear_lowrank.hub.merging import merge_adapter
@@ -32,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 # Configs of adapters that change something from the start.
 LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_weights=False)
 MERGING = [row for row in ROWS if row.merges]
+SINE = next(row for row in MERGING if row.name == "sine-llama")
 
 
 def make_adapter(root, row, config=None, dtype=torch.float32):
@@ -52,7 +50,7 @@ def make_adapter(root, row, config=None, dtype=torch.float32):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.float64, 1e-9)], ids=["float32", "float64"])
 @pytest.mark.parametrize("row", MERGING, ids=lambda row: row.name)
-def test_merges_into_a_model_with_the_same_outputs(tmp_path, row, dtype, bound):
+def test_merging_gives_a_model_with_the_same_outputs(tmp_path, row, dtype, bound):
     adapter, inputs, expected = make_adapter(tmp_path, row, dtype=dtype)
     report = merge_adapter(adapter, tmp_path / "out")
     assert report.difference <= bound * report.scale
@@ -65,122 +63,73 @@ def test_merges_into_a_model_with_the_same_outputs(tmp_path, row, dtype, bound):
     assert report.needs_package == row.name.startswith("nora")
 
 
-def test_a_merged_sine_adapter_needs_none_of_our_code(tmp_path):
-    rows = [row for row in MERGING if row.name.startswith("sine")]
-    for row in rows:
-        adapter, inputs, _ = make_adapter(tmp_path / row.name, row)
-        merge_adapter(adapter, tmp_path / row.name / "out")
-        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / row.name / "out").eval()
-        with torch.no_grad():
-            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / row.name / "expected.safetensors")
-    script = f"""
-import sys
-from functools import partial
-sys.modules["nonlinear_lowrank"] = None
-import torch, transformers
-from pathlib import Path
-from safetensors.torch import load_file
-torch.set_num_threads(1)
-for name, auto in {[(row.name, FAMILIES[row.family].auto.__name__) for row in rows]}:
-    folder = Path({str(tmp_path)!r}) / name
-    expected = load_file(folder / "expected.safetensors")
-    model = getattr(transformers, auto).from_pretrained(folder / "out").eval()
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"]), name
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-
-
-LOAD_RATIONAL = """
+LOAD = """
 import json, sys
 import torch, transformers
 from pathlib import Path
 from safetensors.torch import load_file
 torch.set_num_threads(1)
 
-def load(name, auto):
-    return getattr(transformers, auto).from_pretrained(Path(sys.argv[1]) / name / "out").eval()
-
-autos, found = json.loads(sys.argv[2]), {}
-for name, auto in autos.items():
-    try:
-        load(name, auto)
-        found[name] = ["no error"]
-    except ValueError as error:
-        found[name] = [str(error)]
-import nonlinear_lowrank
-for name, auto in autos.items():
+def load(name):
     expected = load_file(Path(sys.argv[1]) / name / "expected.safetensors")
-    model = load(name, auto)
+    model = getattr(transformers, autos[name]).from_pretrained(Path(sys.argv[1]) / name / "out").eval()
     with torch.no_grad():
         equal = torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
     ours = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("nonlinear")}
-    found[name] += [equal, sorted(ours)]
+    return [equal, sorted(ours)]
+
+def attempt(name):
+    try:
+        return load(name)
+    except ValueError as error:
+        return str(error)
+
+autos = json.loads(sys.argv[2])
+without = {name: attempt(name) for name in autos}
+import nonlinear_lowrank
+found = {name: load(name) for name in autos}
 imported = [each for each in ("peft", "nonlinear_lowrank.adapters") if each in sys.modules]
-print("FOUND" + json.dumps([found, imported]))
+print("FOUND" + json.dumps([without, found, imported]))
 """
 
 
-def test_a_merged_nora_adapter_needs_the_rational_layer_and_no_more(tmp_path, capsys):
-    rows = {row.name: row for row in MERGING if row.name in ("nora-llama", "nora-bert-classifier", "nora++-gpt2")}
-    assert len(rows) == 3
-    for name, row in rows.items():
-        adapter, inputs, _ = make_adapter(tmp_path / name, row)
-        code, out, _ = nlr_merge(capsys, adapter, tmp_path / name / "out")
-        assert code == 0
-        assert "NLR_NORA adapter merged" in out
-        assert "loading it needs `import nonlinear_lowrank`" in out
-        tensors = load_file(tmp_path / name / "out" / "model.safetensors")
+def test_a_merged_adapter_needs_the_rational_layer_or_none_of_our_code(tmp_path):
+    rows = [row for row in MERGING if row.name.startswith("sine")]
+    rows += [row for row in MERGING if row.name in ("nora-llama", "nora-bert-classifier", "nora++-gpt2")]
+    for row in rows:
+        adapter, inputs, _ = make_adapter(tmp_path / row.name, row)
+        out = tmp_path / row.name / "out"
+        report = merge_adapter(adapter, out)
+        assert ("loading it needs `import nonlinear_lowrank`" in str(report)) == row.name.startswith("nora")
+        tensors = load_file(out / "model.safetensors")
         assert not any("nlr_" in key for key in tensors)
-        assert {value.dtype for key, value in tensors.items() if "rational_" in key} == {torch.float32}
-        merged = FAMILIES[row.family].auto.from_pretrained(tmp_path / name / "out").eval()
+        assert {value.dtype for key, value in tensors.items() if "rational_" in key} <= {torch.float32}
+        merged = FAMILIES[row.family].auto.from_pretrained(out).eval()
         with torch.no_grad():
-            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / name / "expected.safetensors")
-    autos = {name: FAMILIES[row.family].auto.__name__ for name, row in rows.items()}
+            save_file({**inputs, "logits": merged(**inputs).logits}, tmp_path / row.name / "expected.safetensors")
+    autos = {row.name: FAMILIES[row.family].auto.__name__ for row in rows}
 
-    run = subprocess.run(
-        [sys.executable, "-c", LOAD_RATIONAL, str(tmp_path), json.dumps(autos)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found, imported = json.loads(run.stdout.rpartition("FOUND")[2])
+    done = run_python(LOAD, tmp_path, json.dumps(autos))
+    assert done.returncode == 0, done.stderr
+    without, found, imported = json.loads(done.stdout.rpartition("FOUND")[2])
     assert imported == []
-    for name, (without, equal, ours) in found.items():
-        assert "has model type `nonlinear_lowrank_" in without
+    for name in autos:
+        if name.startswith("sine"):
+            assert without[name] == found[name] == [True, []]
+            continue
+        assert "has model type `nonlinear_lowrank_" in without[name]
+        equal, ours = found[name]
         assert equal, name
         assert "RationalActivation" in ours
         assert not any(each.startswith(("Nora", "Sine")) for each in ours)
 
 
-def test_the_weights_keep_the_bases_type_or_take_another(tmp_path):
-    row = next(row for row in MERGING if row.name == "sine-llama")
-    adapter, _, _ = make_adapter(tmp_path, row, dtype=torch.bfloat16)
-    merge_adapter(adapter, tmp_path / "out")
-    merge_adapter(adapter, tmp_path / "wide", dtype="float32")
-    low, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wide"))
-    assert {value.dtype for value in low.values()} == {torch.bfloat16}
-    assert {value.dtype for value in wide.values()} == {torch.float32}
-    for name, value in low.items():  # formed in float32, rounded once
-        assert torch.equal(wide[name].to(torch.bfloat16), value), name
-
-
 @pytest.mark.parametrize("kind", [LORA, SINE_LORA])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, stored, dtype):
-    row = next(row for row in MERGING if row.name == "sine-llama")
+def test_merging_rounds_to_a_narrower_type_once(tmp_path, kind, stored, dtype):
     config = kind(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    adapter, _, _ = make_adapter(tmp_path, row, config=config, dtype=stored)
+    adapter, _, _ = make_adapter(tmp_path, SINE, config=config, dtype=stored)
     name = "auto" if dtype == stored else str(dtype).removeprefix("torch.")
     report = merge_adapter(adapter, tmp_path / "low", dtype=name)
     merge_adapter(adapter, tmp_path / "wide", dtype="float32")
@@ -191,21 +140,26 @@ def test_a_narrower_type_is_rounded_to_once(tmp_path, kind, stored, dtype):
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize(
-    ("kind", "targets"),
+    ("kind", "targets", "whole"),
     [
-        (SINE_LORA, ["q_proj", "lm_head"]),
-        *((LORA, targets) for targets in (["q_proj", "lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"])),
+        (SINE_LORA, ["q_proj", "lm_head"], None),
+        *((LORA, targets, None) for targets in (["q_proj", "lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"])),
+        *((LORA, [name], [whole]) for name, whole in (("q_proj", "lm_head"), ("embed_tokens", "lm_head"))),
+        (LORA, ["lm_head"], ["embed_tokens"]),
     ],
 )
-def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
+def test_merging_gives_a_tied_head_a_weight_of_its_own(tmp_path, kind, targets, whole):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
     base.save_pretrained(tmp_path / "base")
-    model = get_peft_model(base, kind(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    model = get_peft_model(base, kind(r=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")).eval()
     inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     with torch.no_grad():
-        expected = model.eval()(**inputs).logits
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+        expected = model(**inputs).logits
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
     assert report.difference <= 1e-9 * report.scale
     assert "the output head has a weight of its own now" in str(report)
@@ -215,33 +169,8 @@ def test_a_tied_head_gets_a_weight_of_its_own(tmp_path, kind, targets):
         assert_close_by_norm(merged(**inputs).logits, expected)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.parametrize(
-    ("targets", "saved"), [("q_proj", "lm_head"), ("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")]
-)
-def test_a_tied_module_that_the_adapter_holds_whole_is_kept(tmp_path, targets, saved):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
-    base.save_pretrained(tmp_path / "base")
-    config = LORA(r=4, target_modules=[targets], modules_to_save=[saved], task_type="CAUSAL_LM")
-    model = get_peft_model(base, config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.add_(torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
-    with torch.no_grad():
-        expected = model(**inputs).logits
-    merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        assert_close_by_norm(merged(**inputs).logits, expected)
-
-
-def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
-    row = next(row for row in MERGING if row.name == "sine-llama")
-    adapter, _, _ = make_adapter(tmp_path, row)
+def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
+    adapter, _, _ = make_adapter(tmp_path, SINE)
     load = LlamaForCausalLM.from_pretrained.__func__
 
     def tied(cls, *args, **options):
@@ -257,9 +186,8 @@ def test_other_shared_weights_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("bfloat16", 1.15)])
-def test_a_written_model_with_other_outputs_is_refused(tmp_path, monkeypatch, dtype, factor):
-    row = next(row for row in MERGING if row.name == "sine-llama")
-    adapter, _, _ = make_adapter(tmp_path, row)
+def test_merging_refuses_a_written_model_with_other_outputs(tmp_path, monkeypatch, dtype, factor):
+    adapter, _, _ = make_adapter(tmp_path, SINE)
     load = merging.load_model
 
     def damaged(*args, **options):
@@ -275,9 +203,8 @@ def test_a_written_model_with_other_outputs_is_refused(tmp_path, monkeypatch, dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_merge_is_refused_before_anything_is_written(tmp_path, monkeypatch, dtype):
-    row = next(row for row in MERGING if row.name == "sine-llama")
-    adapter, _, _ = make_adapter(tmp_path, row)
+def test_merging_refuses_a_wrong_merge_before_it_writes(tmp_path, monkeypatch, dtype):
+    adapter, _, _ = make_adapter(tmp_path, SINE)
     tuner = PEFT_TYPE_TO_TUNER_MAPPING["NLR_SINE_LORA"]
     right = tuner.merge_and_unload
 
@@ -293,7 +220,7 @@ def test_a_wrong_merge_is_refused_before_anything_is_written(tmp_path, monkeypat
         merge_adapter(adapter, tmp_path / "out", dtype=dtype)
 
 
-def test_what_transformers_keeps_in_float32_stays(tmp_path):
+def test_merging_keeps_what_transformers_has_in_float32(tmp_path):
     config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     T5ForConditionalGeneration(config).half().save_pretrained(tmp_path / "base")
     base = T5ForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -307,7 +234,7 @@ def test_what_transformers_keeps_in_float32_stays(tmp_path):
         torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=1e-7, msg=name)
 
 
-def test_pixels_are_measured_in_a_narrower_type(tmp_path):
+def test_merging_measures_pixels_in_a_narrower_type(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(tmp_path / "base")
     base = ViTForImageClassification.from_pretrained(tmp_path / "base")
@@ -326,25 +253,17 @@ def test_pefts_own_adapters_merge_too(tmp_path):
         assert_close_by_norm(merged(**inputs).logits, expected)
 
 
-def nlr_merge(capsys, *arguments):
-    capsys.readouterr()
-    code = cli.main(["merge", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_the_command_prints_what_it_wrote(tmp_path, capsys):
-    row = next(row for row in MERGING if row.name == "sine-llama")
-    adapter, _, _ = make_adapter(tmp_path, row)
-    code, out, _ = nlr_merge(capsys, adapter, tmp_path / "out")
+    adapter, _, _ = make_adapter(tmp_path, SINE)
+    code, out, _ = run(capsys, "merge", adapter, tmp_path / "out")
     assert code == 0
     assert "NLR_SINE_LORA adapter merged" in out
     assert "max |difference|" in out
     assert "a plain model" in out
-    code, out, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    code, out, err = run(capsys, "merge", adapter, tmp_path / "out")
     assert code == 2
     assert "is not an empty folder" in err
-    code, out, err = nlr_merge(capsys, tmp_path / "out", tmp_path / "again")
+    code, out, err = run(capsys, "merge", tmp_path / "out", tmp_path / "again")
     assert (code, err.count("\n")) == (2, 1)
     assert "adapter_config.json" in err
 
@@ -353,11 +272,14 @@ def _noble(root):
     return make_adapter(root, ROWS[0])[0]
 
 
-def _broken(root, change):
-    adapter = make_adapter(root, next(row for row in MERGING if row.name == "sine-llama"))[0]
+def _broken(root, change=lambda tensors: None, **config):
+    """An adapter with other tensors, or another config."""
+    adapter = make_adapter(root, SINE)[0]
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, adapter / "adapter_model.safetensors")
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**written, **config}))
     return adapter
 
 
@@ -370,25 +292,19 @@ def _half(root):
 
 
 def _no_base(root):
-    adapter = _broken(root, lambda tensors: None)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
-    return adapter
+    return _broken(root, base_model_name_or_path=None)
 
 
 def _cut(root):
-    adapter = _broken(root, lambda tensors: None)
+    adapter = _broken(root)
     whole = (adapter / "adapter_model.safetensors").read_bytes()
     (adapter / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
     return adapter
 
 
 def _other_base(root):
-    adapter = _broken(root, lambda tensors: None)
     FAMILIES["gpt2"].make().save_pretrained(root / "gpt2")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(root / "gpt2")}))
-    return adapter
+    return _broken(root, base_model_name_or_path=str(root / "gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -403,16 +319,16 @@ def _other_base(root):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_cannot_be_merged_is_one_line_and_nothing_is_written(tmp_path, capsys, make, word):
+def test_merging_refuses_in_one_line_and_writes_nothing(tmp_path, capsys, make, word):
     adapter = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    code, _, err = nlr_merge(capsys, adapter, tmp_path / "out")
+    code, _, err = run(capsys, "merge", adapter, tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1), err
     assert word in err
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bad_arguments(tmp_path):
+def test_merging_refuses_bad_arguments(tmp_path):
     adapter = _noble(tmp_path)
     with pytest.raises(UserError, match="unknown dtype"):
         merge_adapter(_nan(tmp_path / "nan"), tmp_path / "out", dtype="float7")
@@ -425,7 +341,5 @@ def test_bad_arguments(tmp_path):
         merge_adapter(_nan(tmp_path / "nan2"), tmp_path / "file")
     with pytest.raises(UserError, match="inside the adapter"):
         merge_adapter(_nan(tmp_path / "nan3"), tmp_path / "nan3" / "adapter" / "out")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "NLR_NOTHING"}))
     with pytest.raises(UserError, match="peft knows no peft_type 'NLR_NOTHING'"):
-        merge_adapter(adapter, tmp_path / "out")
+        merge_adapter(_broken(tmp_path / "unknown", peft_type="NLR_NOTHING"), tmp_path / "out")

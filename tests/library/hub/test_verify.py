@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nlr_lab.cli import main as cli
-from nlr_lab.runtime.storage import newest_valid, prune, read_manifest, step_folders
+from nlr_lab.runtime.storage import read_manifest
 from nlr_lab.training import run_training
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.storage import CARD, MANIFEST, hash_file, staged_folder
+from nonlinear_lowrank.hub.storage import CARD, MANIFEST, hash_file
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
 
@@ -44,7 +45,7 @@ def remanifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": entries}))
 
 
-def test_a_whole_run_has_no_fault(trained, capsys):
+def test_verify_finds_no_fault_in_a_whole_run(trained, capsys):
     found = verify(trained)
     assert found.faults == []
     files = list(trained.rglob("*.safetensors"))
@@ -57,7 +58,7 @@ def test_a_whole_run_has_no_fault(trained, capsys):
         assert verify(trained / part).faults == []
 
 
-def test_any_flipped_bit_is_found(run):
+def test_verify_finds_any_flipped_bit(run):
     """Wherever it is, and whatever the file but the card, which people edit; where the manifest itself is spoilt,
     the fault may name the file that it now describes wrongly."""
     folders = (run / "model", run / "checkpoints")
@@ -106,9 +107,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(run, capsys, name):
-    import re
-
+def test_verify_names_the_damage(run, capsys, name):
     spoil, words = DAMAGE[name]
     spoil(run)
     assert re.search(words, faults(run)), faults(run)
@@ -119,7 +118,7 @@ def test_damage_is_named(run, capsys, name):
     assert "not whole" in err
 
 
-def test_shards_are_held_against_their_index(tmp_path):
+def test_verify_holds_shards_against_their_index(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "c": "../two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -130,10 +129,8 @@ def test_shards_are_held_against_their_index(tmp_path):
     assert "no weight_map" in faults(tmp_path)
 
 
-def test_large_and_narrow_tensors_are_looked_at_in_pieces(tmp_path, monkeypatch):
-    from nonlinear_lowrank.hub import verify as module
-
-    monkeypatch.setattr(module, "_AT_ONCE", 64)
+def test_verify_looks_at_large_and_narrow_tensors_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("nonlinear_lowrank.hub.verify._AT_ONCE", 64)
     values = torch.zeros(37, 5)
     values[36, 4], values[0, 0] = float("nan"), float("inf")
     eighth = torch.ones(3).to(torch.float8_e4m3fn)
@@ -147,7 +144,7 @@ def test_large_and_narrow_tensors_are_looked_at_in_pieces(tmp_path, monkeypatch)
     ]
 
 
-def test_pickles_are_named_and_never_opened(tmp_path):
+def test_verify_names_pickles_and_never_opens_them(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     found = verify(tmp_path)
@@ -156,7 +153,7 @@ def test_pickles_are_named_and_never_opened(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "words"), [(None, "no such file"), ("", "holds no checkpoint"), ("a.bin", "neither")])
-def test_nothing_to_verify(tmp_path, capsys, make, words):
+def test_verify_refuses_a_path_with_nothing_to_check(tmp_path, capsys, make, words):
     path = tmp_path / "x"
     if make is not None:
         path.mkdir()
@@ -166,10 +163,7 @@ def test_nothing_to_verify(tmp_path, capsys, make, words):
     assert words in capsys.readouterr().err
 
 
-# --- loading --------------------------------------------------------------------------------------------------
-
-
-def test_weights_that_are_not_those_of_the_manifest_are_not_loaded(run):
+def test_load_model_refuses_weights_that_differ_from_the_manifest(run):
     path = run / "model" / "model.safetensors"
     assert load_model(run / "model") is not None
     spoilt = bytearray(path.read_bytes())
@@ -191,42 +185,8 @@ def test_weights_that_are_not_those_of_the_manifest_are_not_loaded(run):
         ({"vocab_size": 10**9}, r"describes [\d,]{14,} parameters"),
     ],
 )
-def test_a_config_that_describes_far_more_than_the_files_hold(run, changes, words):
+def test_load_model_refuses_a_config_far_larger_than_the_files(run, changes, words):
     path = run / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=words):
         load_model(run / "model")
-
-
-# --- keeping --------------------------------------------------------------------------------------------------
-
-
-def steps(folder: Path, *numbers: int) -> None:
-    for step in numbers:
-        with staged_folder(folder / f"step-{step:06d}", {}) as staged:
-            (staged / "x").write_text(f"content {step}")
-
-
-def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
-    steps(tmp_path, 2, 4, 6, 8)
-    (tmp_path / "step-000006" / "x").write_text("cut")
-    prune(tmp_path, newest=8, keep=2)
-    assert list(step_folders(tmp_path)) == [4, 8]
-
-
-def test_nothing_is_deleted_before_the_newest_reads_back(tmp_path):
-    steps(tmp_path, 2, 4, 6)
-    (tmp_path / "step-000006" / "x").write_text("contenT 6")  # of the same size
-    with pytest.raises(UserError, match=r"step-000006.*damaged"):
-        prune(tmp_path, newest=6, keep=1)
-    assert list(step_folders(tmp_path)) == [2, 4, 6]
-    assert newest_valid(tmp_path)[0].name == "step-000004"
-
-
-def test_a_manifest_cannot_name_a_file_outside(tmp_path):
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "folder").mkdir()
-    entry = {"bytes": 1, "sha256": hash_file(tmp_path / "secret")}
-    (tmp_path / "folder" / MANIFEST).write_text(json.dumps({"files": {"../secret": entry}}))
-    with pytest.raises(UserError, match="outside its folder"):
-        read_manifest(tmp_path / "folder")
