@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | OSError):
             return _fail(one_line(error, most=2000), 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
-            return _fail(f"{error.name} is needed here: pip install 'nonlinear-lowrank[lab]'", 2)
+            return _fail(f"{error.name.partition('.')[0]} is needed here: pip install 'nonlinear-lowrank[lab]'", 2)
         return _fail(f"{type(error).__name__}: {one_line(error)} (traceback in {_write_log(arguments)})", 1)
     return 0
 

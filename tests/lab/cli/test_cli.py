@@ -104,15 +104,18 @@ def fail(monkeypatch, error):
         (UserError("rank must be\n  at least 1"), "nlr: rank must be at least 1\n"),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), "nlr: No such file or directory: a.txt\n"),
         (OSError("the hub\ncannot be reached"), "nlr: the hub cannot be reached\n"),
-        (
-            ModuleNotFoundError("No module named 'tyro'", name="tyro"),
-            "nlr: tyro is needed here: pip install 'nonlinear-lowrank[lab]'\n",
-        ),
     ],
 )
 def test_what_the_user_can_fix_is_one_line(capsys, monkeypatch, error, message):
     fail(monkeypatch, error)
     assert run(capsys, "train") == (2, "", message)
+
+
+def test_a_missing_extra_is_named():
+    script = "import sys; sys.modules[sys.argv[1]] = None; from nlr_lab.cli.main import main; sys.exit(main({}))"
+    done = run_python(script.format("['verify', '.']"), "tyro")
+    assert (done.returncode, done.stderr) == (2, "nlr: tyro is needed here: pip install 'nonlinear-lowrank[lab]'\n")
+    assert run_python(script.format("['--help']"), "tyro").returncode == 0
 
 
 def test_a_bug_names_a_file_with_the_traceback(capsys, monkeypatch):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 
 import peft
 import pytest
@@ -275,6 +276,12 @@ def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, messa
     data = str(folder / "data")
     err = refused(capsys, "evaluate", folder / "base", *arguments.replace("DATA", data).split())
     assert message.replace("DATA", data) in err
+
+
+def test_tasks_without_lm_eval_name_the_extra(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    err = refused(capsys, "evaluate", folder / "base", "--tasks", "piqa_local", "--data", folder / "data")
+    assert "pip install 'nonlinear-lowrank[eval]'" in err
 
 
 def test_other_commands_take_or_refuse_an_adapter(folder, capsys, tmp_path):
