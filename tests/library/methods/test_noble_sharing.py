@@ -258,7 +258,7 @@ def test_what_cannot_share_is_refused_and_nothing_changes(make, choice, words):
 
 
 def test_other_wrong_inputs():
-    with pytest.raises(UserError, match="share_down must be 'none' or 'qkv', got 'q'"):
+    with pytest.raises(UserError, match="unknown share_down 'q'; choose one of none, qkv"):
         NobleConfig(share_down="q")
     with pytest.raises(UserError, match="start the processes with torchrun"):
         shared(Attention()).q_proj._replicate_for_data_parallel()

@@ -7,12 +7,13 @@ transposed, sliced and expanded tensors.
 import importlib
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank.methods.noble.reference import ACTIVATIONS
+from nonlinear_lowrank.methods.noble.config import Activation
 from nonlinear_lowrank.methods.rational.op import FORMS, denominator_size
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -75,7 +76,7 @@ class Draw:
 def noble(draw):
     """Return x, h, weights, biases, the branches' tensors and their activation."""
     batch, d_in, rank, dtype = draw.batch(), draw.size(), draw.size(), draw.any(*FLOATS)
-    n, activation = draw.any(1, 1, 2, 3), draw.any("cosine", "cosine", *ACTIVATIONS)
+    n, activation = draw.any(1, 1, 2, 3), draw.any("cosine", "cosine", *get_args(Activation))
     depth, cosine_dtype = draw.any(1, 2, 3), draw.any(dtype, torch.float32, torch.float64)
     downs = draw.any(n, 1, 0)  # each its own, one that all share, h instead
     d_outs = [draw.size() for _ in range(n)]

@@ -14,6 +14,7 @@ and the gradient of h2 are rounded to it, as the plain formula rounds them, whil
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -174,50 +175,45 @@ def inner_kernel(h, dh2, mix, f1, p1, c1, dh, sums, T, R: tl.constexpr, BT: tl.c
     _put_sums(sums, 0, dargument * h_wide, dargument, tl.program_id(0), columns, R)
 
 
-_VECTORS = dict.fromkeys(("f1", "p1", "f2", "p2"), "*fp32")
+_TYPES = {"T": "i32", **dict.fromkeys(("f1", "p1", "f2", "p2", "dmix", "sums"), "*fp32")}
 
 
-def _numbers(rank: int, dtype: torch.dtype) -> dict[str, object]:
-    return {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype)}
+def _variant(
+    name: str, kernel: Any, rank: int, dtype: torch.dtype, shape: dict[str, int], warps: int, stages: int, products: int
+) -> Variant:
+    """Return a kernel as it is launched; what `_TYPES` does not name is of h's type."""
+    constants = {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype)} | shape
+    signature = {each: _TYPES.get(each, pointer(dtype)) for each in kernel.arg_names if each not in constants}
+    return Variant(name, kernel, signature, constants, warps, stages, products)
 
 
-def _tiled(name: str, kernel: object, arguments: dict[str, str], rank: int, dtype: torch.dtype) -> Variant:
+def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype) -> Variant:
     block = min(power_of_2(rank, 16), 128)
     shape = {"BT": 64, "BN": block, "BK": min(block, 64 if dtype != torch.float32 else 32)}
-    return Variant(name, kernel, arguments | {"T": "i32"}, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 2, 1)
+    return _variant(name, kernel, rank, dtype, shape, 4 if block < 128 else 8, 2, 1)
 
 
 def forward_variant(rank: int, dtype: torch.dtype) -> Variant:
-    """`forward_kernel` as it is launched."""
-    own = pointer(dtype)
-    return _tiled("cosnet forward", forward_kernel, {"h": own, "mix": own, **_VECTORS, "c2": own}, rank, dtype)
+    """Return `forward_kernel` as it is launched."""
+    return _tiled("cosnet forward", forward_kernel, rank, dtype)
 
 
 def down_variant(d_in: int, rank: int, dtype: torch.dtype) -> Variant:
-    """`down_kernel` as it is launched."""
-    own = pointer(dtype)
-    arguments = {"x": own, "down": own, "mix": own, **_VECTORS, "h": own, "c2": own, "T": "i32"}
+    """Return `down_kernel` as it is launched."""
     block = power_of_2(rank, 16)
     shape = {"D": d_in, "BT": FUSED_DOWN_TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
-    return Variant(
-        "cosnet with down", down_kernel, arguments, _numbers(rank, dtype) | shape, 4 if block < 128 else 8, 3, 2
-    )
+    return _variant("cosnet with down", down_kernel, rank, dtype, shape, 4 if block < 128 else 8, 3, 2)
 
 
 def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
-    """The one kernel of backward, or both."""
-    own = pointer(dtype)
+    """Return the one kernel of backward, or both."""
     if rank <= ONE_KERNEL_RANK and dtype != torch.float32:
-        arguments = {"h": own, "du": own, "mix": own, **_VECTORS, "c2": own, "dh": own, "dmix": "*fp32"}
         # Above 64 M's gradient leaves registers for 16 rows only; 32 spill.
-        constants = _numbers(rank, dtype) | {"BT": 64 if rank <= 64 else 16, "BN": power_of_2(rank, 16)}
-        arguments |= {"sums": "*fp32", "T": "i32"}
-        return [Variant("cosnet backward", backward_kernel, arguments, constants, 8 if rank > 32 else 4, 1, 3)]
-    outer = {"h": own, "du": own, "mix": own, **_VECTORS, "c2": own, "dh2": own, "sums": "*fp32"}
-    inner = {"h": own, "dh2": own, "mix": own, "f1": "*fp32", "p1": "*fp32", "c1": own, "dh": own, "sums": "*fp32"}
+        shape = {"BT": 64 if rank <= 64 else 16, "BN": power_of_2(rank, 16)}
+        return [_variant("cosnet backward", backward_kernel, rank, dtype, shape, 8 if rank > 32 else 4, 1, 3)]
     return [
-        _tiled("cosnet backward, outer", outer_kernel, outer, rank, dtype),
-        _tiled("cosnet backward, inner", inner_kernel, inner, rank, dtype),
+        _tiled("cosnet backward, outer", outer_kernel, rank, dtype),
+        _tiled("cosnet backward, inner", inner_kernel, rank, dtype),
     ]
 
 

@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("cosine", "tanh", "leaky_relu", "gelu", "silu")
-"""Names of a bottleneck's nonlinearity."""
-
 LEAKY_SLOPE = 0.01
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -43,7 +40,7 @@ class Branch(NamedTuple):
     phases: Sequence[Tensor] = ()
     """Like `frequencies`."""
     activation: str = "cosine"
-    """One of `ACTIVATIONS`."""
+    """One of `config.Activation`."""
 
     def flat(self) -> list[Tensor | None]:
         """Return the tensors in one list, for autograd and custom ops, which take no tuples of lists."""
@@ -69,7 +66,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return one of `ACTIVATIONS` as a function of its argument."""
+    """Return a nonlinearity of `config.Activation` as a function of its argument."""
     return torch.cos if name == "cosine" else _PLAIN[name]
 
 
