@@ -21,7 +21,7 @@ class SineDeltaLayer(WeightLayer):
 
     @property
     def stride(self) -> tuple[int, int] | None:
-        """Of a convolution."""
+        """That of a convolution, else None."""
         return None
 
     def factors(self, name: str) -> SineFactors:

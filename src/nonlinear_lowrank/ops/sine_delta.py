@@ -26,7 +26,7 @@ class SineFactors(NamedTuple):
 
     @property
     def amplitude(self) -> float:
-        """Of the sine."""
+        """That of the sine."""
         return self.scale / self.gain
 
 

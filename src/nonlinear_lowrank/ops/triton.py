@@ -1,4 +1,4 @@
-"""What the kernels share: sine and cosine, sums, and the description of a kernel in one block shape."""
+"""Sine and cosine for kernels, and the description of a kernel in one block shape."""
 
 from typing import Any, NamedTuple
 
@@ -31,22 +31,22 @@ class Variant(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is compiled."""
+        """The compiler's options."""
         cap = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages} | cap
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Runs it; arguments are those of the signature."""
+        """Run it; arguments are those of the signature."""
         self.kernel[grid](*arguments, **self.constants, **self.options)
 
 
 def pointer(dtype: torch.dtype) -> str:
-    """Triton's name of a pointer to numbers of a type."""
+    """Return triton's name of a pointer to numbers of a type."""
     return f"*{TYPE_NAMES[dtype]}"
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How a product of float32 tiles is formed: as PyTorch's own products are, on the tensor cores in both cases.
+    """Return how a product of float32 tiles is formed: as PyTorch's own products are, on the tensor cores in both cases.
 
     "tf32" where the process allows it; else "tf32x3", three products of the 11-bit parts of each number, which
     together keep 22 of float32's 24 bits. 16-bit tiles are multiplied as they are. All sums are float32.
@@ -58,12 +58,12 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def power_of_2(n: int, least: int) -> int:
-    """The smallest power of 2 that is at least n and at least `least`."""
+    """Return the smallest power of 2 that is at least n and at least `least`."""
     return max(least, triton.next_power_of_2(n))
 
 
 def plain_rows(tensor: Tensor, columns: int) -> Tensor:
-    """As rows of `columns` numbers side by side; a copy only where a view does not do."""
+    """Return rows of `columns` numbers side by side; a copy only where a view does not do."""
     rows = tensor.reshape(-1, columns)
     return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
 

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF005 - triton's compiler adds tuples and does not unpack them
 """Grouped rational activations on NVIDIA GPUs: y = R(x), or y = R(gate) * up in one pass (nora.txt, (6)-(8)).
 
-Shapes and the two denominators are those of `ops/rational.py`: x (T, C) rows with channels side by side (rows may lie
+Shapes and the two denominators are those of `op`: x (T, C) rows with channels side by side (rows may lie
 apart, as the halves of a fused projection do), coefficients (G, terms).
 
 One pass forward reads x and writes y; one pass backward reads x and dy and writes dx: the bytes of a GELU, and with
@@ -281,7 +281,7 @@ def _settings(limits: tuple[float, ...] | None) -> tuple[float, ...]:
 
 
 def forward(x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limits: tuple[float, ...] | None) -> Tensor:
-    """R(x) (T, C), times `up` where given.
+    """Return R(x) (T, C), times `up` where given.
 
     Args:
         x: (T, C), channels side by side.
@@ -312,7 +312,7 @@ def backward(
     *,
     coefficients: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, up, a and b (float32), of b's sizes with "sum_of_abs"; arguments as in `forward`."""
+    """Return gradients of x, up, a and b (float32), of b's sizes with "sum_of_abs"; arguments as in `forward`."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dup = None if up is None else torch.empty_like(dx)
     groups, terms = a.shape[0], (a.shape[1], b.shape[1])

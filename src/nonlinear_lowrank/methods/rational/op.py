@@ -206,7 +206,7 @@ class _Rational(torch.autograd.Function):
 
 
 def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
-    """The function, times up where given."""
+    """Return the function's values, times up where given."""
     if ratio.formula is None:
         if opaque(x):
             return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
@@ -218,7 +218,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
 
 
 def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of x, up, numerator and denominator; None where not wanted."""
+    """Return gradients of x, up, numerator and denominator; None where not wanted."""
     if ratio.formula is None:
         if opaque(x):
             found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
@@ -252,7 +252,7 @@ class _Rows(NamedTuple):
 
 
 def _forward(rows: _Rows, ratio: Ratio) -> list[Tensor | None]:
-    """[y] of one piece, in rows."""
+    """Return [y] of one piece, in rows."""
     limits = ratio.limits
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
     p, _, q = _polynomials(inside, rows.numerator, rows.denominator, ratio.form)
@@ -271,7 +271,7 @@ def _forward(rows: _Rows, ratio: Ratio) -> list[Tensor | None]:
 
 
 def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """[dx in rows, dnumerator (G, m + 1), ddenominator] of one piece; None where not wanted."""
+    """Return [dx in rows, dnumerator (G, m + 1), ddenominator] of one piece; None where not wanted."""
     limits, form = ratio.limits, ratio.form
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
     variable = inside if form == "abs_of_sum" else inside.abs()
@@ -299,7 +299,7 @@ def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> 
 
 
 def _polynomials(x: Tensor, a: list[Tensor], b: list[Tensor], form: str) -> tuple[Tensor, Tensor, Tensor]:
-    """P, what stands inside Q's absolute value (for "sum_of_abs": Q - 1), and Q, by Horner's rule."""
+    """Return P, what stands inside Q's absolute value (for "sum_of_abs": Q - 1), and Q, by Horner's rule."""
     p = _horner(a, x)
     if form == "abs_of_sum":
         s = _horner(b, x)
@@ -310,7 +310,7 @@ def _polynomials(x: Tensor, a: list[Tensor], b: list[Tensor], form: str) -> tupl
 
 
 def _slopes(dy: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
-    """dL/dP, and dL/d(the polynomial inside Q's absolute value)."""
+    """Return dL/dP, and dL/d(the polynomial inside Q's absolute value)."""
     p, s, q = _polynomials(x, a, b, form)
     inverse = 1 / q
     dp = dy * inverse
@@ -327,21 +327,21 @@ def _horner(coefficients: list[Tensor], x: Tensor) -> Tensor:
 
 
 def _slope(coefficients: list[Tensor], x: Tensor) -> Tensor:
-    """Derivative of c0 + c1 x + ... at x."""
+    """Return the derivative of c0 + c1 x + ... at x."""
     if len(coefficients) == 1:
         return torch.zeros_like(x)
     return _horner([power * coefficient for power, coefficient in enumerate(coefficients)][1:], x)
 
 
 def _denominator_term(weight: Tensor, b: list[Tensor], variable: Tensor, x: Tensor, form: str) -> Tensor:
-    """What Q adds to dx; `weight` is dL/d(the polynomial inside)."""
+    """Return what Q adds to dx; `weight` is dL/d(the polynomial inside)."""
     if form == "abs_of_sum":
         return weight * _slope(b, variable)
     return weight * _slope([torch.zeros_like(b[0]), *b], variable) * torch.sign(x)
 
 
 def _moments(weight: Tensor, x: Tensor, count: int, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """(G, count): sums of weight * x^k over each group."""
+    """Return (G, count): sums of weight * x^k over each group."""
     sums = [total(weight)]
     for _ in range(count - 1):
         weight = weight * x
@@ -388,7 +388,7 @@ def _in_pieces(
 def _eager(
     run: Callable[..., list[Tensor | None]], x: Tensor, x_TC: Tensor, dy_TC: Tensor | None, skip: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """`run` piece by piece: the result of x's shape written in place, the coefficients' sums added up."""
+    """Do `run` piece by piece: write the result of x's shape in place, add up the coefficients' sums."""
     tokens, channels = x_TC.shape
     step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE_OTHER) // channels)
     out = None if skip else torch.empty_like(x_TC)

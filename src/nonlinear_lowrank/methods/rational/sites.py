@@ -63,7 +63,7 @@ class Site:
     module: nn.Module
     """The plain activation, or a `RationalActivation`."""
     formula: str
-    """Of `formulas.FORMULAS`; for a rational activation, what it stands for."""
+    """One of `formulas.FORMULAS`; for a rational activation, what it stands for."""
     width: int | None
     """Channels of its input; None where nothing tells."""
     channel_dim: int
@@ -163,7 +163,7 @@ def _plain(module: Any) -> Any:
 
 
 def _drop_aliases(found: Survey) -> None:
-    """Of two names that one parent has for one module, make the one that is not called unfit."""
+    """Make names unfit that a parent has beside another for one module, and does not call it by."""
     for name, site in list(found.sites.items()):
         own = name.rpartition(".")[0]
         called = (

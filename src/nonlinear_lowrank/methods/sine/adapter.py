@@ -83,7 +83,7 @@ class SineLoraConfig(AdapterConfig):
 
 
 class _SineLayer(WeightLayer):
-    """What linears, convolutions and embeddings have in common."""
+    """Parameters of linears, convolutions and embeddings alike."""
 
     adapter_layer_names = ("nlr_sine_lora_down", "nlr_sine_lora_up", "nlr_sine_lora_magnitude")
     nlr_sine_lora_down: nn.ParameterDict
@@ -181,7 +181,7 @@ class SineConv2d(SineLinear):
 
     @property
     def stride(self) -> tuple[int, int]:
-        """Of the convolution."""
+        """The convolution's."""
         base = self.get_base_layer()
         assert isinstance(base, nn.Conv2d)
         return base.stride[0], base.stride[1]

@@ -1,6 +1,6 @@
 """Sine low-rank weights: a linear whose weight is a function of a low-rank product (sine_lowrank.txt, section 3).
 
-    W = phi(omega * U V) / g        phi is the sine, or another of `ops.lowrank.WEIGHT_ACTIVATIONS`
+    W = phi(omega * U V) / g        phi is the sine, or another of `lowrank.WEIGHT_ACTIVATIONS`
 
 Init and learning-rate table, for a linear m x n (n inputs, m outputs) at rank k. The fans are those of the
 factors themselves: U has k inputs and V has n.

@@ -33,7 +33,7 @@ from nonlinear_lowrank.ops.sine_delta import SineFactors
 class _Phi(NamedTuple):
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
-    """Derivative, out of the phase."""
+    """The derivative at the phase."""
 
 
 def _sigmoid_slope(phase: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _forward(
 def _backward(
     dy: Tensor, x: Tensor, up: Tensor, down: Tensor, activation: str, omega: float, gain: float, wanted: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of x, up, down, bias; None where `wanted` says no."""
+    """Return gradients of x, up, down, bias; None where `wanted` says no."""
     dx = dup = ddown = dbias = None
     with torch.no_grad(), no_autocast(x):
         phase = _product(up, down, omega, dy)
@@ -151,7 +151,7 @@ def _backward(
 
 
 def _formed(phase: Tensor, activation: str, gain: float, dtype: torch.dtype) -> Tensor:
-    """The weight out of its phase, rounded once."""
+    """Return the weight by its phase, rounded once."""
     return _PHI[activation].value(phase).mul_(1 / gain).to(dtype)
 
 
@@ -171,7 +171,7 @@ def _wide_product(left: Tensor, right: Tensor, scale: float, after: Tensor | Non
         return product(scaled, right.to(dtype))
 
 
-# Plain registrations, as in cosnet.py. CompositeExplicitAutograd is any device; autograd is `_LowRankLinear`'s.
+# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is `_LowRankLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _LIBRARY.define(
     "lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, str activation, float omega, float gain) -> Tensor"

@@ -13,7 +13,7 @@ from .lowrank import lowrank_weight
 def sine_layer_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True
 ) -> Tensor:
-    """What `sine_layer` computes for a plain (d_out, d_in) weight."""
+    """Compute what `sine_layer` does, for a plain (d_out, d_in) weight."""
     total = weight if base else None
     for each in factors:
         delta = _delta(weight, each)
@@ -23,7 +23,7 @@ def sine_layer_reference(
 
 
 def sine_embedding_reference(indices: Tensor, weight: Tensor, factors: Sequence[SineFactors]) -> Tensor:
-    """What `sine_embedding` computes, over the whole table."""
+    """Compute what `sine_embedding` does, over the whole table."""
     total = weight
     for each in factors:
         total = total + _delta(weight, each)
@@ -42,5 +42,5 @@ def _delta(weight: Tensor | None, factors: SineFactors) -> Tensor:
 def lowrank_linear_reference(
     x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
 ) -> Tensor:
-    """What `lowrank_linear` computes."""
+    """Compute what `lowrank_linear` does."""
     return F.linear(x, lowrank_weight(up, down, activation, omega, gain).to(x.dtype), bias)
