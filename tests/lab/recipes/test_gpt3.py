@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from model_helpers import FAMILIES, batch
-from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
@@ -15,63 +14,11 @@ from nonlinear_lowrank.hub import load_model
 from training_helpers import FakeText
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "hidden": 256}
-GPT3 = [name for name in RECIPES if name.startswith("gpt3")]
 
 
 def task(**sizes):
     text = TextData(source="stdlib", vocab_size=300, sequence_length=32)
     return OptLanguageModelTask(text=text, backbone=OptBackbone(**{**SIZES, **sizes}))
-
-
-def outside_embeddings(model):
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
-
-
-def test_counts_of_the_document():
-    """shared/facts/parameter_counts.json, nonlinear_query."""
-    recipe = get_recipe("gpt3-small")
-    expected = {
-        "baseline": 84_973_056,
-        "nonlinear-query": 85_000_704,
-        "residual-linear-query": 85_000_704,
-        "identity-query": 84_973_056 - 12 * 768 * 768,
-        "wide-mlp:ratio=4.75": 95_589_888,
-    }
-    for text, count in expected.items():
-        model = Arm.parse(text).apply(recipe.task.build_on_meta())
-        assert outside_embeddings(model) == count, text
-        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert sum(p.numel() for p in recipe.task.build_on_meta().parameters()) == 84_973_056 + (50257 + 1026) * 768
-
-
-def test_the_documents_training():
-    recipe = get_recipe("gpt3-small")
-    train, text = recipe.train, recipe.task.text
-    assert (train.steps, train.batch_size, train.betas, train.weight_decay) == (60_000, 480, (0.9, 0.95), 0.1)
-    assert (train.warmup_steps, train.schedule, train.lr) == (2000, "cosine", 6e-4)
-    assert (text.source, text.tokenizer, text.sequence_length) == ("Skylion007/openwebtext", "gpt2", 1024)
-    runs = {name: (get_recipe(name).train.weight_decay, get_recipe(name).train.lr) for name in GPT3[2:]}
-    assert runs == {"gpt3-stability": (0.05, 6e-4), "gpt3-stability-high-lr": (0.03, 3e-3)}
-    assert [get_recipe(name).train.stop_diverged for name in GPT3] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("name", GPT3)
-def test_every_arm_builds_and_survives_json(name):
-    recipe = get_recipe(name)
-    again = Recipe.from_json(recipe.to_json())
-    assert again == recipe
-    assert type(again.task) is OptLanguageModelTask
-    arms = [Arm.parse(text) for text in recipe.arms]
-    assert arms[0] == Arm()
-    assert len({arm.name for arm in arms}) == len(arms)
-    assert recipe.arm in map(Arm.parse, recipe.arms)
-    for arm in arms:
-        assert arm.control == (arm.method != "nonlinear-query")
-        changed = arm.apply(recipe.task.build_on_meta())
-        assert all(parameter.is_meta for parameter in changed.parameters())
-    train = recipe.train
-    assert train.steps % train.eval_every == 0
-    assert train.steps / train.eval_every >= 10
 
 
 @pytest.mark.parametrize("family", ["opt", "vit", "glm", "llama", "eurobert"])

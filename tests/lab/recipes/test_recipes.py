@@ -1,4 +1,4 @@
-"""recipes/: every recipe builds, its docstring says what it must, and the paper's are the paper's."""
+"""Every recipe builds, its docstring says what it must, its arms fit, and the papers' are the papers'."""
 
 import re
 import shlex
@@ -6,30 +6,77 @@ import shlex
 import pytest
 
 from model_helpers import parameters
+from nlr_lab.cli import main as cli
 from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
 from nlr_lab.training import Arm, Recipe
-from nonlinear_lowrank import UserError
+from nonlinear_lowrank import SineLowRankConfig, UserError
 
-# noble.txt, table 1 and section 4.1.1; the totals follow from the architecture.
-PAPER = {
-    "llm-base": {
-        "total": 254_733_312,
-        "percent": {64: 5.70, 128: 11.63, 256: 24.19},
-        "sizes": (12, 1024, 8, 2752),
-        "train": (250_000, 64, 3e-4),
+MODELS = [name for name, entry in RECIPES.items() if entry.command != "fit"]  # fields: test_fit_command.py
+PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train"]
+TUNING = [name for name, entry in RECIPES.items() if entry.command == "finetune"]
+GPT3 = [name for name in PRETRAINING if name.startswith("gpt3")]
+SINE_METHODS = ["baseline", *["low-rank"] * 2, "sigmoid-low-rank", "relu-low-rank", *["sine-lowrank"] * 2]
+
+# noble.txt, table 1 and sections 4.1 and 4.2; the totals follow from the architecture.
+SIZES = {
+    "llm-base": (12, 1024, 8, 2752),
+    "llm-large": (24, 2048, 16, 5504),
+    "mlm-base": (12, 768, 12, 2048),
+    "image-tokens-base": (12, 1024, 8, 2752),
+    "vit-small": (12, 384, 6, 1536),
+}
+COUNTS = {
+    "llm-base": {"baseline": 254_733_312},
+    "llm-large": {"baseline": 1_420_204_032},
+    "mlm-base": {"baseline": 131_835_648},
+    "vit-small": {"baseline": 22_050_664},
+    # The base language model, with 8,192 codes in and out and 1,000 classes in, for its 50,257 tokens.
+    "image-tokens-base": {"baseline": 254_733_312 + (2 * 8192 + 1000 - 2 * 50257) * 1024},
+    "gpt3-small": {
+        arm: outside + (50257 + 1026) * 768  # the embeddings
+        for arm, outside in {
+            "baseline": 84_973_056,
+            "nonlinear-query": 85_000_704,
+            "residual-linear-query": 85_000_704,
+            "identity-query": 84_973_056 - 12 * 768 * 768,
+            "wide-mlp:ratio=4.75": 95_589_888,
+        }.items()
     },
-    "llm-large": {
-        "total": 1_420_204_032,
-        "percent": {64: 4.04, 128: 8.17, 256: 16.68},
-        "sizes": (24, 2048, 16, 5504),
-        "train": (200_000, 128, 2.5e-4),
+    "sine-vit-cifar100": {
+        "baseline": 21_376_996,
+        **{
+            rf"{method}:rank={rank},include=.*mlp\.fc[12]": count
+            for rank, count in {1: 7_267_300, 5: 7_451_620, 10: 7_682_020, 30: 8_603_620, 60: 9_986_020}.items()
+            for method in ("sine-lowrank", "low-rank")
+        },
+    },
+    "sine-convnext-cifar100": {
+        "baseline": 27_897_028,
+        **{
+            rf"{method}:rank={rank},include=.*stages\.3\..*pwconv[12]": count
+            for rank, count in {1: 13_764_292, 5: 13_856_452, 20: 14_202_052}.items()
+            for method in ("sine-lowrank", "low-rank", "sigmoid-low-rank", "relu-low-rank")
+        },
     },
 }
-
-_OTHERS = ("gpt3", "sine")  # methods with controls of their own, tested by themselves
-MODELS = [name for name, entry in RECIPES.items() if entry.command != "fit"]  # fields: test_fit_command.py
-PRETRAINING = [name for name, entry in RECIPES.items() if entry.command == "train" and not name.startswith(_OTHERS)]
-TUNING = [name for name, entry in RECIPES.items() if entry.command == "finetune"]
+PERCENT = {
+    "llm-base": {64: 5.70, 128: 11.63, 256: 24.19},
+    "llm-large": {64: 4.04, 128: 8.17, 256: 16.68},
+}
+TRAINING = {
+    "llm-base": {"steps": 250_000, "batch_size": 64, "lr": 3e-4, "warmup_steps": 2000, "bf16": True, "compile": True},
+    "llm-large": {"steps": 200_000, "batch_size": 128, "lr": 2.5e-4, "warmup_steps": 2000, "bf16": True},
+    "mlm-base": {"steps": 100_000, "batch_size": 64, "lr": 3e-4, "warmup_steps": 1000},
+    "image-tokens-base": {"steps": 250_000, "batch_size": 64, "lr": 3e-4},
+    "vit-small": {"epochs": 90, "batch_size": 1024, "lr": 3e-4, "weight_decay": 0.05, "schedule": "cosine"},
+    "gpt3-small": {"steps": 60_000, "batch_size": 480, "lr": 6e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    "gpt3-stability": {"weight_decay": 0.05, "lr": 6e-4, "stop_diverged": True, "warmup_steps": 2000},
+    "gpt3-stability-high-lr": {"weight_decay": 0.03, "lr": 3e-3, "stop_diverged": True, "schedule": "cosine"},
+    "sine-vit-cifar100": {"lr": 1e-3, "batch_size": 512, "epochs": 200},
+    "sine-vit-base": {"lr": 3e-4, "batch_size": 1024, "epochs": 300},
+    "sine-convnext-cifar100": {"lr": 5e-3, "batch_size": 512, "epochs": 150},
+}
+GPT2_TEXT = {"source": "Skylion007/openwebtext", "tokenizer": "gpt2", "vocab_size": 50257, "sequence_length": 1024}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -37,7 +84,9 @@ def test_every_recipe_builds_and_survives_json(name):
     recipe = get_recipe(name)
     assert recipe.name == name
     assert recipe.description == RECIPES[name].summary
-    assert Recipe.from_json(recipe.to_json()) == recipe
+    again = Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert type(again.task) is type(recipe.task)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -55,25 +104,36 @@ def test_docstrings_state_command_hardware_time_and_expectation(name):
 def test_every_arm_fits_the_model(name):
     recipe = get_recipe(name)
     arms = [Arm.parse(text) for text in recipe.arms]
-    assert [str(arm) for arm in arms[:3]] == ["baseline", "baseline:init=noble", "baseline:init=kaiming"]
     assert len({arm.name for arm in arms}) == len(arms)
-    assert recipe.arm in map(Arm.parse, recipe.arms)
+    assert recipe.arm in arms
+    before = parameters(recipe.task.build_on_meta())
+    counts = []
     for arm in arms:
-        plain = recipe.task.build_on_meta()
-        before = parameters(plain)
-        changed = arm.apply(plain)
-        assert (parameters(changed) > before) == (arm.method != "baseline")
+        changed = arm.apply(recipe.task.build_on_meta())
         assert all(parameter.is_meta for parameter in changed.parameters())
+        counts.append(parameters(changed))
+    if name.startswith("sine"):
+        assert [arm.method for arm in arms] == SINE_METHODS
+        assert [arm.control for arm in arms] == [True] * 5 + [False] * 2
+        assert len(set(counts[1:])) == 1
+        assert counts[1] < before == counts[0]
+    elif name in GPT3:
+        assert arms[0] == Arm()
+        assert [arm.control for arm in arms] == [arm.method != "nonlinear-query" for arm in arms]
+    else:
+        assert [str(arm) for arm in arms[:3]] == ["baseline", "baseline:init=noble", "baseline:init=kaiming"]
+        assert [count > before for count in counts] == [arm.method != "baseline" for arm in arms]
 
 
-@pytest.mark.parametrize("name", [name for name in PRETRAINING if not name.startswith("vit-")])
+@pytest.mark.parametrize("name", [name for name in PRETRAINING if get_recipe(name).train.steps])
 def test_rates_and_intervals_suit_the_length(name):
     train = get_recipe(name).train
     assert train.warmup_steps <= train.steps / 10
     assert train.steps % train.eval_every == 0
     # The picture leaves out the first fifth, and crossings are interpolated between evaluations.
     assert train.steps / train.eval_every >= 10
-    assert (train.betas, train.weight_decay, train.schedule) == ((0.9, 0.98), 0.01, "linear")
+    if name not in GPT3:
+        assert (train.betas, train.weight_decay, train.schedule) == ((0.9, 0.98), 0.01, "linear")
 
 
 @pytest.mark.parametrize("name", TUNING)
@@ -84,50 +144,73 @@ def test_tuning_recipes_compare_arms_of_their_own_names(name):
     assert len({arm.name for arm in arms}) == len(arms)
     assert [str(Arm.parse(str(arm))) for arm in arms] == [str(arm) for arm in arms]
     train = recipe.train
-    assert (train.epochs > 0) != (train.steps > 0)
+    assert (train.epochs is not None) != (train.steps > 0)
     # A warm-up is a share of the steps, or a number that leaves most of a known number of steps.
     assert train.warmup_share <= 0.2
     assert train.steps == 0 or train.warmup_steps <= train.steps / 2
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_the_papers_models_to_the_last_parameter(name):
-    recipe, paper = get_recipe(name), PAPER[name]
-    backbone, train, text = recipe.task.backbone, recipe.train, recipe.task.text
-    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == paper["sizes"]
-    assert (train.steps, train.batch_size, train.lr) == paper["train"]
-    assert (train.warmup_steps, train.bf16, train.compile) == (2000, True, True)
-    assert (text.source, text.tokenizer, text.vocab_size) == ("Skylion007/openwebtext", "gpt2", 50257)
-    assert (text.sequence_length, text.streaming) == (1024, True)
-    assert parameters(recipe.task.build_on_meta()) == paper["total"]
-    for rank, percent in paper["percent"].items():
-        changed = Arm.parse(f"noble:rank={rank}").apply(recipe.task.build_on_meta())
-        assert round(100 * (parameters(changed) / paper["total"] - 1), 2) == percent
+@pytest.mark.parametrize("name", COUNTS)
+def test_papers_models_to_the_last_parameter(name):
+    task, counts = get_recipe(name).task, COUNTS[name]
+    for text, count in counts.items():
+        assert parameters(Arm.parse(text).apply(task.build_on_meta())) == count, text
+    for rank, percent in PERCENT.get(name, {}).items():
+        changed = parameters(Arm.parse(f"noble:rank={rank}").apply(task.build_on_meta()))
+        assert round(100 * (changed / counts["baseline"] - 1), 2) == percent
 
 
-def test_the_papers_masked_language_model():
-    recipe = get_recipe("mlm-base")
-    backbone, train, text = recipe.task.backbone, recipe.train, recipe.task.text
-    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == (12, 768, 12, 2048)
-    assert (train.steps, train.batch_size, train.lr, train.warmup_steps) == (100_000, 64, 3e-4, 1000)
+@pytest.mark.parametrize("name", SIZES)
+def test_papers_sizes(name):
+    backbone = get_recipe(name).task.backbone
+    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == SIZES[name]
+    assert backbone.dropout == 0
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_papers_training(name):
+    train = get_recipe(name).train
+    assert {each: getattr(train, each) for each in TRAINING[name]} == TRAINING[name]
+    assert train.stop_diverged == name.startswith("gpt3-stability")
+
+
+def test_papers_data():
+    for name in ("llm-base", "llm-large", "gpt3-small"):
+        text = get_recipe(name).task.text
+        assert {each: getattr(text, each) for each in GPT2_TEXT} == GPT2_TEXT
+        assert text.streaming
+    text = get_recipe("mlm-base").task.text
     assert (text.tokenizer, text.vocab_size, text.sequence_length) == ("bert-base-uncased", 30522, 1024)
-    assert parameters(recipe.task.build_on_meta()) == 131_835_648
-
-
-def test_the_papers_vision_transformer():
+    task = get_recipe("image-tokens-base").task
+    tokens = task.tokens
+    assert (tokens.tokenizer, tokens.codes, tokens.side, task.sequence_length) == ("amused/amused-512", 8192, 32, 1025)
+    model = task.build_on_meta()
+    assert model.model.rotary_emb.columns == model.config.grid_rows == 32
     recipe = get_recipe("vit-small")
-    task, train, varied = recipe.task, recipe.train, recipe.task.augmentation
-    assert (train.epochs, train.batch_size, train.lr, train.weight_decay) == (90, 1024, 3e-4, 0.05)
-    assert (train.betas, train.schedule) == ((0.9, 0.98), "cosine")
-    # ImageNet's 1,281,167 images.
-    assert train.resolved(1_281_167).warmup_steps == 5 * 1252
+    assert recipe.train.resolved(1_281_167).warmup_steps == 5 * 1252  # ImageNet's images
+    varied = recipe.task.augmentation
     assert (varied.randaugment, varied.magnitude, varied.mixup, varied.cutmix) == (2, 9, 0.8, 1.0)
-    assert (task.size, task.sequence_length) == (224, 197)
-    assert parameters(task.build_on_meta()) == 22_050_664
+    assert (recipe.task.size, recipe.task.sequence_length) == (224, 197)
+    recipe = get_recipe("sine-convnext-cifar100")
+    changed = Arm.parse(str(recipe.arm)).apply(recipe.task.build_on_meta())
+    assert len(changed.config.nonlinear_lowrank[0]["modules"]) == 6
+    assert recipe.arm.settings["omega"] == SineLowRankConfig(rank=1, omega="convnext-tiny-cifar100").omega
 
 
-def test_an_unknown_recipe_names_the_nearest():
+def test_unknown_recipes_name_the_nearest():
     with pytest.raises(UserError, match="did you mean 'llm-base'"):
         get_recipe("llm_base")
     with pytest.raises(UserError, match="there are llm-demo, "):
         get_recipe("zzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sine-convnext-demo", "8 pixels do not split into patches of 3, halved 3 times; choose 24"),
+        ("sine-vit-demo", "8 pixels do not split into patches of 3; choose 6 or 9"),
+    ],
+)
+def test_command_line_has_the_fields_of_the_recipes_own_model(capsys, name, words):
+    assert cli.main(["train", name, "--patch", "3"]) == 2
+    assert words in capsys.readouterr().err

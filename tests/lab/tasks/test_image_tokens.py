@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from image_helpers import noise
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling
-from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.images import encoding
 from nlr_lab.tasks.images.encoding import as_square, prepare_images
 from nlr_lab.tasks.images.sampling import picture, sample_images
@@ -472,20 +471,3 @@ def test_a_picture_shows_the_pixels():
     assert sheet.shape == (2 + 2 * (50 + 2), 8 * 3 + 4 + 3 * (70 + 2), 3)
     last = sheet[54:104, 28 + 2 * 72 : 28 + 2 * 72 + 70]
     assert np.array_equal(last[::scale, ::scale], images[1, 2])
-
-
-# --- the task and its recipes --------------------------------------------------------------------------------
-
-
-def test_the_papers_model():
-    recipe = get_recipe("image-tokens-base")
-    task, train = recipe.task, recipe.train
-    backbone, tokens = task.backbone, task.tokens
-    assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden) == (12, 1024, 8, 2752)
-    assert (backbone.dropout, train.steps, train.batch_size, train.lr) == (0.0, 250_000, 64, 3e-4)
-    assert (tokens.tokenizer, tokens.codes, tokens.side, task.sequence_length) == ("amused/amused-512", 8192, 32, 1025)
-    model = task.build_on_meta()
-    # The base language model, with 8,192 codes in and out and 1,000 classes in, for its 50,257 tokens.
-    expected = 254_733_312 + (2 * 8192 + 1000 - 2 * 50257) * 1024
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected == 169_608_192
-    assert model.model.rotary_emb.columns == model.config.grid_rows == 32

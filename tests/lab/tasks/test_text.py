@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import torch
 import zstandard
@@ -111,7 +111,7 @@ def test_datasets_by_name_configuration_and_split(tmp_path, monkeypatch):
         list(Corpus(source="owner/rows:fr").documents())
 
 
-def test_a_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkeypatch):
+def test_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkeypatch):
     documents = make_documents()
     path = write(tmp_path / "rows", "jsonl", documents)
     plain = prepare_text(small(path), progress=False)
@@ -141,7 +141,7 @@ def test_large_files_are_read_in_blocks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "txt.gz", "jsonl.xz"])
-def test_a_byte_order_mark_is_no_text(tmp_path, kind):
+def test_byte_order_mark_is_no_text(tmp_path, kind):
     documents = make_documents(30)
     plain = write(tmp_path / "plain", kind, documents)
     base, *packed = kind.split(".")
@@ -245,7 +245,7 @@ def test_train_and_held_out_never_share_a_document(tmp_path):
         prepare_text(small(write(tmp_path, "txt", documents), valid_source=str(tmp_path / "corpus.txt")))
 
 
-def test_a_document_is_the_same_wherever_it_stands_in_a_file(tmp_path):
+def test_documents_are_the_same_wherever_they_stand(tmp_path):
     """In the middle of a file a document ends with a new line, at its end with none, on Windows with two bytes."""
     documents = make_documents(3)
     marked = f"\n{END_OF_TEXT}\n".join(documents)
@@ -297,7 +297,7 @@ def test_cache_is_found_by_content_and_rebuilt_when_damaged(tmp_path):
     assert prepare_text(small(path), progress=False).fingerprint != first.fingerprint
 
 
-def test_what_a_killed_process_left_is_no_hindrance_and_two_build_as_one(tmp_path):
+def test_build_recovers_from_partial_cache(tmp_path):
     config = small(write(tmp_path, "txt", make_documents()))
     first = prepare_text(config, progress=False)
     expected, folder = tokens_of(first.train), first.train.path.parent
@@ -313,7 +313,7 @@ def test_what_a_killed_process_left_is_no_hindrance_and_two_build_as_one(tmp_pat
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_and_processes_that_race(tmp_path):
+def test_build_survives_kills_and_races(tmp_path):
     path = write(tmp_path, "jsonl", make_documents(800, lines=60))
     code = (
         "import sys; from nlr_lab.tasks.text.data import *; from nlr_lab.tasks.text.packed import *;"
@@ -352,8 +352,12 @@ def test_tokenizers_from_files(tmp_path):
     packed.tokenizer.save_pretrained(folder)
     again = prepare_text(small(path, tokenizer=str(folder)), progress=False)
     assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
-    again = prepare_text(small(path, tokenizer=str(folder / "tokenizer.json")), progress=False)
-    assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
+    (tmp_path / "bare").mkdir()
+    shutil.copy(folder / "tokenizer.json", tmp_path / "bare")
+    for place in (folder / "tokenizer.json", tmp_path / "bare"):
+        again = prepare_text(small(path, tokenizer=str(place)), progress=False)
+        assert again.tokenizer.eos_token == END_OF_TEXT
+        assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     for names in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         gpt2 = tmp_path / names[0]
@@ -365,7 +369,7 @@ def test_tokenizers_from_files(tmp_path):
         assert torch.equal(again.train[0]["input_ids"], packed.train[0]["input_ids"])
 
 
-def test_a_byte_order_mark_is_no_token(tmp_path):
+def test_byte_order_mark_is_no_token(tmp_path):
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##s"]
     loaded = []
     for name, mark in (("plain", ""), ("marked", "\ufeff")):
@@ -391,17 +395,6 @@ def test_ids_with_gaps_and_more_than_two_bytes(tmp_path):
     assert packed.valid_bytes_per_token > 0.95
 
 
-def test_only_a_tokenizer_json_and_a_folder_with_only_that(tmp_path):
-    path = write(tmp_path, "txt", make_documents())
-    packed = prepare_text(small(path), progress=False)
-    packed.tokenizer.save_pretrained(tmp_path / "whole")
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tmp_path / "whole" / "tokenizer.json", tmp_path / "bare")
-    again = prepare_text(small(path, tokenizer=str(tmp_path / "bare")), progress=False)
-    assert again.tokenizer.eos_token == END_OF_TEXT
-    assert torch.equal(again.train[3]["input_ids"], packed.train[3]["input_ids"])
-
-
 def test_the_vocabulary_is_learned_from_training_documents_alone(tmp_path):
     documents = make_documents()
     path = write(tmp_path, "jsonl", documents)
@@ -411,7 +404,7 @@ def test_the_vocabulary_is_learned_from_training_documents_alone(tmp_path):
     assert any("qz" in each for each in texts_of(packed, packed.valid))
 
 
-def test_a_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
+def test_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
     monkeypatch.setattr(packing, "_TRAINING_BYTES", 10_000)
     monkeypatch.setattr(packing, "PIECE", 100)
     lines = "\n".join(f"{i:07d} words of a long text" for i in range(5000))
@@ -446,65 +439,57 @@ def _saved(tmp_path, **splits):
     return path
 
 
-@pytest.mark.parametrize(
-    ("make", "fields", "words"),
-    [
-        (lambda t: t / "absent.txt", {}, "no file or folder"),
-        (lambda t: "owner/absent-dataset-of-nobody", {}, "no dataset of that name"),
-        (lambda t: bad_file(t, "a.bin", b"abc"), {}, "unknown kind of file"),
-        (lambda t: bad_file(t, "a.txt", b""), {}, "holds no text"),
-        (lambda t: bad_file(t, "a.txt", b"   \n\n"), {}, "holds no text"),
-        (lambda t: bad_file(t, "a.txt", b"abc\0def"), {}, "binary .*offset 3"),
-        (lambda t: bad_file(t, "a.txt", b"abc\xff\xfedef"), {}, "not UTF-8 .*offset 3"),
-        (lambda t: bad_file(t, "a.txt.xz", lzma.compress(b"word " * 900)[:-20]), {}, "damaged or cut off"),
-        (lambda t: bad_file(t, "a.txt.gz", b"not gzip"), {}, "damaged or cut off"),
-        (lambda t: bad_file(t, "a.txt.zst", zstandard.compress(b"word " * 900)[:-5]), {}, "damaged or cut off"),
-        (lambda t: bad_file(t, "a.parquet", b"PAR1 no"), {}, "not a whole parquet file"),
-        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"tex\n'), {}, r"a\.jsonl:2 is not JSON"),
-        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"body": "b"}\n'), {}, r"a\.jsonl:2 has no text .*'text'"),
-        (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
-        (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
-        (
-            lambda t: write(t, "txt", make_documents()),
-            {"vocab_size": 10**5},
-            "too small, or repeats .* for a vocabulary",
-        ),
-        (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
-        (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
-        (lambda t: t, {}, "holds no file of a known kind"),
-        (lambda t: bad_file(t, "a.txt.gz", gzip.compress(b"")), {}, "holds no text"),
-        (lambda t: bad_file(t, "a.txt", b"one line"), {}, "too few to hold some out"),
-        (lambda t: bad_file(t, "a.txt.gz", _flip(gzip.compress(random.randbytes(9000).hex().encode()))), {}, "damaged"),
-        (lambda t: bad_file(t, "a.txt.zst", b"not zstd"), {}, "damaged or cut off"),
-        (lambda t: bad_file(t, "a.txt", b"good\n" * 3_000_000 + b"b\0d"), {}, "binary .*offset 15000001"),
-        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), {}, r"UTF-8 text \(offset 24\)"),
-        (lambda t: bad_file(t, "a.jsonl", b'{"text": "a \\ud800 b"}\n'), {}, r"a\.jsonl:1 holds half a character"),
-        (lambda t: bad_file(t, "a.jsonl", b'{"text": 5}\n'), {}, "is no text but int"),
-        (
-            lambda t: bad_file(t, "a.jsonl", b'{"text": "a"}\n\n' + b'{"text": null}\n' * 2 + b'{"text": "b"}\n'),
-            {},
-            r"2 of 4 lines of .*a\.jsonl have null in the field 'text', the first is line 3; drop",
-        ),
-        (lambda t: _saved(t, train={"text": ["a", None]}), {}, "'text' of row 1 of .* is null; drop such rows"),
-        (
-            lambda t: bad_file(t, "a.jsonl", b'{"text": "hello world"}\n' * 3000),
-            {},
-            "3,000 copies of one document of 11 characters, too few to hold some out; give other text",
-        ),
-        (
-            lambda t: bad_file(t, "a.txt", (b"a" * 999 + b"\n") * 90),
-            {},
-            "one document .*the same lines again and again",
-        ),
-        (lambda t: bad_file(t, "a.jsonl", b"[1]\n"), {}, r"a\.jsonl:1 has no text"),
-        (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* is no text but int"),
-        (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),
-        (lambda t: bad_file(t, "state.json", b"{").parent, {}, "not a whole saved dataset"),
-        (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
-        (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
-        (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
-    ],
-)
+WORDS, ROW = b"word " * 900, b'{"text": "a"}\n'
+BROKEN = [
+    ("a.bin", b"abc", "unknown kind of file"),
+    ("a.txt", b"", "holds no text"),
+    ("a.txt", b"   \n\n", "holds no text"),
+    ("a.txt", b"abc\0def", "binary .*offset 3"),
+    ("a.txt", b"abc\xff\xfedef", "not UTF-8 .*offset 3"),
+    ("a.txt", b"one line", "too few to hold some out"),
+    ("a.txt", b"good\n" * 3_000_000 + b"b\0d", "binary .*offset 15000001"),
+    ("a.txt", (b"a" * 999 + b"\n") * 90, "one document .*the same lines again and again"),
+    ("a.txt.xz", lzma.compress(WORDS)[:-20], "damaged or cut off"),
+    ("a.txt.gz", b"not gzip", "damaged or cut off"),
+    ("a.txt.gz", gzip.compress(b""), "holds no text"),
+    ("a.txt.gz", _flip(gzip.compress(bytes(range(256)) * 40)), "damaged"),
+    ("a.txt.zst", zstandard.compress(WORDS)[:-5], "damaged or cut off"),
+    ("a.txt.zst", b"not zstd", "damaged or cut off"),
+    ("a.parquet", b"PAR1 no", "not a whole parquet file"),
+    ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl:2 is not JSON"),
+    ("a.jsonl", ROW + b'{"body": "b"}\n', r"a\.jsonl:2 has no text .*'text'"),
+    ("a.jsonl", ROW + b'{"text": "\xff"}\n', r"UTF-8 text \(offset 24\)"),
+    ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl:1 holds half a character"),
+    ("a.jsonl", b'{"text": 5}\n', "is no text but int"),
+    ("a.jsonl", b"[1]\n", r"a\.jsonl:1 has no text"),
+    ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "3,000 copies of one document of 11 characters, too few to hold"),
+    (
+        "a.jsonl",
+        ROW + b"\n" + b'{"text": null}\n' * 2 + ROW,
+        r"2 of 4 lines of .*a\.jsonl have null in the field 'text', the first is line 3; drop",
+    ),
+]
+WRONG = [
+    (lambda t: t / "absent.txt", {}, "no file or folder"),
+    (lambda t: "owner/absent-dataset-of-nobody", {}, "no dataset of that name"),
+    (lambda t: t, {}, "holds no file of a known kind"),
+    (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
+    (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
+    (lambda t: write(t, "txt", make_documents()), {"vocab_size": 10**5}, "too small, or repeats .* for a vocabulary"),
+    (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
+    (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
+    (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
+    (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
+    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "'text' of row 1 of .* is null; drop such rows"),
+    (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* is no text but int"),
+    (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),
+    (lambda t: bad_file(t, "state.json", b"{").parent, {}, "not a whole saved dataset"),
+    (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
+    *((lambda t, name=name, data=data: bad_file(t, name, data), {}, words) for name, data, words in BROKEN),
+]
+
+
+@pytest.mark.parametrize(("make", "fields", "words"), WRONG)
 def test_wrong_text_is_one_clear_line(tmp_path, make, fields, words):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -547,6 +532,45 @@ def test_tokenizers_that_do_not_fit(tmp_path):
     words.save_pretrained(tmp_path / "words")
     with pytest.raises(UserError, match=r"does not fit the text: .* tokens are unknown"):
         prepare_text(small(path, tokenizer=str(tmp_path / "words")), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("packed", ["gz", "xz", "zst"])
+def test_bombs_stop_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed):
+    """One document, in one line or in many, that unpacks to a thousand times its file."""
+
+    class Memory:
+        available = 16 << 20
+
+    line = b"a" * (1 << 20)
+    whole = b'{"text": "' + line * 10 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 10
+    path = bad_file(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
+    assert path.stat().st_size < 100_000
+    assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    with pytest.raises(UserError, match="unpacks to more than 8,388,608 bytes"):
+        list(Corpus(source=str(path)).documents())
+
+
+def test_dropped_connection_leaves_nothing_and_is_read_again(tmp_path, monkeypatch):
+    documents = make_documents(60)
+    rows = [{"text": each} for each in documents]
+
+    def broken():
+        yield from rows[:20]
+        raise ConnectionError("the server has gone away")
+
+    folder = tmp_path / "rows"
+    write(folder, "jsonl", documents)
+    data = small(folder, streaming=True)
+    with monkeypatch.context() as dropped:
+        gone = datasets.IterableDataset.from_generator(broken)
+        dropped.setattr(datasets, "load_dataset", lambda *args, **kwargs: gone)
+        with pytest.raises(UserError, match=r"reading the dataset .* failed: .*the server has gone away"):
+            prepare_text(data, progress=False)
+    assert not list((tmp_path / "cache" / "text").glob("*/text.json"))
+    packed = prepare_text(data, progress=False)
+    assert packed.fingerprint == prepare_text(small(folder / "corpus.jsonl"), progress=False).fingerprint
 
 
 @pytest.mark.slow
