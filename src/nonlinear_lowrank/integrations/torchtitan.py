@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub import foreign
 from nonlinear_lowrank.hub.card import Origin
 from nonlinear_lowrank.hub.saving import layer_entries
 from nonlinear_lowrank.methods.base import Method, method_of_config
@@ -42,6 +41,7 @@ from nonlinear_lowrank.surgery.report import AugmentReport
 from nonlinear_lowrank.surgery.targets import Patterns, choose_linears
 from nonlinear_lowrank.validation import one_line
 
+from . import foreign
 from .name_patterns import name_patterns
 
 VERSION = "0.3.0"

@@ -17,13 +17,13 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config_to_dict
 from nonlinear_lowrank.validation import one_line
 
-from .card import Origin, write_card
-from .classes import listed_problems, register
-from .conversion import copy_companions
-from .files import check_folder, check_model_folder, weight_files
-from .names import in_memory
-from .registration import FIELD
-from .storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.hub.card import Origin, write_card
+from nonlinear_lowrank.hub.classes import listed_problems, register
+from nonlinear_lowrank.hub.conversion import copy_companions
+from nonlinear_lowrank.hub.files import check_folder, check_model_folder, weight_files
+from nonlinear_lowrank.hub.names import in_memory
+from nonlinear_lowrank.hub.registration import FIELD
+from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}
