@@ -226,9 +226,8 @@ class Recipe:
         from nlr_lab.tasks.finetune.instructions import InstructionTask
         from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
         from nlr_lab.tasks.images.tokens import ImageTokenTask
-        from nlr_lab.tasks.text.language_model import LanguageModelTask
+        from nlr_lab.tasks.text.language_model import LanguageModelTask, OptLanguageModelTask
         from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
-        from nlr_lab.tasks.text.opt_language_model import OptLanguageModelTask
 
         from .arms import Arm
 

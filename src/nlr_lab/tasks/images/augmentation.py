@@ -118,12 +118,3 @@ def _resized(picture: Any, size: int, generator: np.random.Generator) -> Any:
         across, down = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
         left, top = (width - across) // 2, (height - down) // 2
     return picture.resize((size, size), 2, box=(left, top, left + across, top + down))  # BILINEAR
-
-
-# TEMPORARY-COMPAT
-def __getattr__(name: str):  # type: ignore[no-untyped-def]
-    if name in ("mix_pairs", "check_pairs"):
-        from . import mixing
-
-        return getattr(mixing, name)
-    raise AttributeError(name)

@@ -70,14 +70,3 @@ class TextData:
             streaming=self.streaming,
             max_bytes=self.max_bytes,
         )
-
-
-# TEMPORARY-COMPAT
-def __getattr__(name: str):  # type: ignore[no-untyped-def]
-    if name.startswith("_"):
-        raise AttributeError(name)
-    from nlr_lab.tasks import cache
-
-    from . import packed
-
-    return getattr(packed if hasattr(packed, name) else cache, name)
