@@ -46,7 +46,7 @@ def pointer(dtype: torch.dtype) -> str:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how a product of float32 tiles is formed: as PyTorch's own products are, on the tensor cores in both cases.
+    """Return how a product of float32 tiles is formed: as PyTorch's own products are, on the tensor cores.
 
     "tf32" where the process allows it; else "tf32x3", three products of the 11-bit parts of each number, which
     together keep 22 of float32's 24 bits. 16-bit tiles are multiplied as they are. All sums are float32.

@@ -17,6 +17,8 @@ from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 from nonlinear_lowrank.methods.rational import adapter_config as nora_config
 from nonlinear_lowrank.methods.rational.fit import fit_rational
+from nonlinear_lowrank.methods.rational.op import LinearTails
+from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
 from nora_helpers import drawn, logits, trained
 from rounding_helpers import assert_close_by_norm
 
@@ -86,18 +88,7 @@ def adapted_mlp(formula=nn.GELU, dtype=torch.float64, **options):
     return model, model.base_model.model[1]
 
 
-def plain_rational(x, a, b, form):
-    """P / Q by groups of the last dimension, written out."""
-    z = x.unflatten(-1, (len(a), -1))
-    p = sum(a[:, i, None] * z**i for i in range(a.shape[1]))
-    if form == "abs_of_sum":
-        q = 1 + sum(b[:, j, None] * z**j for j in range(b.shape[1])).abs()
-    else:
-        q = 1 + sum(b[:, j, None].abs() * z.abs() ** (j + 1) for j in range(b.shape[1]))
-    return (p / q).flatten(-2)
-
-
-def reference(x, layer, config, function, factors):
+def reference(x, layer, config, factors):
     """nora.txt, equation (8), from the adapter's own factors: theta + A B, without a constant in the shift."""
     fit = next(iter(config.fits.values()))
     # The fit is taken in float32.
@@ -106,14 +97,11 @@ def reference(x, layer, config, function, factors):
     for each, a, b in zip(theta, factors[::2], factors[1::2], strict=True):
         shift = (a @ b[:, :, None]).squeeze(-1)
         shifted.append(each + nn.functional.pad(shift, (each.shape[1] - shift.shape[1], 0)))
-    low, high = (-10.0, 10.0) if isinstance(config.fit_range, float) else config.fit_range
-    inside = x.clamp(low, high) if config.tails == "linear" else x
-    y = plain_rational(inside, *shifted, config.form)
+    # gelu and silu: slope 0 on the left, 1 on the right
+    rest = (config.form, LinearTails(-10.0, 10.0, 0.0, 1.0) if config.tails == "linear" else None)
     if config.anchor == "exact":
-        return function(x) + (y - plain_rational(inside, *theta, config.form))
-    if config.tails == "linear":  # gelu and silu: slope 0 on the left, 1 on the right
-        y = y + torch.where(x > high, x - high, 0)
-    return y
+        return rational_anchored_reference(x, *shifted, *theta, layer.formula, *rest)
+    return rational_reference(x, *shifted, *rest)
 
 
 FACTORS = [f"nlr_nora_{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"]
@@ -135,7 +123,7 @@ def test_values_and_gradients_are_the_papers_in_float64(form, tails, anchor, for
     assert (x.abs() > 10).any()
     dy = torch.randn(50, 24, dtype=torch.float64)
     factors = factors_of(layer, torch.float64)
-    expected = reference(x, layer, config, formula(), factors)
+    expected = reference(x, layer, config, factors)
     found = layer(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     ours = torch.autograd.grad(found, [x, *(getattr(layer, name)["default"] for name in FACTORS)], dy)

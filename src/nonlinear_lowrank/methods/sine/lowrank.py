@@ -171,7 +171,8 @@ def _wide_product(left: Tensor, right: Tensor, scale: float, after: Tensor | Non
         return product(scaled, right.to(dtype))
 
 
-# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is `_LowRankLinear`'s.
+# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is
+# `_LowRankLinear`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _LIBRARY.define(
     "lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, str activation, float omega, float gain) -> Tensor"
