@@ -12,7 +12,7 @@ from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.qk_norm import QKNormConfig
 from nonlinear_lowrank.surgery.augment import augment
-from nonlinear_lowrank.validation import check_number
+from nonlinear_lowrank.validation import check_choice, check_number
 
 from .composition import Composed, split_parts
 from .context import ArmContext
@@ -54,8 +54,8 @@ class Arm:
             check_dense_init(self.dense_init)
         if not isinstance(self.qk_norm, bool):
             raise UserError(f"qk_norm must be true or false, got {self.qk_norm!r}")
-        if self.optimizer is not None and self.optimizer not in get_args(Optimizer):
-            raise UserError(f"optimizer must be one of {', '.join(get_args(Optimizer))}, got {self.optimizer!r}")
+        if self.optimizer is not None:
+            check_choice("optimizer", self.optimizer, get_args(Optimizer))
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON turns tuples into lists
@@ -65,7 +65,9 @@ class Arm:
             raise UserError(f"grid of the arm {self.method!r} needs at least two different rates, and no lr beside it")
         kind = find_method(self.method)
         settings = kind.read(self.settings)
-        for given, read in _by_part(kind, self.settings, settings):
+        parts = self.settings if isinstance(kind, Composed) else {"": self.settings}
+        for name, given in parts.items():
+            read = settings[name] if name else settings
             if twice := sorted(key for key in given if key not in read and len(read) < len(given)):
                 raise UserError(f"{twice[0]} of the arm {self.method!r} is given twice, by two names; give it once")
         object.__setattr__(self, "settings", settings)
@@ -79,7 +81,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Reads an arm from its short form.
+        """Read an arm from its short form.
 
         `baseline`, `baseline:init=noble`, `noble:rank=64,activation=gelu,depth=1`, `sine-lora:r=4,omega=200`,
         `nonlinear-query+noble:rank=64` (several methods, each with its settings), `pkg.mod:function`; each may add
@@ -106,7 +108,7 @@ class Arm:
         return arm
 
     def __str__(self) -> str:
-        """The short form; `Arm.parse` reads it back."""
+        """Return the short form; `Arm.parse` reads it back."""
         kind = find_method(self.method)
         of_parts = self.settings if isinstance(kind, Composed) else {self.method: self.settings}
         parts = [(name, [f"{key}={as_text(value)}" for key, value in own.items()]) for name, own in of_parts.items()]
@@ -131,11 +133,7 @@ class Arm:
         return find_method(self.method).control
 
     def function(self) -> Callable[..., Any]:
-        """The user's function of a "module:function" arm.
-
-        Raises:
-            UserError: it cannot be imported or called.
-        """
+        """Return the user's function of a "module:function" arm; raise UserError where it cannot be imported."""
         return Function(self.method).function()
 
     def apply(
@@ -146,7 +144,7 @@ class Arm:
         dense_init: DenseInit | None = None,
         verbose: bool = False,
     ) -> nn.Module:
-        """The changed model; methods and most functions change it in place.
+        """Return the changed model; methods and most functions change it in place.
 
         Args:
             model: as the task builds it.
@@ -158,7 +156,7 @@ class Arm:
             UserError: the method does not fit the model, or the function gives back no module.
         """
         if self.qk_norm and setup is not None:
-            raise UserError("qk_norm is for models that are trained from scratch; leave it out of the arm")
+            raise UserError("qk_norm is for models that are trained from scratch; omit it")
         context = ArmContext(setup=setup, dense_init=self.dense_init or dense_init or "stock", verbose=verbose)
         changed = find_method(self.method).apply(model, self.settings, context)
         if self.qk_norm:
@@ -176,20 +174,8 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts))
 
 
-def _by_part(
-    kind: Any, given: Mapping[str, Any], read: Mapping[str, Any]
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The settings of each method of the arm, as they were given and as they were read."""
-    return [(given[name], read[name]) for name in given] if isinstance(kind, Composed) else [(given, read)]
-
-
 def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """One method's short form -> its name, its settings, and what it says of the whole arm.
-
-    Args:
-        part: what is between two "+".
-        text: the whole short form, for messages.
-    """
+    """One method's short form, out of a whole one -> its name, its settings, and what it says of the whole arm."""
     head, *options = [each.strip() for each in part.strip().split(",")]
     method, _, rest = head.partition(":")
     if method in ARM_METHODS:

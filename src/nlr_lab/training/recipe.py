@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer, check_number, one_line
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
 
 from .values import Optimizer
 
 if TYPE_CHECKING:
     from .arms import Arm
+
+Schedule = Literal["linear", "cosine", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class TrainConfig:
     """Steps of linear warm-up from 0."""
     warmup_share: float = 0.0
     """The same as a share of all steps, where warmup_steps is 0."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Schedule = "linear"
     """After the warm-up; linear and cosine end at 0."""
     group_by_length: bool = False
     """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
@@ -64,7 +66,7 @@ class TrainConfig:
     """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
     one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
     stop_diverged: bool = False
-    """Stop a run whose training loss rose and did not come back (`training.divergence` has the rule); one whose loss
+    """Stop a run whose training loss spiked and did not recover (`training.divergence` has the rule); one whose loss
     is no longer a number always stops."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated. 0 with epochs: after each epoch."""
@@ -90,15 +92,14 @@ class TrainConfig:
         if self.epochs is not None:
             check_number("epochs", self.epochs, above=0)
         by_epochs = self.epochs is not None
-        for name in ("batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"):
+        positive = ["batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"]
+        positive += [name for name in ("threads", "eval_batch_size") if getattr(self, name) is not None]
+        for name in positive:
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("steps", "eval_every", "save_every"):
             check_integer(name, getattr(self, name), minimum=0 if by_epochs else 1)
         for name in ("warmup_steps", "seed", "dataloader_workers"):
             check_integer(name, getattr(self, name), minimum=0)
-        for name in ("threads", "eval_batch_size"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, got {self.seed}")
         check_number("lr", self.lr, above=0)
@@ -118,15 +119,11 @@ class TrainConfig:
                 f"batch_size {self.batch_size} does not split into gradient_accumulation "
                 f"{self.gradient_accumulation} equal micro-batches"
             )
-        for name, choices in (
-            ("schedule", ("linear", "cosine", "constant")),
-            ("optimizer", get_args(Optimizer)),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        check_choice("schedule", self.schedule, get_args(Schedule))
+        check_choice("optimizer", self.optimizer, get_args(Optimizer))
 
     def resolved(self, examples: int) -> "TrainConfig":
-        """The same with all lengths in steps, for so many training examples.
+        """Return the same with all lengths in steps, for so many training examples.
 
         An epoch is the number of steps that see as many examples as there are, rounded up.
         """
@@ -207,20 +204,16 @@ class Recipe:
         return self.train.lr if self.arm.lr is None else self.arm.lr
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """Exact: `Recipe.from_json(recipe.to_json()) == recipe`."""
+        """Return JSON that `from_json` reads back exactly."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
-        """The reverse of `to_dict`.
-
-        Raises:
-            UserError: a field is missing, unknown, or of the wrong kind.
-        """
+        """Reverse `to_dict`; raise UserError where a field is missing, unknown, or of the wrong kind."""
         from nlr_lab.tasks.finetune.glue import GlueTask
         from nlr_lab.tasks.finetune.image_classification import ImageTask
         from nlr_lab.tasks.finetune.instructions import InstructionTask
@@ -239,11 +232,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
-        """The reverse of `to_json`; also takes the contents of a run's recipe.json.
-
-        Raises:
-            UserError: not the JSON of a recipe.
-        """
+        """Read `to_json` or the contents of a run's recipe.json; raise UserError if it is something else."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -254,7 +243,7 @@ class Recipe:
 
 
 def _from_plain(kind: Any, value: Any, where: str, kinds: Mapping[str, Any] | None = None) -> Any:
-    """Builds a value of the annotated kind from JSON's; `kinds` has those of fields that no annotation tells."""
+    """Build a value of the annotated kind from JSON's; `kinds` has those of fields that no annotation tells."""
     if typing.get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):

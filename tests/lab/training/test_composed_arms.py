@@ -74,7 +74,7 @@ def test_what_is_read_but_written_otherwise():
         ("noble:budget=5", "cannot read the budget"),
         ("nonlinear-query:budget=5%", "cannot choose ranks for a budget"),
         ("noble:select=head", "names no part of a block; choose from query, key"),
-        ("noble:optimizer=sgd", "optimizer must be one of adamw, muon"),
+        ("noble:optimizer=sgd", "unknown optimizer .sgd.; choose one of adamw, muon"),
     ],
 )
 def test_bad_arms(text, words):
