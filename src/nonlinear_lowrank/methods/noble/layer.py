@@ -100,7 +100,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         )
 
     def reset_parameters(self) -> None:
-        """Draws every tensor of the table in this file's docstring; the dense ones only from scratch."""
+        """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""
         if self.noble_config.init != "pretrained":
             init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
             if self.bias is not None:
@@ -108,7 +108,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         self.reset_branch_parameters()
 
     def reset_branch_parameters(self) -> None:
-        """Draws the branch's tensors only."""
+        """Draw the branch's tensors only."""
         config = self.noble_config
         if self.noble_down is not None:
             init.normal_(self.noble_down, std=self.noble_shape[0] ** -0.5)
@@ -127,7 +127,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
                 init.zeros_(zero)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Called by nn.DataParallel, whose copies could not find their own owner."""
+        """Raise where nn.DataParallel's copies could not find their own neighbours."""
         if self.noble_shared is not None or self.noble_group is not None:
             raise UserError(
                 "layers that share an input do not work with nn.DataParallel; start the processes with torchrun"
@@ -146,12 +146,12 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         )
 
     def dense_weight(self) -> Tensor:
-        """(d_out, d_in)."""
+        """Return the dense weight as (d_out, d_in)."""
         dense: Any = self.dense
         return dense.weight.t() if isinstance(dense, Conv1D) else dense.weight
 
     def whole_bias(self) -> Tensor | None:
-        """The bias, with the branch's own in it."""
+        """Return the bias with the branch's own in it."""
         bias, up_bias = self.bias, self.noble_up_bias
         if bias is None or up_bias is None:
             return up_bias if bias is None else bias
@@ -190,7 +190,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         return y if config.scale == 1 else y * config.scale
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         d_in, d_out = self.noble_shape
         config = self.noble_config
         return (
@@ -205,17 +205,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 class NobleLinear(_NobleBranch):
     """A linear with a NOBLE branch: (..., in_features) -> (..., out_features).
 
-    The dense part is the child `dense`, an `nn.Linear`; `weight` (out_features, in_features) and `bias` read its
-    tensors, and files have them under these names, so plain checkpoints load into it. Constructing it draws the init
-    of this file's table; on the meta device nothing is drawn.
-
-    Args:
-        in_features: d_in.
-        out_features: d_out.
-        bias: whether there is a bias beside the weight; the branch's is config.up_bias.
-        config: settings of the branch.
-        device: as in nn.Linear.
-        dtype: as in nn.Linear.
+    The dense part is the child `dense`, an `nn.Linear`, whose arguments these are. Constructing it draws the init of
+    this file's table; on the meta device nothing is drawn.
 
     Raises:
         UserError: the rank is not below min(in_features, out_features).

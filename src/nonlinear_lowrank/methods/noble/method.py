@@ -75,7 +75,7 @@ class NobleMethod(Method):
         return _layer(module, config)
 
     def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
-        configs, groups = _settled(modules, config)
+        configs, groups = _resolved(modules, config)
         layers = {name: _layer(module, configs[name]) for name, module in modules.items()}
         if groups:
             from .sharing import SharedDown
@@ -111,7 +111,7 @@ class NobleMethod(Method):
         return 2 * _products(*layer.noble_shape, layer.noble_config, layer.noble_down is not None)
 
     def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
-        configs, groups = _settled(modules, config)
+        configs, groups = _resolved(modules, config)
         without = {name for group in groups for name in group[1:]}
         parameters = flops = 0
         for name, module in modules.items():
@@ -133,7 +133,7 @@ class NobleMethod(Method):
 
 
 def _layer(module: nn.Module, config: NobleConfig) -> nn.Module:
-    """A layer on the meta device that is then given real, still undrawn, branch tensors."""
+    """Return a layer made on the meta device, then given real, still undrawn, branch tensors."""
     d_in, d_out = linear_shape(module)
     assert isinstance(module, nn.Linear | Conv1D)
     weight: Tensor = module.weight
@@ -153,8 +153,8 @@ def _layer(module: nn.Module, config: NobleConfig) -> nn.Module:
     return layer.train(module.training)
 
 
-def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dict[str, NobleConfig], list[Any]]:
-    """The config of each layer, with the rank of its group, and the groups that share."""
+def _resolved(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dict[str, NobleConfig], list[Any]]:
+    """Return the config of each layer, with the rank of its group, and the groups that share."""
     configs = dict.fromkeys(modules, config)
     if config.share_down == "none":
         return configs, []
@@ -169,6 +169,6 @@ def _settled(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dic
 
 
 def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:
-    """Elements of the branch's matrices: a multiply-add each, for every token."""
+    """Return the elements of the branch's matrices: a multiply-add each, for every token."""
     r = config.rank_of(d_in, d_out)
     return r * (has_down * d_in + d_out) + r * r * (config.depth - 1)

@@ -13,7 +13,8 @@ whole backward are opaque custom ops: the compiler's partitioner would otherwise
 more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -120,12 +121,8 @@ class _NobleLinears(torch.autograd.Function):
         weights, tensors = tensors[: ctx.n], tensors[ctx.n :]
         wanted = list(ctx.needs_input_grad[2 : 4 + 2 * ctx.n])  # x, h, weights, biases
         wanted[0] &= weights[0] is not None or tensors[0] is not None  # else y does not depend on x
-        dys = [
-            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
-            for dy, weight in zip(gradients, weights, strict=False)
-        ]
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        found = iter(run(dys, x, h, weights, tensors, ctx.activation, wanted))
+        found = iter(run(gradients[:-1], x, h, weights, tensors, ctx.activation, wanted))
         dense = [each if want else None for want, each in zip(wanted, found, strict=False)]
         return None, None, *dense, *(None if each is None else next(found) for each in tensors)
 
@@ -189,13 +186,13 @@ def _backward(
     branches, downs = _branches(tensors, n, activation)
     x_TI, h_TR = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
     dx_TI: Tensor | None = None
-    dweights, dbiases, dhs, dothers = [], [], [], []
+    dweights, dbiases, dhs, dbranches = [], [], [], []
     rows = zip(dys, weights, branches, _parted(h_TR, downs, n), wanted[2 : 2 + n], wanted[2 + n :], strict=True)
     for dy, weight, branch, own, weight_wanted, bias_wanted in rows:
         dy_TO = dy.reshape(-1, dy.shape[-1])
         u, dh, dinner = _bottleneck_backward(own, dy_TO @ branch.up, branch)
         dhs.append(dh)
-        dothers.append([dy_TO.t() @ u, *dinner])
+        dbranches.append([dy_TO.t() @ u, *dinner])
         del u
         if wanted[0] and weight is not None:
             dx_TI = torch.mm(dy_TO, weight) if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
@@ -212,10 +209,9 @@ def _backward(
     # Elementwise steps keep the layout of an h that is given; the op's results are contiguous.
     dgiven = dh_TR.reshape(h.shape).contiguous() if wanted[1] else x.new_empty(0)
     dx = x.new_empty(0) if dx_TI is None else dx_TI.view(x.shape)
-    dbranches: list[Tensor] = []
-    for index, dother in enumerate(dothers):
-        dbranches += [*ddowns[index : index + 1], *dother]
-    return [dx, dgiven, *dweights, *dbiases, *dbranches]
+    for dbranch, ddown in zip(dbranches, ddowns, strict=False):  # the first alone where it is shared
+        dbranch.insert(0, ddown)
+    return [dx, dgiven, *dweights, *dbiases, *itertools.chain(*dbranches)]
 
 
 def _main_plus_up(
@@ -270,21 +266,19 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
             dfrequencies.insert(0, scaled.sum(0).to(frequency.dtype))
             du = dargument.mul_(wide(frequency)).to(h_TR.dtype)
         else:
-            du = _activation_gradient(du_wide, arguments[layer], outputs[layer], branch.activation).to(h_TR.dtype)
+            du = _GRADIENTS[branch.activation](du_wide, arguments[layer]).to(h_TR.dtype)
         if layer > 0:
             dmixes.insert(0, du.t() @ outputs[layer - 1])
             du = du @ branch.mixes[layer - 1]
     return outputs[-1], du, [*dmixes, *dfrequencies, *dphases]
 
 
-def _activation_gradient(du: Tensor, z: Tensor, u: Tensor, activation: str) -> Tensor:
-    if activation == "tanh":
-        return torch.ops.aten.tanh_backward(du, torch.tanh(z) if u.dtype != z.dtype else u)
-    if activation == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(du, z, LEAKY_SLOPE, False)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_backward(du, z)
-    return torch.ops.aten.silu_backward(du, z)
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tanh": lambda du, z: torch.ops.aten.tanh_backward(du, torch.tanh(z)),
+    "leaky_relu": lambda du, z: torch.ops.aten.leaky_relu_backward(du, z, LEAKY_SLOPE, False),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": torch.ops.aten.silu_backward,
+}
 
 
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
