@@ -106,7 +106,7 @@ def compare_stub(recipe, out, *, train, measure_with=fake_measure, draw=False, *
 def a_run(seed, loss=2.0, steps=10, **more):
     """A finished run, or one that diverged at its fourth step."""
     own = {"curve": ((steps, math.nan if loss is None else loss),), "diverged_at": 4 if loss is None else None}
-    return Run(seed=seed, lr=1e-3, final_loss=loss, steps=steps, seconds=1.0, **own | more)
+    return Run(**{"seed": seed, "lr": 1e-3, "final_loss": loss, "steps": steps, "seconds": 1.0} | own | more)
 
 
 def an_arm(name, *runs, **more):

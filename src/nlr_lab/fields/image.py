@@ -12,8 +12,10 @@ Positions are pixel centres, the longer side from -1 to 1 and pixels square. Val
 Nothing else is counted: the network's shape, omega and the image's size are a few bytes.
 """
 
+import contextlib
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,17 +152,12 @@ class ImageProblem:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """PSNR and bits per pixel, as in this file's table."""
-        parameters = sum(each.numel() for each in model.parameters())
-        per_pixel = parameters / len(self._values)
-        whole = self._psnr(model)
+        per_pixel = sum(each.numel() for each in model.parameters()) / len(self._values)
+        whole = psnr(self.picture(model), self._pixels)
         with _rounded_to_half(model):
-            half = self._psnr(model)
-        return {
-            "psnr": whole,
-            "bits_per_pixel": 32 * per_pixel,
-            "psnr_half": half,
-            "bits_per_pixel_half": 16 * per_pixel,
-        }
+            half = psnr(self.picture(model), self._pixels)
+        bits = {"bits_per_pixel": 32 * per_pixel, "psnr_half": half, "bits_per_pixel_half": 16 * per_pixel}
+        return {"psnr": whole, **bits}
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """The image as the model has it, or as it is."""
@@ -178,9 +175,6 @@ class ImageProblem:
             Image.fromarray(self.picture(shown)).save(folder / f"{name}.png")
             written.append(folder / f"{name}.png")
         return written
-
-    def _psnr(self, model: nn.Module) -> float:
-        return psnr(self.picture(model), self._pixels)
 
 
 def positions(height: int, width: int) -> Tensor:
@@ -200,19 +194,12 @@ def psnr(image: np.ndarray, truth: np.ndarray) -> float:
     return 10 * math.log10(255**2 / (error or 1 / truth.size))
 
 
-class _rounded_to_half:
+@contextlib.contextmanager
+def _rounded_to_half(model: nn.Module) -> Iterator[None]:
     """The model with its parameters rounded to float16, and back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        self.former = [each.clone() for each in self.parameters]
-        for each in self.parameters:
-            each.copy_(each.half())
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for each, former in zip(self.parameters, self.former, strict=True):
-            each.copy_(former)
+    former = {name: each.detach().clone() for name, each in model.named_parameters()}
+    model.load_state_dict({name: each.half() for name, each in former.items()}, strict=False)
+    try:
+        yield
+    finally:
+        model.load_state_dict(former, strict=False)

@@ -24,7 +24,7 @@ from scipy.sparse.csgraph import connected_components
 
 from nlr_lab.runtime.bounds import read_arrays
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import one_line, require
 
 from .mesh_winding import signed_volumes, turned_outwards
 
@@ -36,17 +36,9 @@ _KEYS = (("v", "f"), ("vertices", "faces"))
 
 
 def import_trimesh() -> Any:
-    """The module trimesh.
-
-    Raises:
-        UserError: it, or embreex, is not installed.
-    """
-    try:
-        import embreex  # noqa: F401  # without it trimesh casts rays a thousand times slower
-        import trimesh
-    except ImportError as error:
-        raise UserError(f"meshes need trimesh and embreex ({error}); pip install 'nonlinear-lowrank[fields]'") from None
-    return trimesh
+    """Return the module trimesh; raise UserError where it, or embreex, is not installed."""
+    require("fields", "embreex")  # without it trimesh casts rays a thousand times slower
+    return require("fields", "trimesh")
 
 
 def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":

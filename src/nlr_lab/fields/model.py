@@ -21,9 +21,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .problem import FieldMethod, dense_linear
 
@@ -32,11 +31,7 @@ Activation = Literal["gaussian", "relu", "siren"]
 
 @dataclass(frozen=True, kw_only=True)
 class FieldConfig:
-    """Shape of a coordinate network; the paper's for occupancy by default.
-
-    Raises:
-        UserError: a value is out of range; the message names it.
-    """
+    """Shape of a coordinate network; the paper's for occupancy by default."""
 
     in_features: int = 3
     """Of a position."""
@@ -58,20 +53,14 @@ class FieldConfig:
     """Linears that a factored method takes: the width x width ones, as published, or every one that gets smaller."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("in_features", 1),
-            ("out_features", 1),
-            ("width", 1),
-            ("hidden_layers", 0),
-            ("octaves", 0),
-        ):
-            check_integer(name, getattr(self, name), minimum=least)
+        for name in ("in_features", "out_features", "width"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in ("hidden_layers", "octaves"):
+            check_integer(name, getattr(self, name), minimum=0)
         for name in ("spread", "frequency"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {getattr(self, name)!r}")
-        for name, known in (("activation", get_args(Activation)), ("factored", ("hidden", "all"))):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+            check_number(name, getattr(self, name), above=0)
+        check_choice("activation", self.activation, get_args(Activation))
+        check_choice("factored", self.factored, ("hidden", "all"))
 
     @property
     def encoded(self) -> int:
@@ -80,13 +69,7 @@ class FieldConfig:
 
 
 class Field(nn.Module):
-    """A function of position: (..., in_features) -> (..., out_features), linear at its output.
-
-    Args:
-        config: the shape.
-        method: what its linears are.
-        generator: the draw.
-    """
+    """A function of position: (..., in_features) -> (..., out_features), linear at its output."""
 
     def __init__(self, config: FieldConfig, method: FieldMethod, generator: torch.Generator) -> None:
         super().__init__()
@@ -108,7 +91,6 @@ class Field(nn.Module):
         self._activate = _activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
         z = self._activate(self.first(encode(x, self.config.octaves)))
         for layer in self.hidden:
             z = self._activate(layer(z))

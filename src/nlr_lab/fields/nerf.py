@@ -7,14 +7,13 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_integer, require
 
 from .cameras import Cameras
 from .demo_scene import DEMO_SIZE, demo_scene
@@ -32,11 +31,7 @@ _FRAME_MS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class NerfSettings:
-    """A scene, how its rays are sampled, and the network.
-
-    Raises:
-        UserError: a value is out of range; the message names it.
-    """
+    """A scene, how its rays are sampled, and the network."""
 
     source: str = "demo"
     """"demo", three balls in formulas; or a folder or .npz file (`fields.scenes` lists the forms)."""
@@ -65,31 +60,19 @@ class NerfSettings:
     """The network."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            *(("downscale", 1), ("rays", 1), ("samples", 2), ("fine_samples", 0), ("frames", 0)),
-            ("frame_downscale", 1),
-        ):
+        for name, least in (("downscale", 1), ("rays", 1), ("samples", 2), ("frame_downscale", 1)):
             check_integer(name, getattr(self, name), minimum=least)
+        for name in ("fine_samples", "frames"):
+            check_integer(name, getattr(self, name), minimum=0)
         if self.held_out is not None:
             object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
 
     def prepare(self) -> "NerfProblem":
-        """Reads and checks the scene.
-
-        Raises:
-            UserError: there is no such scene, or it is not what it should be.
-        """
+        """Read the scene; raise UserError where there is none, or it is not what it should be."""
         if self.source == "demo":
             return NerfProblem(demo_scene(size=max(DEMO_SIZE // self.downscale, 1), held_out=self.held_out), self)
-        scene = read_scene(
-            self.source,
-            downscale=self.downscale,
-            held_out=self.held_out,
-            ndc=self.ndc,
-            near=self.near,
-            far=self.far,
-        )
-        return NerfProblem(scene, self)
+        own = {name: getattr(self, name) for name in ("downscale", "held_out", "ndc", "near", "far")}
+        return NerfProblem(read_scene(self.source, **own), self)
 
 
 class NerfProblem:
@@ -117,7 +100,7 @@ class NerfProblem:
                 f"{scene.name} has views of {width} x {height} pixels; frames cannot be {settings.frame_downscale} "
                 "times smaller: give a smaller frame_downscale"
             )
-        _metrics()  # that it is missing is said before the work, not after
+        require("fields", "skimage")  # that it is missing is said before the work, not after
         self.scene, self.settings = scene, settings
         self._path = self._cameras_of_frames()  # likewise
         self.name = scene.name
@@ -154,19 +137,12 @@ class NerfProblem:
 
         SSIM with the Gaussian window of sigma 1.5 of Wang et al. 2004, on colours in [0, 1].
         """
-        metrics = _metrics()
+        metrics = require("fields", "skimage.metrics")
         scores = []
         for view in self.scene.held_out:
             truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
-            similarity = metrics.structural_similarity(
-                truth,
-                seen,
-                data_range=1.0,
-                channel_axis=-1,
-                gaussian_weights=True,
-                sigma=1.5,
-                use_sample_covariance=False,
-            )
+            window = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+            similarity = metrics.structural_similarity(truth, seen, data_range=1.0, channel_axis=-1, **window)
             with np.errstate(divide="ignore"):  # of equal pictures it is infinite
                 scores.append((metrics.peak_signal_noise_ratio(truth, seen, data_range=1.0), similarity))
         psnr, ssim = np.mean(scores, axis=0)
@@ -246,16 +222,6 @@ class NerfProblem:
         return render(
             model, fine, rays, jitter, fine_jitter, near=scene.near, far=scene.far, background=scene.background
         )
-
-
-def _metrics() -> Any:
-    try:
-        from skimage import metrics
-    except ImportError as error:
-        raise UserError(
-            f"PSNR and SSIM need scikit-image ({error}); pip install 'nonlinear-lowrank[fields]'"
-        ) from error
-    return metrics
 
 
 def _bytes(colours: np.ndarray) -> np.ndarray:

@@ -19,7 +19,6 @@ a bias; a linear m x n is factored only where k (m + n) < m n, which alpha's nev
 Source: sine_lowrank.txt, section 4.3, Table 3 and appendix A.2.4.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .model import encode, gaussian
 from .problem import FieldMethod
@@ -39,11 +37,7 @@ Density = Literal["relu", "softplus"]
 
 @dataclass(frozen=True, kw_only=True)
 class RadianceConfig:
-    """Shape of a radiance field; the paper's by default.
-
-    Raises:
-        UserError: a value is out of range; the message names it.
-    """
+    """Shape of a radiance field; the paper's by default."""
 
     width: int = 256
     """Of the layers that see the position."""
@@ -65,23 +59,17 @@ class RadianceConfig:
     """The same for the direction (4 in NeRF)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("layers", 1), ("view_width", 1), ("octaves", 0), ("view_octaves", 0)):
-            check_integer(name, getattr(self, name), minimum=least)
-        if not 0 < self.spread < math.inf:
-            raise UserError(f"spread must be a finite number above 0, got {self.spread!r}")
-        for name, known in (("activation", get_args(Activation)), ("density", get_args(Density))):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        for name in ("width", "layers", "view_width"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in ("octaves", "view_octaves"):
+            check_integer(name, getattr(self, name), minimum=0)
+        check_number("spread", self.spread, above=0)
+        check_choice("activation", self.activation, get_args(Activation))
+        check_choice("density", self.density, get_args(Density))
 
 
 class RadianceNet(nn.Module):
-    """Points and unit viewing directions, (..., 3), to density (...) >= 0 and colour (..., 3) in [0, 1].
-
-    Args:
-        config: the shape.
-        method: what its linears are.
-        generator: the draw.
-    """
+    """Points and unit viewing directions, (..., 3), to density (...) >= 0 and colour (..., 3) in [0, 1]."""
 
     def __init__(self, config: RadianceConfig, method: FieldMethod, generator: torch.Generator) -> None:
         super().__init__()
@@ -99,7 +87,6 @@ class RadianceNet(nn.Module):
         self.rgb = linear(config.view_width, 3)
 
     def forward(self, points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., 3) and (..., 3) to (...) and (..., 3)."""
         hidden = encode(points, self.config.octaves)
         for layer in self.layers:
             hidden = self._activate(layer(hidden))
@@ -113,14 +100,7 @@ class RadianceNet(nn.Module):
 
 
 class Radiance(nn.Module):
-    """One radiance field, or a coarse and a fine one of the same shape, as NeRF has.
-
-    Args:
-        config: the shape of each.
-        method: what the linears are.
-        fine: whether there is a fine one.
-        generator: the draw.
-    """
+    """One radiance field, or a coarse and a `fine` one of the same shape, as NeRF has."""
 
     def __init__(self, config: RadianceConfig, method: FieldMethod, fine: bool, generator: torch.Generator) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_choice, check_integer, check_share, require
 
 from .mesh_files import import_trimesh, read_mesh
 from .mesh_picture import Axis, View, render
@@ -76,17 +76,15 @@ class OccupancySettings:
     """Pixels; the width follows from the shape."""
 
     def __post_init__(self) -> None:
-        for name, least in (("points", 1), ("picture_height", 16)):
-            check_integer(name, getattr(self, name), minimum=least)
-        if not 0 <= self.surface_share < 1:
-            raise UserError(f"surface_share must be at least 0 and below 1, got {self.surface_share!r}")
+        check_integer("points", self.points, minimum=1)
+        check_integer("picture_height", self.picture_height, minimum=16)
+        check_share("surface_share", self.surface_share)
         if not 0 < self.surface_band <= 2:
             raise UserError(f"surface_band must be above 0 and at most 2, got {self.surface_band!r}")
         for name in ("azimuth", "elevation"):
             if not -360 <= getattr(self, name) <= 360:
                 raise UserError(f"{name} must be degrees from -360 to 360, got {getattr(self, name)!r}")
-        if self.up not in get_args(Axis):
-            raise UserError(f"unknown up {self.up!r}; choose one of {', '.join(get_args(Axis))}")
+        check_choice("up", self.up, get_args(Axis))
         if (self.field.in_features, self.field.out_features) != (3, 1):
             raise UserError("the network of a shape has in_features 3 and out_features 1")
 
@@ -212,10 +210,7 @@ def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None"
         UserError: the lattice does not fit memory, or scikit-image is not installed.
     """
     trimesh = import_trimesh()
-    try:
-        from skimage.measure import marching_cubes
-    except ImportError as error:
-        raise UserError(f"meshes need scikit-image ({error}); pip install 'nonlinear-lowrank[fields]'") from None
+    marching_cubes = require("fields", "skimage.measure").marching_cubes
     check_memory(mesh_resolution=(resolution, 8))
     n = resolution
     values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
@@ -234,8 +229,7 @@ def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None"
     if not (values > 0).any():
         return None
     points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
-    mesh = trimesh.Trimesh(frame.to_mesh((points.astype(np.float64) - 0.5) * (2 / n) - 1), faces, process=False)
-    return mesh
+    return trimesh.Trimesh(frame.to_mesh((points.astype(np.float64) - 0.5) * (2 / n) - 1), faces, process=False)
 
 
 def _slabs(grid: OccupancyGrid) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
+from nonlinear_lowrank.validation import check_choice
 
 Kind = Literal["dense", "low-rank", "sine"]
 Init = Literal["kaiming_sqrt5", "kaiming_zero"]
@@ -45,15 +46,14 @@ class FieldMethod:
     """Of dense weights and of factors: Kaiming uniform with a = sqrt(5) or a = 0. Biases are nn.Linear's in either."""
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", get_args(Kind)), ("init", get_args(Init))):
-            if getattr(self, name) not in known:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(known)}")
+        check_choice("kind", self.kind, get_args(Kind))
+        check_choice("init", self.init, get_args(Init))
         if isinstance(self.gain, str):
             raise UserError(f"gain must be a number, got {self.gain!r}")
         meant = {"dense": (), "low-rank": ("rank",), "sine": ("rank", "omega", "gain")}[self.kind]
         for name in ("rank", "omega", "gain"):
             if name not in meant and getattr(self, name) is not None:
-                raise UserError(f"{name} has no meaning for {self.kind} linears; leave it out")
+                raise UserError(f"{name} has no meaning for {self.kind} linears; omit it")
         if self.kind != "dense":
             if self.rank is None:
                 raise UserError(f"{self.kind} linears need a rank, as in {self.kind}:rank=5")
@@ -75,17 +75,14 @@ class FieldMethod:
             if key not in ("rank", "omega", "gain", "init"):
                 raise UserError(f"{kind} linears have no setting {key!r}; there are rank, omega, gain and init")
             if key in settings:
-                raise UserError(f"{text!r} has {key} twice; leave one out")
+                raise UserError(f"{text!r} has {key} twice; omit one")
             settings[key] = _read(key, value)
         return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
 
     def __str__(self) -> str:
         """The short form; `parse` reads it back."""
-        options = [
-            f"{name}={_short(value)}"
-            for name in ("rank", "omega", "gain")
-            if (value := getattr(self, name)) is not None
-        ]
+        settings = {name: getattr(self, name) for name in ("rank", "omega", "gain")}
+        options = [f"{name}={_short(value)}" for name, value in settings.items() if value is not None]
         if self.init != "kaiming_sqrt5":
             options.append(f"init={self.init}")
         return ":".join(filter(None, (self.kind, ",".join(options))))
@@ -141,9 +138,7 @@ def dense_linear(
 
 def _short(value: float | str) -> str:
     """A number in six digits where they are all it has, or in all of its own."""
-    if isinstance(value, str):
-        return value
-    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return f"{value:g}" if not isinstance(value, str) and float(f"{value:g}") == value else str(value)
 
 
 def _read(key: str, value: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .problem import Problem
 
@@ -19,11 +19,7 @@ Schedule = Literal["cosine", "linear", "exponential", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How a field is fitted: Adam, all parameters at one rate, no weight decay.
-
-    Raises:
-        UserError: a value is out of range; the message names it.
-    """
+    """How a field is fitted: Adam, all parameters at one learning rate, no weight decay."""
 
     steps: int = 2000
     """Optimizer steps."""
@@ -32,7 +28,7 @@ class FitConfig:
     schedule: Schedule = "cosine"
     """From the peak to `end` times the peak."""
     end: float = 0.01
-    """The last step's rate as a share of the peak."""
+    """The last step's learning rate as a share of the peak."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     betas: tuple[float, float] = (0.9, 0.99)
@@ -57,31 +53,25 @@ class FitConfig:
     """cpu, cuda or cuda:0; empty: the GPU where there is one."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            *(("steps", 1), ("warmup_steps", 0), ("seed", 0), ("eval_every", 0), ("save_every", 0)),
-            *(("keep_checkpoints", 1), ("threads", 1)),
-        ):
-            value = getattr(self, name)
-            if name == "threads" and value is None:
-                continue
-            check_integer(name, value, minimum=least)
+        for name in ("steps", "keep_checkpoints", "threads"):
+            if name != "threads" or self.threads is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        for name in ("warmup_steps", "seed", "eval_every", "save_every"):
+            check_integer(name, getattr(self, name), minimum=0)
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2^31, got {self.seed}")
         for name in ("lr", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), above=0)
+        check_number("max_grad_norm", self.max_grad_norm, minimum=0)
+        check_choice("schedule", self.schedule, get_args(Schedule))
         if not 0 <= self.end <= 1 or (self.schedule == "exponential" and self.end == 0):
             raise UserError(f"end must be a share of the peak, from 0 (exponential: above 0) to 1, got {self.end!r}")
-        if not 0 <= self.max_grad_norm < math.inf:
-            raise UserError(f"max_grad_norm must be a finite number of at least 0, got {self.max_grad_norm!r}")
-        if self.schedule not in get_args(Schedule):
-            raise UserError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(get_args(Schedule))}")
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
         if len(self.betas) != 2 or not all(isinstance(each, int | float) and 0 <= each < 1 for each in self.betas):
             raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step (from 0)."""
+        """Return the learning rate of a step (from 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -98,7 +88,7 @@ class FitConfig:
 
 
 class Stepper:
-    """Takes single steps; what a step sees follows from the seed and its number alone.
+    """Take single steps; what a step sees follows from the seed and its number alone.
 
     Args:
         problem: what is fitted.
@@ -117,7 +107,7 @@ class Stepper:
         )
 
     def take(self, step: int) -> Tensor:
-        """Takes step `step` (from 0); its loss, detached, on the device."""
+        """Take a step (from 0); return its loss, detached, on the device."""
         config = self.config
         batch = self.problem.batch(step, torch.Generator().manual_seed((config.seed << 32) + step))
         if self.device.type != "cpu":
@@ -133,14 +123,14 @@ class Stepper:
         return loss.detach()
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors as "exp_avg/<parameter>"."""
+        """Return the optimizer's tensors as "exp_avg/<parameter>"."""
         moments = self.optimizer.state
         return {
             f"{key}/{name}": value for name, each in self.parameters.items() for key, value in moments[each].items()
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state` gave."""
+        """Take back what `state` gave."""
         for path, value in state.items():
             key, _, name = path.partition("/")
             self.optimizer.state[self.parameters[name]][key] = value.to(self.device)

@@ -12,6 +12,8 @@ Parameters are all of the model's. FLOPs are forward, per token, of `analysis.mo
 the forward in both arms, but for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
 """
 
+import functools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,18 +90,33 @@ def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
     # Refused where the model's MLPs are not known, or it is a pretrained one.
     apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
     plain, wanted = mlp_width(recipe.task.build_on_meta()), _count(recipe, target, by)
-    found: dict[int, int] = {}
 
+    @functools.cache
     def count(hidden: int) -> int:
-        if hidden not in found:
-            found[hidden] = _count(recipe, _with_hidden(arm, hidden), by)
-        return found[hidden]
+        return _count(recipe, _with_hidden(arm, hidden), by)
+
+    def allowed(hidden: int) -> bool:
+        try:
+            count(hidden)
+        except UserError:
+            if hidden > plain:
+                raise
+            return False  # too narrow for a method that is joined to it
+        return True
+
+    def enough(hidden: int) -> bool:
+        return allowed(hidden) and count(hidden) >= wanted
 
     count(plain)  # what does not fit the model as it is says so here
     step = _step(count, plain)
-    hidden = _narrowest(count, plain, step, wanted)
-    too_few, too_many = count(hidden) < wanted, count(hidden) > wanted and hidden - step not in found
-    if too_few or too_many:
+    slope = count(plain + step) - count(plain)
+    guess = plain + step * (-(-(wanted - count(plain)) // slope) if slope > 0 else 0)
+    widths = range(plain % step or step, max(guess, _WIDEST * plain) + step, step)
+    guess = max(guess, widths[0])
+    exact = enough(guess) and (guess == widths[0] or not enough(guess - step))
+    hidden = guess if exact else widths[min(bisect_left(widths, True, key=enough), len(widths) - 1)]
+    narrower = hidden > widths[0] and allowed(hidden - step)
+    if count(hidden) < wanted or (count(hidden) > wanted and not narrower):
         raise UserError(
             f"{arm.name} cannot match {target.name}: even with MLPs of width {hidden} it has {count(hidden):,} {by}, "
             f"and {target.name} has {wanted:,}"
@@ -116,27 +133,6 @@ def _step(count: Callable[[int], int], plain: int) -> int:
             continue
         return step
     return plain
-
-
-def _narrowest(count: Callable[[int], int], plain: int, step: int, wanted: int) -> int:
-    """Return the smallest width with the wanted count; the widest that is tried where none has it."""
-
-    def enough(number: int) -> bool:
-        try:
-            return count(plain + number * step) >= wanted
-        except UserError:
-            if number > 0:
-                raise
-            return False  # too narrow for a method that is joined to it
-
-    low = -((plain - 1) // step) - 1
-    slope = count(plain + step) - count(plain)
-    guess = max(low + 1, -(-(wanted - count(plain)) // slope) if slope > 0 else 0)
-    high = max(guess, _WIDEST * plain // step)
-    while high - low > 1:
-        middle = next((each for each in (guess, guess - 1) if low < each < high), (low + high) // 2)
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return plain + high * step
 
 
 def _count(recipe: Recipe, arm: Arm, by: str) -> int:

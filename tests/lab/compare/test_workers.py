@@ -67,7 +67,7 @@ def die_once(recipe, out, **options):
     if doomed and not marker.exists():
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-        stepped = replace(recipe, arm=replace(recipe.arm, method="test_compare_workers:die", settings={}, name="dying"))
+        stepped = replace(recipe, arm=replace(recipe.arm, method="test_workers:die", settings={}, name="dying"))
         run_training(stepped, Path(out).parent / "other", quiet=True)
     return run_training(recipe, out, **options)
 
