@@ -11,7 +11,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice
 
 from .formulas import KIND
-from .op import FORMS, LinearTails
+from .ratio import FORMS, LinearTails
 
 KINDS = tuple(dict.fromkeys(KIND.values()))
 """The functions there are fits for."""

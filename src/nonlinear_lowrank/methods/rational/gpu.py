@@ -1,12 +1,13 @@
 """When the kernels of `kernel` are used, and how. `up` is the other factor of the gated form, None for R(x) alone."""
 
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import kernels, reshaped
+
+from .ratio import Ratio
 
 
 def opaque(x: Tensor) -> bool:
@@ -21,46 +22,28 @@ def kernel(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     return kernels("rational", x, *given) if same and not torch.compiler.is_compiling() else None
 
 
-def on_gpu(
-    fast: ModuleType,
-    x: Tensor,
-    up: Tensor | None,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: Sequence[float] | None,
-) -> Tensor:
+def on_gpu(fast: ModuleType, x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     """R(x), times up where given, by the kernel."""
     rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
-    y_TC = fast.forward(*rows, *_coefficients(numerator, denominator, form), form, limits)
-    return reshaped(y_TC, x.shape)
+    return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
 
 
 def gradients_on_gpu(
-    fast: ModuleType,
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: Sequence[float] | None,
-    sums: bool,
+    fast: ModuleType, dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, sums: bool
 ) -> list[Tensor | None]:
-    """Gradients of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
+    """Return gradients of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
     rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-    coefficients = _coefficients(numerator, denominator, form)
-    dx, dup, da, db = fast.backward(*rows, *coefficients, form, limits, coefficients=sums)
-    if db is not None and form == "sum_of_abs":
-        db = torch.where(denominator < 0, -db, db)
+    dx, dup, da, db = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
+    if db is not None and ratio.form == "sum_of_abs":
+        db = torch.where(ratio.denominator < 0, -db, db)
     return [
         dx.view(x.shape),
         None if dup is None else dup.view(x.shape),
-        None if da is None else da.to(numerator.dtype),
-        None if db is None else db.to(denominator.dtype),
+        None if da is None else da.to(ratio.numerator.dtype),
+        None if db is None else db.to(ratio.denominator.dtype),
     ]
 
 
-def _coefficients(numerator: Tensor, denominator: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    a, b = numerator.float().contiguous(), denominator.float().contiguous()
-    return a, b.abs() if form == "sum_of_abs" else b
+def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:
+    a, b = ratio.numerator.float().contiguous(), ratio.denominator.float().contiguous()
+    return a, b.abs() if ratio.form == "sum_of_abs" else b

@@ -32,43 +32,15 @@ from torch import Tensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import reshaped
 from nonlinear_lowrank.ops.precision import wide_dtype
-from nonlinear_lowrank.validation import check_choice
 
-from .formulas import FORMULAS, activation, activation_slope
+from .formulas import activation, activation_slope
 from .gpu import gradients_on_gpu, kernel, on_gpu, opaque
+from .ratio import FORMS, LinearTails, Ratio, check, check_anchor, denominator_size
 
-FORMS = ("abs_of_sum", "sum_of_abs")
+__all__ = ["FORMS", "LinearTails", "denominator_size", "rational", "rational_anchored", "rational_gated"]
 
 # Elements that eager mode handles at once: within cache on a CPU, few launches elsewhere.
 _PIECE_CPU, _PIECE_OTHER = 1 << 16, 1 << 24
-
-
-class LinearTails(NamedTuple):
-    """Straight lines outside [low, high]: R(high) + high_slope * (x - high) above, likewise below."""
-
-    low: float
-    high: float
-    low_slope: float
-    high_slope: float
-
-
-class Ratio(NamedTuple):
-    """A rational function, and with the last three what it is anchored to."""
-
-    numerator: Tensor
-    denominator: Tensor
-    form: str
-    limits: Sequence[float] | None
-    """`LinearTails`."""
-    base_numerator: Tensor | None = None
-    base_denominator: Tensor | None = None
-    formula: str | None = None
-    """f."""
-
-
-def denominator_size(degree: int, form: str) -> int:
-    """Return the number of stored coefficients of a denominator of this degree."""
-    return degree + 1 if form == "abs_of_sum" else degree
 
 
 def rational(
@@ -80,7 +52,7 @@ def rational(
         UserError: unknown form, C not divisible by G, or coefficients of the wrong shape.
     """
     check(x, numerator, denominator, form)
-    return _evaluate(x, None, Ratio(numerator, denominator, form, _limits(tails)))
+    return _evaluate(x, None, Ratio(numerator, denominator, form, None if tails is None else tuple(tails)))
 
 
 def rational_gated(
@@ -102,7 +74,7 @@ def rational_gated(
             f"gate and up must have one shape and type, not {tuple(gate.shape)} {gate.dtype} "
             f"and {tuple(up.shape)} {up.dtype}"
         )
-    return _evaluate(gate, up, Ratio(numerator, denominator, form, _limits(tails)))
+    return _evaluate(gate, up, Ratio(numerator, denominator, form, None if tails is None else tuple(tails)))
 
 
 def rational_anchored(
@@ -139,37 +111,6 @@ def rational_anchored(
     # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
     return _evaluate(x, None, Ratio(numerator, denominator, form, limits, *base, formula))
-
-
-def _limits(tails: LinearTails | None) -> tuple[float, ...] | None:
-    return None if tails is None else tuple(tails)
-
-
-def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
-    """Raise UserError; see `rational`."""
-    check_choice("denominator form", form, FORMS)
-    if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
-        raise UserError(
-            "coefficients must be (groups, terms) with as many groups above as below, got "
-            f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
-        )
-    if x.shape[-1] % numerator.shape[0]:
-        raise UserError(
-            f"{x.shape[-1]} channels do not divide into {numerator.shape[0]} groups; "
-            "choose groups that divide the width"
-        )
-
-
-def check_anchor(
-    base_numerator: Tensor, base_denominator: Tensor, numerator: Tensor, denominator: Tensor, formula: str
-) -> None:
-    """Raise UserError; see `rational_anchored`."""
-    check_choice("activation", formula, FORMULAS)
-    for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
-        if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
-            raise UserError(
-                f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
-            )
 
 
 # Autograd.
@@ -211,7 +152,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         if opaque(x):
             return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
         if (fast := kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
-            return on_gpu(fast, x, up, *ratio[:4])
+            return on_gpu(fast, x, up, ratio)
     y = _in_pieces(_forward, x, ratio)[0]
     assert y is not None
     return y if up is None else y * up
@@ -224,7 +165,7 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
             found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
             return [each if want else None for each, want in zip(found, wanted, strict=True)]
         if (fast := kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
-            found = gradients_on_gpu(fast, dy, x, up, *ratio[:4], wanted[2] or wanted[3])
+            found = gradients_on_gpu(fast, dy, x, up, ratio, wanted[2] or wanted[3])
             return [each if want else None for each, want in zip(found, wanted, strict=True)]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
     mine = [wanted[0], *wanted[2:]]

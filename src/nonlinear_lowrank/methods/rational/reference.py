@@ -6,7 +6,7 @@ from torch import Tensor
 from nonlinear_lowrank.ops.precision import wide_dtype
 
 from .formulas import activation
-from .op import LinearTails, check, check_anchor
+from .ratio import LinearTails, check, check_anchor
 
 
 def rational_reference(
