@@ -1,12 +1,18 @@
-"""Pruning deletes no checkpoint before a newer one has been read back."""
+"""Folders are whole or absent; pruning deletes nothing before a newer one has been read back; one process at a time."""
 
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from nlr_lab.runtime.storage import newest_valid, prune, step_folders
+from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders, write_json
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.hub.storage import staged_folder
+from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 
 
 def steps(folder: Path, *numbers: int) -> None:
@@ -29,3 +35,64 @@ def test_prune_deletes_nothing_before_the_newest_reads_back(tmp_path):
         prune(tmp_path, newest=6, keep=1)
     assert list(step_folders(tmp_path)) == [2, 4, 6]
     assert newest_valid(tmp_path)[0].name == "step-000004"
+
+
+def test_staged_folder_is_whole_or_absent(tmp_path):
+    def fail() -> None:
+        with staged_folder(tmp_path / "a", {}) as folder:
+            (folder / "x").write_text("1")
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        fail()
+    assert not list(tmp_path.iterdir())
+    with staged_folder(tmp_path / "a", {"step": 3}) as folder:
+        (folder / "b").mkdir()
+        (folder / "b" / "x").write_text("1")
+        assert not (tmp_path / "a").exists()
+    assert read_manifest(tmp_path / "a")["step"] == 3
+    with staged_folder(tmp_path / "a", {"step": 4}) as folder:
+        (folder / "y").write_text("2")
+    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == [MANIFEST, "y"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_prune_keeps_the_newest_good_ones(tmp_path):
+    for step in (2, 4, 6, 8):
+        with staged_folder(tmp_path / f"step-{step:06d}", {}) as folder:
+            (folder / "x").write_text(str(step))
+    (tmp_path / "other").mkdir()
+    prune(tmp_path, newest=6, keep=2)  # 8 is of before a resume from 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-000004", "step-000006"]
+
+
+def test_write_json_keeps_the_old_file_if_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="full"):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_lock_lets_one_process_in_and_ends_with_it(tmp_path):
+    hold = "import sys; from nlr_lab.runtime.storage import FolderLock; from pathlib import Path\n"
+    hold += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process is training"):
+            FolderLock(tmp_path)
+        other.kill()
+    for _ in range(100):  # the system lets go of a killed process's lock
+        try:
+            FolderLock(tmp_path).release()
+            return
+        except UserError:
+            time.sleep(0.05)
+    pytest.fail("the lock outlived its process")

@@ -12,6 +12,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleLinear
 from training_helpers import make_recipe
 
+BOTH = "nonlinear-query+noble:rank=4"
 FORMS = {
     "baseline": Arm(),
     "baseline:init=noble": Arm(dense_init="noble"),
@@ -30,6 +31,21 @@ FORMS = {
     "rational:groups=4,degrees=5/4,anchor=exact": Arm(
         method="rational", settings={"groups": 4, "degrees": [5, 4], "anchor": "exact"}
     ),
+    BOTH: Arm(method="nonlinear-query+noble", settings={"nonlinear-query": {}, "noble": {"rank": 4}}),
+    "nonlinear-query:scale=1.0+noble:rank=4,init=pretrained,dense_init=kaiming,qk_norm=true,lr=0.003": Arm(
+        method="nonlinear-query+noble",
+        settings={"nonlinear-query": {"scale": 1.0}, "noble": {"rank": 4, "init": "pretrained"}},
+        dense_init="kaiming",
+        qk_norm=True,
+        lr=3e-3,
+    ),
+    "noble:rank=16+rational": Arm(method="noble+rational", settings={"noble": {"rank": 16}, "rational": {}}),
+    "noble:budget=5%": Arm(method="noble", settings={"budget": "5%"}),
+    "noble:select=query/feed_forward,budget=9%flops": Arm(
+        method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
+    ),
+    "baseline:init=noble,optimizer=muon,grid=0.001/0.003": Arm(dense_init="noble", optimizer="muon", grid=(1e-3, 3e-3)),
+    "nora++:r=2": Arm(method="nora++", settings={"r": 2}),
     "training_helpers:poison": Arm(method="training_helpers:poison"),
     "training_helpers:poison,at=3,init=noble,lr=1e-05": Arm(
         method="training_helpers:poison", settings={"at": 3}, dense_init="noble", lr=1e-5
@@ -44,6 +60,8 @@ def test_short_forms(text):
     assert str(arm) == text
     assert Arm.parse(str(arm)) == arm
     assert hash(arm) == hash(FORMS[text])
+    recipe = dataclasses.replace(make_recipe(), arm=arm)
+    assert Recipe.from_json(recipe.to_json()) == recipe
 
 
 def test_names_tell_arms_apart():
@@ -51,6 +69,12 @@ def test_names_tell_arms_apart():
     names += [Arm.parse(f"noble:rank={rank},activation={a}").name for rank in (16, 32) for a in ("gelu", "tanh")]
     assert len(set(names)) == len(names)
     assert Arm.parse("noble:rank=64").name == "noble-r64"
+    assert Arm.parse(BOTH).name == "nonlinear-query-noble-r4"
+
+
+def test_what_is_read_but_written_otherwise():
+    assert str(Arm.parse("nonlinear-query:lr=1e+0+noble:r=4")) == f"{BOTH},lr=1.0"
+    assert Arm.parse("nonlinear-query:init=noble + noble:r=4").dense_init == "noble"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +109,16 @@ def test_names_tell_arms_apart():
         ("training_helpers:no_such", "no function 'no_such'"),
         ("training_helpers:VOCABULARY", "no function"),
         ("training_helpers:", "unknown arm"),
+        ("noble:rank=4+lora:r=2", "lora cannot be one of several"),
+        ("baseline+noble:rank=4", "baseline cannot be one of several"),
+        ("noble:rank=4+noble:rank=8", "names noble twice"),
+        ("noble:rank=4,lr=1+nonlinear-query:lr=1", "lr is of the whole arm"),
+        ("nonlinear-query+noble:width=3", "noble has no setting 'width'"),
+        ("noble:rank=4,budget=5%", "budget= or rank=, not both"),
+        ("noble:budget=5", "cannot read the budget"),
+        ("nonlinear-query:budget=5%", "cannot choose ranks for a budget"),
+        ("noble:select=head", "names no part of a block; choose from query, key"),
+        ("noble:optimizer=sgd", "unknown optimizer .sgd.; choose one of adamw, muon"),
     ],
 )
 def test_bad_arms(text, message):

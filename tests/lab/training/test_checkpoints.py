@@ -5,21 +5,18 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders, write_json
+from nlr_lab.runtime.storage import newest_valid, read_manifest, step_folders
 from nlr_lab.training import DivergedError, checkpoints, run_training
 from nlr_lab.training.state_files import tensor_names
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
+from nonlinear_lowrank.hub.storage import MANIFEST
 from training_helpers import FakeText, TrainingServer, cut_back, make_recipe
 
 TEXT = FakeText()
@@ -329,64 +326,3 @@ def test_infinite_evaluation_stops_the_run(tmp_path):
     with pytest.raises(DivergedError, match=r"at step 5; the last good checkpoint is .*step-000004"):
         run_training(make_recipe("training_helpers:poison_evaluation"), tmp_path / "out", prepared=TEXT, quiet=True)
     assert json.loads((tmp_path / "out" / "result.json").read_text())["curve"] == []
-
-
-def test_staged_folder_is_whole_or_absent(tmp_path):
-    def fail() -> None:
-        with staged_folder(tmp_path / "a", {}) as folder:
-            (folder / "x").write_text("1")
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        fail()
-    assert not list(tmp_path.iterdir())
-    with staged_folder(tmp_path / "a", {"step": 3}) as folder:
-        (folder / "b").mkdir()
-        (folder / "b" / "x").write_text("1")
-        assert not (tmp_path / "a").exists()
-    assert read_manifest(tmp_path / "a")["step"] == 3
-    with staged_folder(tmp_path / "a", {"step": 4}) as folder:
-        (folder / "y").write_text("2")
-    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == [MANIFEST, "y"]
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_prune_keeps_the_newest_good_ones(tmp_path):
-    for step in (2, 4, 6, 8):
-        with staged_folder(tmp_path / f"step-{step:06d}", {}) as folder:
-            (folder / "x").write_text(str(step))
-    (tmp_path / "other").mkdir()
-    prune(tmp_path, newest=6, keep=2)  # 8 is of before a resume from 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-000004", "step-000006"]
-
-
-def test_write_json_keeps_the_old_file_if_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_json(path, {"a": 1})
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="full"):
-        write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-
-
-def test_lock_lets_one_process_in_and_ends_with_it(tmp_path):
-    hold = "import sys; from nlr_lab.runtime.storage import FolderLock; from pathlib import Path\n"
-    hold += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process is training"):
-            FolderLock(tmp_path)
-        other.kill()
-    for _ in range(100):  # the system lets go of a killed process's lock
-        try:
-            FolderLock(tmp_path).release()
-            return
-        except UserError:
-            time.sleep(0.05)
-    pytest.fail("the lock outlived its process")
