@@ -5,23 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTBigCodeConfig,
-    GPTBigCodeForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
 
 import nonlinear_lowrank as nlr
-from model_helpers import FAMILIES, SIZES, TOKENS, batch
+from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
+from model_helpers import FAMILIES, batch
 from nlr_lab.training import Arm
 from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
@@ -110,21 +97,20 @@ def test_it_comes_last():
 
 
 def test_grouped_heads_have_fewer_keys():
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=1, head_dim=16))
+    model = grouped_llama(1, head_dim=16)
     nlr.augment(model, QKNormConfig(), verbose=False)
     layer = model.model.layers[0].self_attn
     assert (layer.q_proj.queries, layer.q_proj.keys, layer.k_proj.queries, layer.k_proj.keys) == (64, 0, 0, 16)
     assert model(**batch(model)).logits.isfinite().all()
-    fused = Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2))
+    fused = grouped_phi3()
     nlr.augment(fused, QKNormConfig(), verbose=False)
     assert (fused.model.layers[0].self_attn.qkv_proj.queries, fused.model.layers[0].self_attn.qkv_proj.keys) == (32, 16)
     assert fused(**batch(fused)).logits.isfinite().all()
 
 
 def test_what_it_refuses():
-    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
     with pytest.raises(UserError, match="nothing to swap"):
-        nlr.augment(neox, QKNormConfig(), verbose=False)
+        nlr.augment(by_head(), QKNormConfig(), verbose=False)
     with pytest.raises(UserError, match="do not split into heads of 5"):
         nlr.augment(FAMILIES["opt"](), QKNormConfig(head_width=5), verbose=False)
     with pytest.raises(UserError, match="head_width"):
@@ -135,25 +121,14 @@ def test_what_it_refuses():
     assert len(nlr.augment(bare, QKNormConfig(head_width=4), verbose=False).swapped) == 2
 
 
-def big_code(**options):
-    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=32, **options))
-
-
 def test_rows_mixed_head_by_head_are_refused():
-    code_gen = CodeGenForCausalLM(CodeGenConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32))
-    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
-    for model, include in ((code_gen, None), (big_code(multi_query=False), None), (neox, ".*query_key_value")):
+    for model, include in ((by_part(), None), (big_code(multi_query=False), None), (by_head(), ".*query_key_value")):
         with pytest.raises(UserError, match="mixes rows of q, k and v"):
             nlr.augment(model, QKNormConfig(), include=include, verbose=False)
         assert not layers_of(model)
     shared = big_code(multi_query=True)
     nlr.augment(shared, QKNormConfig(), verbose=False)
     assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]
-
-
-def cross_attending():
-    config = GPT2Config(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=64, add_cross_attention=True)
-    return GPT2LMHeadModel(config).eval()
 
 
 @pytest.mark.parametrize("inner", [None, nlr.NobleConfig(rank=4)], ids=["plain", "noble"])

@@ -6,25 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTBigCodeConfig,
-    GPTBigCodeForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+from transformers import OPTConfig, OPTForCausalLM
 
 import nonlinear_lowrank as nlr
-from model_helpers import FAMILIES, SIZES, TOKENS, batch
+from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
+from model_helpers import FAMILIES, batch
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
@@ -157,11 +143,10 @@ def test_published_counts_of_gpt3_small():
 
 def test_grouped_and_multi_query_attention():
     for heads in (1, 2):
-        config = LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=heads)
-        model = LlamaForCausalLM(config)
+        model = grouped_llama(heads)
         assert len(nlr.augment(model, NonlinearQueryConfig(), verbose=False).swapped) == 2
         assert model(**batch(model)).logits.isfinite().all()
-    fused = Phi3ForCausalLM(Phi3Config(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2))
+    fused = grouped_phi3()
     plain = copy.deepcopy(fused)
     nlr.augment(fused, NonlinearQueryConfig(), verbose=False)
     layer = fused.model.layers[0].self_attn.qkv_proj
@@ -171,29 +156,6 @@ def test_grouped_and_multi_query_attention():
     shared = big_code(True)
     assert nlr.augment(shared, NonlinearQueryConfig(), verbose=False).swapped == ["transformer.h.0.attn.c_attn"]
     assert shared(**batch(shared)).logits.isfinite().all()
-
-
-def wide_heads():
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2, head_dim=16))
-
-
-def wide_fused_heads():
-    config = Phi3Config(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=1, head_dim=16)
-    config.head_dim = 16
-    return Phi3ForCausalLM(config)
-
-
-def by_head():
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **TOKENS, intermediate_size=48))
-
-
-def by_part():
-    return CodeGenForCausalLM(CodeGenConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32))
-
-
-def big_code(multi_query):
-    config = GPTBigCodeConfig(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=32, multi_query=multi_query)
-    return GPTBigCodeForCausalLM(config)
 
 
 class Unknown(nn.Module):
@@ -207,8 +169,12 @@ class Unknown(nn.Module):
 @pytest.mark.parametrize(
     ("build", "choice", "words"),
     [
-        (wide_heads, {}, r"layers.0.self_attn.q_proj has queries of width 64 .* model of width 32"),
-        (wide_fused_heads, {}, r"has queries of width 64 .* in a model of width 32"),
+        (
+            lambda: grouped_llama(head_dim=16),
+            {},
+            r"0.self_attn.q_proj has queries of width 64 .* model of width 32",
+        ),
+        (lambda: grouped_phi3(1, head_dim=16), {}, r"has queries of width 64 .* in a model of width 32"),
         (by_head, {}, r"query_key_value mixes rows of q, k and v"),
         (by_part, {}, r"qkv_proj mixes rows of q, k and v"),
         (lambda: big_code(False), {}, r"attn.c_attn mixes rows of q, k and v"),
@@ -228,15 +194,14 @@ def test_what_does_not_fit_is_one_clear_line_and_changes_nothing(build, choice, 
 
 
 def test_cross_attention_has_its_query_beside_keys_and_values():
-    config = GPT2Config(**TOKENS, n_embd=32, n_layer=1, n_head=4, n_positions=64, add_cross_attention=True)
-    model = GPT2LMHeadModel(config)
+    model = cross_attending()
     report = nlr.augment(model, NonlinearQueryConfig(), verbose=False)
     assert report.swapped == ["transformer.h.0.attn.c_attn", "transformer.h.0.crossattention.q_attn"]
     assert report.skipped["transformer.h.0.crossattention.c_attn"] == "holds keys and values only"
     out = model(**batch(model), encoder_hidden_states=torch.randn(2, 4, 32)).logits
     assert out.isfinite().all()
     with pytest.raises(UserError, match="holds keys and values only"):
-        nlr.augment(GPT2LMHeadModel(config), NonlinearQueryConfig(), include=r".*crossattention.c_attn")
+        nlr.augment(cross_attending(), NonlinearQueryConfig(), include=r".*crossattention.c_attn")
 
 
 def test_composes_with_noble_on_the_other_projections(tmp_path):
