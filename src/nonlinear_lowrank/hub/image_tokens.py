@@ -1,7 +1,7 @@
 """A class-conditional language model of image tokens, as a Hugging Face model of its own type.
 
-GLM (`tasks.language_model`: separate q, k, v, o, one fused gate-up projection, GeGLU, RMSNorm, no biases, causal)
-with rotary positions on the grid (`layers.rotary`). Input ids are (B, 1 + rows x columns): the class token, then the
+GLM (separate q, k, v, o, one fused gate-up projection, GeGLU, RMSNorm, no biases, causal) with rotary positions on the
+grid (`rotary`). Input ids are (B, 1 + rows x columns): the class token, then the
 codes row by row. The embedding has a row for each code and each class, the head one for each code: a class is never
 predicted, so the loss is that of the codes alone. `generate` needs nothing of its own: the prompt is the class token,
 and the position in the sequence, with a cache or without, gives the place in the grid.
@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GlmConfig, GlmForCausalLM, GlmModel
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .rotary import GridRotary
 
@@ -58,8 +59,7 @@ class ImageTokensConfig(GlmConfig):
         super().__post_init__(**kwargs)
         self.eos_token_id = ends  # where there is none, GLM puts its own three
         for name in ("num_classes", "grid_rows", "grid_columns"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), minimum=1)
         if self.tie_word_embeddings:
             raise UserError(
                 "tie_word_embeddings must be false: the input embedding has classes and codes, the head codes alone"

@@ -7,9 +7,6 @@ The sequence is a class token and then the grid in raster order, so a place foll
 
     p = 0      the class token at (0, 0), which turns nothing and which no image token shares
     p >= 1     row 1 + (p - 1) // columns, column 1 + (p - 1) % columns
-
-A score between two tokens depends on the difference of their places alone, in rows and in columns: shifting the
-whole grid changes no score between image tokens. Scores with the class token see the place in the image.
 """
 
 import torch
@@ -28,11 +25,7 @@ def grid_places(position_ids: torch.Tensor, columns: int) -> tuple[torch.Tensor,
 def grid_angles(rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """Return angles (..., head_dim / 2), one a pair of dimensions: the first half of them by row, the others by column.
 
-    Args:
-        rows: (...), of a floating type, which the angles take.
-        columns: likewise.
-        head_dim: a multiple of 4.
-        theta: base of the wavelengths.
+    Rows and columns (...) are of a floating type, which the angles take; theta is the base of the wavelengths.
     """
     pairs = head_dim // 4
     exponents = torch.arange(pairs, device=rows.device, dtype=rows.dtype) / pairs
@@ -52,15 +45,8 @@ def check_head_dim(head_dim: int) -> None:
 class GridRotary(nn.Module):
     """Cosines and sines of `grid_angles` for positions in the sequence, in the layout of transformers' GLM.
 
-    It has no tensors: nothing to load, to cast to a shorter type, or to leave uninitialised on meta.
-
-    Args:
-        head_dim: dimensions of a head, a multiple of 4.
-        columns: tokens in a row of the grid.
-        theta: base of the wavelengths.
-
-    Raises:
-        UserError: head_dim is not divisible by 4.
+    It has no tensors: nothing to load, to cast to a shorter type, or to leave uninitialised on meta. Raises UserError
+    where head_dim is not divisible by 4.
     """
 
     def __init__(self, head_dim: int, columns: int, theta: float = 10_000.0) -> None:

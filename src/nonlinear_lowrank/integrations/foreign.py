@@ -14,9 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config_to_dict
-from nonlinear_lowrank.validation import one_line
-
 from nonlinear_lowrank.hub.card import Origin, write_card
 from nonlinear_lowrank.hub.classes import listed_problems, register
 from nonlinear_lowrank.hub.conversion import copy_companions
@@ -24,6 +21,8 @@ from nonlinear_lowrank.hub.files import check_folder, check_model_folder, weight
 from nonlinear_lowrank.hub.names import in_memory
 from nonlinear_lowrank.hub.registration import FIELD
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
+from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config_to_dict
+from nonlinear_lowrank.validation import one_line
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}

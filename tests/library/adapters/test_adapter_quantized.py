@@ -87,7 +87,7 @@ def assert_same(left, right):
 
 @every_format
 @with_nora
-def test_trains_and_reloads(folder, tmp_path, kind, row):
+def test_training_and_loading_on_a_quantized_base(folder, tmp_path, kind, row):
     base, ids = quantized(folder, kind), tokens()
     # In eval mode a CPU with AVX512-BF16 packs 4-bit weights, which rounds their scales.
     before = logits(base.train("4bit" in kind), ids)
@@ -110,7 +110,7 @@ def test_trains_and_reloads(folder, tmp_path, kind, row):
 
 @every_format
 @every_method
-def test_adds_the_same_as_on_the_dequantized_base(folder, kind, row):
+def test_adapting_adds_the_same_as_on_the_dequantized_base(folder, kind, row):
     model = get_peft_model(quantized(folder, kind), row.config()).eval()
     for layer in layers(model)[:7]:
         plain = nn.Linear(layer.d_in, layer.d_out, bias=False)
@@ -128,7 +128,7 @@ def test_adds_the_same_as_on_the_dequantized_base(folder, kind, row):
 
 @every_format
 @merging_with_nora
-def test_merging_is_quantized_once_and_undone_exactly(folder, kind, row):
+def test_merging_quantizes_once_and_is_undone_exactly(folder, kind, row):
     model, ids = get_peft_model(quantized(folder, kind), row.config()).eval(), tokens()
     model.add_adapter("other", row.config(second=True))
     before, adapted = state(model), logits(model, ids)
@@ -169,7 +169,7 @@ def test_merge_and_unload_keeps_the_format(folder, kind, row):
 
 @pytest.mark.parametrize("kind", ["4bit", "4bit-nested"])
 @merging_with_nora
-def test_a_weight_packed_by_a_forward_is_unpacked_first(folder, kind, row):
+def test_merging_unpacks_a_weight_that_a_forward_packed(folder, kind, row):
     model = get_peft_model(quantized(folder, kind), row.config()).eval()
     from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
@@ -195,7 +195,7 @@ def test_a_weight_packed_by_a_forward_is_unpacked_first(folder, kind, row):
 
 @pytest.mark.parametrize("kind", ["4bit", "4bit-nested"])
 @with_nora
-def test_a_weight_under_an_adapter_is_never_packed(folder, kind, row):
+def test_adding_an_adapter_keeps_the_weight_from_being_packed(folder, kind, row):
     base = quantized(folder, kind)
     from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
@@ -213,7 +213,7 @@ def test_a_weight_under_an_adapter_is_never_packed(folder, kind, row):
     assert torch.equal(logits(model, ids), first)
 
 
-def test_torchao_by_hand_has_no_config_to_quantize_again_with(folder):
+def test_merging_refuses_torchao_weights_without_a_config(folder):
     quantization = pytest.importorskip("torchao.quantization")
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())

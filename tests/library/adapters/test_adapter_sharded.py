@@ -1,9 +1,5 @@
 """Adapters under fully_shard, on two gloo processes: trained, saved whole, loaded again sharded and not."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -11,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from processes_helpers import run_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*PEFT_WARNINGS)]
 
@@ -23,8 +20,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 torch.set_num_threads(1)
-root, rank = Path(sys.argv[1]), int(sys.argv[2])
-torch.distributed.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+root = Path(sys.argv[1])
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
 import nonlinear_lowrank as nlr
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -76,7 +74,7 @@ def train(model, inputs):
         optimizer.step()
 
 
-def test_trains_saves_and_loads_as_one_process_does(tmp_path):
+def test_training_sharded_saves_and_loads_as_one_process_does(tmp_path):
     models = {}
     for row, dtype in CASES:
         folder = tmp_path / f"{row.name}-{dtype}".replace("torch.", "")
@@ -87,22 +85,7 @@ def test_trains_saves_and_loads_as_one_process_does(tmp_path):
         model = get_peft_model(base, row.config())
         model.save_pretrained(folder / "adapter")
         models[folder] = model, inputs
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path), str(rank)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        output, _ = process.communicate(timeout=900)
-        assert process.returncode == 0, output[-4000:]
+    run_processes(PROCESS, tmp_path, timeout=900)
     for folder, (model, inputs) in models.items():
         train(model, inputs)
         saved = load_file(folder / "trained" / "adapter_model.safetensors")

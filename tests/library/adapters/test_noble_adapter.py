@@ -1,4 +1,4 @@
-"""NOBLE adapters: the published formula beside frozen layers, their init, rates, counts and kept bytes."""
+"""NOBLE adapters: the published formula beside frozen layers, init, learning rates, counts, saved activations."""
 
 import peft
 import pytest
@@ -49,7 +49,7 @@ def weight_and_bias(base):
     "make", [lambda: nn.Linear(12, 10), lambda: nn.Linear(12, 10, bias=False), lambda: Conv1D(10, 12)]
 )
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_is_the_papers_formula_beside_the_frozen_layer(make, activation, depth):
+def test_adapting_computes_the_papers_formula(make, activation, depth):
     base = make()
     layer = adapted(base, activation=activation, depth=depth)
     x = torch.randn(3, 5, 12)
@@ -58,7 +58,7 @@ def test_is_the_papers_formula_beside_the_frozen_layer(make, activation, depth):
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
+def test_adapting_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
     base = nn.Conv2d(12, 10, 1, stride=stride)
     layer = adapted(base)
     x = torch.randn(2, 12, 5, 6)
@@ -68,7 +68,7 @@ def test_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
     torch.testing.assert_close(layer(x[0]), layer(x)[0])
 
 
-def test_several_adapters_add_their_branches():
+def test_activating_several_adapters_adds_their_branches():
     base = nn.Linear(12, 10)
     model = get_peft_model(nn.Sequential(base), nlr.NobleAdapterConfig(r=4, target_modules=["0"], init_weights=False))
     other = nlr.NobleAdapterConfig(r=2, target_modules=["0"], init_weights=False, activation="gelu", depth=1)
@@ -110,7 +110,7 @@ def test_init_is_the_papers_but_for_the_zero_up():
     assert torch.cat(phases).std() == pytest.approx(0.1, rel=0.15)
 
 
-def test_rates_are_the_papers_table():
+def test_learning_rates_are_the_papers_table():
     model = get_peft_model(nn.Sequential(nn.Linear(96, 48)), nlr.NobleAdapterConfig(r=8, target_modules=["0"]))
     groups = nlr.param_groups(model, lr=2e-3, weight_decay=0.01, verbose=False)
     prefix, ratio = "base_model.model.0.nlr_noble_", 48 / 8
@@ -129,7 +129,7 @@ def test_rates_are_the_papers_table():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "eurobert"])
-def test_trained_parameters_are_counted_exactly(family):
+def test_counting_trained_parameters_is_exact(family):
     base = FAMILIES[family]().eval()
     config = nlr.NobleAdapterConfig(r=4, target_modules="all-linear")
     model = get_peft_model(base, config)
@@ -146,7 +146,7 @@ def test_trained_parameters_are_counted_exactly(family):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_keeps_the_input_and_h_alone(backend, bf16):
+def test_saves_the_input_and_h_alone_for_backward(backend, bf16):
     torch._dynamo.reset()
     tokens, r = 96, 16
     layer = adapted(nn.Linear(64, 80), r=r)
@@ -182,7 +182,7 @@ def test_a_frozen_weight_costs_no_gradient_product():
         ({"phase_lr": 0}, "phase_lr"),
     ],
 )
-def test_settings_that_cannot_be(options, word):
+def test_config_refuses_values_out_of_range(options, word):
     with pytest.raises(UserError, match=word):
         nlr.NobleAdapterConfig(**options)
 
@@ -198,12 +198,12 @@ def test_settings_that_cannot_be(options, word):
         (nn.LayerNorm(8), "0 is a LayerNorm"),
     ],
 )
-def test_modules_that_cannot_have_a_branch(module, word):
+def test_adding_refuses_modules_that_cannot_have_a_branch(module, word):
     with pytest.raises(UserError, match=word):
         get_peft_model(nn.Sequential(module), nlr.NobleAdapterConfig(r=4, target_modules=["0"]))
 
 
-def test_is_reached_by_pefts_own_tables():
+def test_pefts_own_tables_reach_the_config():
     config = peft.get_peft_config({"peft_type": "NLR_NOBLE", "r": 3})
     assert isinstance(config, nlr.NobleAdapterConfig)
     assert config.to_dict()["frequency_range"] == (0.8, 1.2)

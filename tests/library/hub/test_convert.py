@@ -146,14 +146,6 @@ def test_converting_refuses_a_model_that_cannot_be_measured(tmp_path):
     assert names_of(tmp_path) == {"plain"}
 
 
-def test_converting_keeps_a_low_precision(tmp_path):
-    model = trained(llama).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "plain")
-    report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3))
-    assert report.bit_equal
-    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-
-
 def test_converting_copies_companions_and_no_code(plain, tmp_path):
     kept = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b", "LICENSE": "free"}
     left = {"modeling.py": "boom", "training_args.bin": "pickle", "pytorch_model.bin.index.json": "{}"}
@@ -169,6 +161,8 @@ def test_converting_copies_companions_and_no_code(plain, tmp_path):
 def test_converting_takes_include_and_load_options(plain, tmp_path):
     config = nlr.NobleConfig(rank=3, activation="gelu", depth=1)
     report = convert(plain, tmp_path / "out", config, include=r".*mlp.*", dtype=torch.bfloat16)
+    assert report.bit_equal
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert len(report.augmented.swapped) == 6
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["dtype"] == "bfloat16"
