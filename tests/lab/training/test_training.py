@@ -17,7 +17,6 @@ from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, arguments, run_training
 from nlr_lab.training.order import EndlessShuffle
-from nlr_lab.training.state_files import tensor_names
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
@@ -35,10 +34,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# --- what a run is --------------------------------------------------------------------------------------------
-
-
-def test_files_and_numbers(tmp_path):
+def test_run_leaves_its_files_and_numbers(tmp_path):
     recipe = make_recipe(tracker="tensorboard")
     result = train(tmp_path / "out", recipe)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -63,8 +59,7 @@ def test_files_and_numbers(tmp_path):
     assert load_tokenizer(tmp_path / "out" / "model").vocab_size == training_helpers.VOCABULARY
 
 
-def test_last_step_is_the_seam_of_nothing(tmp_path):
-    """Evaluated and saved once, whether or not it is a multiple."""
+def test_last_step_is_evaluated_and_saved_once(tmp_path):
     for steps in (10, 11):
         result = train(tmp_path / str(steps), steps=steps, eval_every=5, save_every=5)
         assert [step for step, _ in result.curve] == sorted({5, 10, steps})
@@ -99,7 +94,7 @@ def _item(dataset, labels, index):
     return {"input_ids": dataset.tokens[index], "labels": labels[index].clone()}
 
 
-def test_learning_rates_of_the_roles(tmp_path):
+def test_roles_have_their_learning_rates(tmp_path):
     recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, weight_decay=0.02)
     train(tmp_path / "out", recipe)
     model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
@@ -119,16 +114,6 @@ def test_learning_rates_of_the_roles(tmp_path):
         assert all(group["betas"] == [0.9, 0.98] for group in groups)
 
 
-def test_muon_takes_dense_matrices_only(tmp_path):
-    train(tmp_path / "out", optimizer="muon", steps=2)
-    state = tensor_names(tmp_path / "out/checkpoints/step-000002/optimizer")
-    by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
-    by_adam = {name.partition("/")[2] for name in state if name.startswith("exp_avg/")}
-    assert by_muon == {name for name in by_muon if name.endswith("proj.dense.weight")}
-    assert len(by_muon) == 12
-    assert not by_muon & by_adam
-
-
 def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     plain = train(tmp_path / "plain", dropout=0.0, steps=4)
     # The backend only traces: the plumbing is checked here, not inductor.
@@ -146,9 +131,6 @@ def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     (tmp_path / "compiled" / "result.json").unlink()
     resumed = train(tmp_path / "compiled", dropout=0.0, steps=4, compile=True, resume=True)
     assert resumed.final_loss == compiled.final_loss
-
-
-# --- the same in all arms -------------------------------------------------------------------------------------
 
 
 def seen(out: Path, arm: str, **settings) -> torch.Tensor:
@@ -214,9 +196,6 @@ def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
     assert order != list(EndlessShuffle(640, 1280, seed=6, lengths=lengths, batch=8))
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
-
-
 def test_used_folder_is_refused_and_left_alone(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -233,7 +212,7 @@ def test_used_folder_is_refused_and_left_alone(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_overwrite_resume_and_finished(tmp_path):
+def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     out = tmp_path / "out"
     first = train(out)
     with pytest.raises(UserError, match="--resume to go on or --overwrite"):
@@ -295,22 +274,19 @@ def test_bad_input_writes_nothing(tmp_path, settings, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_folder_that_cannot_be_made(tmp_path):
+def test_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         train(tmp_path / "file" / "out")
 
 
-def test_damaged_recipe_and_result(tmp_path):
+def test_damaged_recipe_and_result_are_refused(tmp_path):
     train(tmp_path / "out", steps=2)
     (tmp_path / "out" / "recipe.json").write_text('{"recipe": {"name"')
     with pytest.raises(UserError, match="damaged"):
         train(tmp_path / "out", steps=2, resume=True)
     with pytest.raises(UserError, match="not the result"):
         TrainResult.from_json('{"arm": "x"}')
-
-
-# --- quiet, and the surroundings ------------------------------------------------------------------------------
 
 
 def test_quiet_is_silent_and_loud_is_one_line_an_evaluation(tmp_path, capfd):
@@ -336,10 +312,7 @@ def test_process_settings_are_put_back(tmp_path, monkeypatch):
     assert torch.is_deterministic_algorithms_warn_only_enabled()  # as conftest set it
 
 
-# --- the real text --------------------------------------------------------------------------------------------
-
-
-def test_real_text_from_a_folder(tmp_path):
+def test_run_on_text_from_a_folder(tmp_path):
     for index in range(60):
         lines = [f"def function_{index}_{line}(value):\n    return value + {line}\n" for line in range(30)]
         (tmp_path / "text").mkdir(exist_ok=True)
