@@ -7,8 +7,9 @@ from tyro.conf import FlagCreatePairsOff
 
 from nlr_lab.recipes import RECIPES
 from nlr_lab.runtime.cores import let_threads_sleep
+from nlr_lab.runtime.processes import rank
 
-from .options import comparison_defaults, is_main_process, parse_recipe, seconds_of, take_recipe
+from .options import comparison_defaults, parse_recipe, seconds_of, take_recipe
 
 Task = TypeVar("Task")
 Train = TypeVar("Train")
@@ -105,5 +106,5 @@ def run(arguments: list[str]) -> None:
         max_seconds=max_seconds,
         **own,
     )
-    if is_main_process():
+    if rank() == 0:
         print(comparison)

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import math
-import os
 import re
 import shutil
 import sys
@@ -149,11 +148,6 @@ def seconds_of(max_minutes: float | None) -> float | None:
 def table_width() -> int:
     """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
     return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200
-
-
-def is_main_process() -> bool:
-    """Whether this process prints: only rank 0 of `torchrun` does."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[str]:

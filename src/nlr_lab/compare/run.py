@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nlr_lab.runtime.cores import FreeThreads
 from nlr_lab.runtime.environment import cpu_threads
-from nlr_lab.runtime.processes import on_first_process, rank
+from nlr_lab.runtime.processes import on_rank_0, rank
 from nlr_lab.runtime.storage import write_text
 from nlr_lab.runtime.time_limit import Lengths, OutOfTimeError, TimeLimit
 from nonlinear_lowrank.validation import check_integer
@@ -35,7 +35,7 @@ from .workers import check_workers, open_workers
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` hands back: the record, and the folder that it is written in."""
+    """The record of a comparison, and the folder that it is written in."""
 
     out: Path
     results: dict[str, Any] = field(repr=False)
@@ -140,10 +140,10 @@ def compare(
     folder = Folder(Path(out), plan, trials.pictures, kept_runs)
     resume = resume or kept_runs is not None
     trials.join(folder.path)
-    on_first_process(lambda: folder.check(resume=resume, overwrite=overwrite))
+    on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
     trials.prepare(quiet=quiet)
     if resume:
-        on_first_process(lambda: folder.check_data(trials.fingerprint))
+        on_rank_0(lambda: folder.check_data(trials.fingerprint))
     is_rank_0 = rank() == 0
     console = Console(stderr=True, quiet=quiet or not is_rank_0, highlight=False, soft_wrap=True)
 
@@ -152,7 +152,7 @@ def compare(
             former = folder.load_times(rounds, recipe.train.threads) if resume else None
             return trials.count_and_time(plan.arms, rounds, former, limit)
 
-    measured, forecast = on_first_process(measure)
+    measured, forecast = on_rank_0(measure)
     if forecast is not None and workers:
         forecast.at_once = workers
     known: dict[str, Any] = {"limit": limit, "forecast": forecast, "threads": threads, "console": console}
@@ -161,7 +161,7 @@ def compare(
         runs = Runs(trials, plan, folder, steps=steps, **known)
         return [arm.name for arm in runs.missing(plan.seeds[:1], 1, anew=anew)]
 
-    on_first_process(folder.restore_runs)
+    on_rank_0(folder.restore_runs)
     may_shorten = forecast if max_seconds is not None else None
     lengths = Lengths(trials.steps if may_shorten else 0, may_shorten, limit, folder.lengths, missing)
     steps = lengths.choose(anew=overwrite)
@@ -173,11 +173,11 @@ def compare(
                     folder.save_times(measured.times, recipe.train.threads)
         notes = trials.notes(measured)
         if resume:
-            notes += on_first_process(folder.version_notes)
+            notes += on_rank_0(folder.version_notes)
         if measured.times and (taken := len(measured.times[plan.reference])) < rounds:
             notes.append(f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit.")
         helpers = stack.enter_context(open_workers(workers, recipe.train.threads, console))
-        on_first_process(folder.keep_runs)  # what the folder had alone
+        on_rank_0(folder.keep_runs)  # what the folder had alone
         known |= {"workers": helpers, "keep_checkpoints": keep_checkpoints}
 
         def session(steps: int | None) -> Comparison:

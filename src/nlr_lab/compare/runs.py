@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from nlr_lab.runtime.cores import FreeThreads
-from nlr_lab.runtime.processes import on_first_process
+from nlr_lab.runtime.processes import on_rank_0
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.runtime.time_limit import Forecast, Pace, TimeLimit
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -78,7 +78,7 @@ class Runs:
             except (UserError, ValueError, LookupError, TypeError):
                 return None
 
-        found = on_first_process(read)
+        found = on_rank_0(read)
         if found is not None:
             self._slowest[arm.name] = max(found.seconds, self._slowest.get(arm.name, 0.0))
         return found
@@ -88,7 +88,7 @@ class Runs:
         found = self.find(arm, choice, seed)
         if found is None or not with_weights or found.final_loss is None:
             return found is not None
-        return on_first_process(lambda: self.trials.has_weights(self.path(arm, choice, seed)))
+        return on_rank_0(lambda: self.trials.has_weights(self.path(arm, choice, seed)))
 
     def expected_seconds(self, arms: Sequence[Any]) -> float:
         """Return how long one more run of each arm takes: as its slowest so far and a tenth, else by the forecast."""
@@ -103,7 +103,7 @@ class Runs:
 
     def have_time_for(self, arms: Sequence[Any]) -> bool:
         """Whether one more run of each arm ends in time; clocks differ between processes, so rank 0 decides for all."""
-        return on_first_process(lambda: self.expected_seconds(arms) < self.limit.left)
+        return on_rank_0(lambda: self.expected_seconds(arms) < self.limit.left)
 
     def missing(self, seeds: Sequence[int], choices: int | None = None, *, anew: bool = False) -> list[Any]:
         """Return the arms of runs that are not finished, as often as they have any, as this process sees the folder.
@@ -155,7 +155,7 @@ class Runs:
             assert found is not None
             return found
         path = self.path(arm, choice, seed)
-        resume = on_first_process(lambda: begun(path))
+        resume = on_rank_0(lambda: begun(path))
         left = 0.0 if self.console.quiet else self.expected_seconds(self.missing(self.plan.seeds))
         words = f"; {self.limit.words(left)}" if left else ""
         self.console.print(f"[bold]{arm.name}[/] {choice}, {place}{', resumed' if resume else ''}{words}")
@@ -197,11 +197,11 @@ class Runs:
         found, path = self.find(arm, choice, seed), self.path(arm, choice, seed)
         assert found is not None, f"{path} has no {_RESULT}"
         if found.final_loss is not None and not self.keep_checkpoints:
-            on_first_process(lambda: shutil.rmtree(path / "checkpoints", ignore_errors=True))
+            on_rank_0(lambda: shutil.rmtree(path / "checkpoints", ignore_errors=True))
         return found
 
     def _keep(self) -> None:
-        on_first_process(self.folder.keep_runs)
+        on_rank_0(self.folder.keep_runs)
 
 
 def begun(folder: Path) -> bool:

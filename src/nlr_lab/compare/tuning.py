@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nlr_lab.runtime.processes import on_first_process
+from nlr_lab.runtime.processes import on_rank_0
 from nlr_lab.runtime.time_limit import OutOfTimeError
 from nlr_lab.tasks.task import LOSS, Measure
 
@@ -23,7 +23,7 @@ def tune(runs: Runs, notes: list[str], *, all_at_once: bool) -> Tried:
         OutOfTimeError: not even the first choice of every arm ends in time.
     """
     plan = runs.plan
-    first_seed = on_first_process(lambda: runs.missing(plan.seeds[:1], 0))
+    first_seed = on_rank_0(lambda: runs.missing(plan.seeds[:1], 0))
     choices = {arm: plan.tuned(arm) for arm in plan.arms if plan.tuned(arm)}
     longest = max(map(len, choices.values()), default=0)
     tried: Tried = {arm.name: [] for arm in choices}

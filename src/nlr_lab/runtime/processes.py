@@ -22,7 +22,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def on_first_process(function: Callable[[], T]) -> T:
+def on_rank_0(function: Callable[[], T]) -> T:
     """Run a function on rank 0 alone; all processes get its result, or raise what it raised."""
     if not _distributed():
         return function()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nonlinear_lowrank.errors import UserError
 
 from .cores import FreeThreads
-from .processes import on_first_process
+from .processes import on_rank_0
 
 LEAST_STEPS = 10
 """Below this a run is not shortened: it would be over before its evaluations say anything."""
@@ -168,7 +168,7 @@ class Lengths:
         Raises:
             UserError: not even `LEAST_STEPS` fit; the message names the limit that would do.
         """
-        return on_first_process(lambda: self._choose(self.full if fewer_than is None else fewer_than - 1, anew))
+        return on_rank_0(lambda: self._choose(self.full if fewer_than is None else fewer_than - 1, anew))
 
     def _choose(self, most: int, anew: bool) -> int | None:
         forecast, limit = self.forecast, self.limit

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from nlr_lab.runtime.processes import on_first_process
+from nlr_lab.runtime.processes import on_rank_0
 from nlr_lab.runtime.time_limit import OutOfTimeError
 
 from .recipe import TrainConfig
@@ -45,7 +45,7 @@ class Stop(TrainerCallback):
         step = state.global_step
         if step >= state.max_steps or not (args.world_size == 1 or control.should_log):
             return
-        if on_first_process(lambda: self.stop(step)):
+        if on_rank_0(lambda: self.stop(step)):
             raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
 
 

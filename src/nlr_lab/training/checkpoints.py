@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
 
-from nlr_lab.runtime.processes import gather_objects, on_first_process
+from nlr_lab.runtime.processes import gather_objects, on_rank_0
 from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
@@ -114,7 +114,7 @@ class CheckpointedTrainer(Trainer):
             remove_temporaries(self.checkpoints)
             return newest_valid(self.checkpoints)
 
-        return on_first_process(look)
+        return on_rank_0(look)
 
     @property
     def seconds(self) -> float:
@@ -187,7 +187,7 @@ class CheckpointedTrainer(Trainer):
         what = f"the checkpoint of step {self.state.global_step} to {self.checkpoints}"
         hint = f"{self._last_good()}; make room and go on with --resume"
         with disk_errors(what, hint), ExitStack() as stack:  # rank 0 has the folder in it: gone again if anyone fails
-            folder = Path(on_first_process(lambda: str(stack.enter_context(self._staged()))))
+            folder = Path(on_rank_0(lambda: str(stack.enter_context(self._staged()))))
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
@@ -201,7 +201,7 @@ class CheckpointedTrainer(Trainer):
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 stack.close()
 
-            on_first_process(finish)
+            on_rank_0(finish)
 
     @contextmanager
     def _staged(self) -> Iterator[Path]:

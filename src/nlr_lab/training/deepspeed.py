@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.utils import strtobool
 
-from nlr_lab.runtime.processes import in_every_process, on_first_process
+from nlr_lab.runtime.processes import in_every_process, on_rank_0
 from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
 
@@ -82,7 +82,7 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
         return
     if folder.resolve().parent != checkpoints.resolve() or any(each.is_symlink() for each in folder.rglob("*")):
         raise UserError(f"{folder} is not in the run's own folder, or has links; pickles are read from nowhere else")
-    written_by = on_first_process(lambda: read_manifest(folder))["processes"]
+    written_by = on_rank_0(lambda: read_manifest(folder))["processes"]
     if written_by != processes:
         raise UserError(
             f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}; start as many"

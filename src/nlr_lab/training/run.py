@@ -21,7 +21,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from nlr_lab.runtime.environment import many_compiled
-from nlr_lab.runtime.processes import on_first_process
+from nlr_lab.runtime.processes import on_rank_0
 from nonlinear_lowrank.errors import DivergedError, UserError
 
 from . import deepspeed
@@ -78,14 +78,14 @@ def run_training(
         arguments = training_arguments(recipe, folder.path)
         quiet = quiet or not arguments.should_save
         micro = micro_batch(recipe.train, arguments.world_size)
-        finished = on_first_process(lambda: folder.check(resume=resume, overwrite=overwrite))
+        finished = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
         if finished is not None:
             return _finished(TrainResult.from_json(finished), folder)
         _try_on_meta(recipe)
         if prepared is None:
             prepared = _prepare(recipe, quiet)
         _check_data(recipe, prepared, micro)
-        on_first_process(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
+        on_rank_0(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
         train = recipe.train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
         arguments.per_device_train_batch_size = micro
@@ -109,7 +109,7 @@ def run_training(
         }
         optimizer = optimizer_settings(model, recipe, recipe.arm, recipe.lr, arguments.device)
 
-        on_first_process(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
+        on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         progress = ProgressLines(recipe.arm.name)
         trainer = RunTrainer(
             folder.checkpoints,
@@ -169,7 +169,7 @@ def _try_on_meta(recipe: Recipe) -> None:
 def _prepare(recipe: Recipe, quiet: bool) -> Any:
     """Rank 0 fills the cache, then the others read it."""
     mine: list[Any] = []
-    on_first_process(lambda: mine.append(recipe.task.prepare(progress=not quiet)))
+    on_rank_0(lambda: mine.append(recipe.task.prepare(progress=not quiet)))
     return mine[0] if mine else recipe.task.prepare(progress=False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nlr_lab.compare.record import clean, flatten
 from nlr_lab.compare.trial import Choice, Curve, Measurement, Run, Stop, Trials, tidy
-from nlr_lab.runtime.processes import on_first_process, world_size
+from nlr_lab.runtime.processes import on_rank_0, world_size
 from nlr_lab.runtime.time_limit import (
     PACE_ROUNDS,
     TIMING_SHARE,
@@ -103,7 +103,7 @@ class ModelTrials(Trials):
             join_processes(self.recipe, out)
 
     def prepare(self, *, quiet: bool) -> None:
-        on_first_process(lambda: self.recipe.task.prepare(progress=not quiet) and None)  # fills the cache
+        on_rank_0(lambda: self.recipe.task.prepare(progress=not quiet) and None)  # fills the cache
         self.prepared, self.quiet = self.recipe.task.prepare(progress=False), quiet
         self.fingerprint = self.prepared.fingerprint
 
