@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from nlr_lab.runtime.processes import rank
 
 _TENSORS, _GROUPS = "optimizer", "optimizer.json"
+_FILE = 2 << 30  # bytes of a file, by all processes
 
 
 def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -29,8 +31,12 @@ def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     """
     state = get_optimizer_state_dict(model, optimizer)
     tensors = {name: tensor.contiguous() for name, tensor in _tensors(state).items()}
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    # torch copies a whole file in memory before it writes it.
+    files = {name: 1 + before // _FILE for name, before in zip(tensors, accumulate(sizes, initial=0), strict=False)}
+    writer = HuggingFaceStorageWriter(str(folder / _TENSORS), files, save_distributed=True)
     with _plain_errors():
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder / _TENSORS), save_distributed=True))
+        dcp.save(tensors, storage_writer=writer)
     if rank() == 0:
         write_plain(folder / _GROUPS, state["param_groups"])
 
