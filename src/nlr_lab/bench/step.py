@@ -1,7 +1,7 @@
 """`nlr bench step`: what a method adds to the time of a training step, beside what it adds in FLOPs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,10 +25,11 @@ class StepRow(TimedRow):
     flop_ratio: float
     """Of the matrix products of forward and backward, as eager mode calls them."""
 
-    @property
-    def step_over_flops(self) -> float:
-        """1 where a method costs just what its FLOPs do."""
-        return self.step.median / self.flop_ratio
+    step_over_flops: float = field(init=False)
+    """step.median / flop_ratio: 1 where a method costs just what its FLOPs do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_over_flops", self.step.median / self.flop_ratio)
 
     def own_cells(self) -> dict[str, str]:
         """Return the columns beside those of times."""

@@ -118,11 +118,6 @@ def interleaved_step_times(
 def paired_ratio(times: Sequence[float], base: Sequence[float], *, resamples: int = 4000) -> Ratio:
     """Return median, quartiles and interval of times[k] / base[k]; the same times always give the same interval.
 
-    Args:
-        times: seconds of one arm by round.
-        base: of the arm it is compared with, same rounds.
-        resamples: of the bootstrap.
-
     Raises:
         UserError: no rounds, different numbers of rounds, or a time that is not above 0.
     """

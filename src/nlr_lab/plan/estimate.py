@@ -17,6 +17,7 @@ over groups of GPUs that hold copies of each other.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -181,21 +182,15 @@ class ArmPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        costs = {name: value for name, value in asdict(self.cost).items() if name != "activations"}
-        layout = {**asdict(self.layout), "total": self.layout.total, "step_seconds": self.layout.step_seconds}
-        kept = self.cost.activations.kept(self.layout.micro_batch, recompute=self.layout.recompute)
-        return {**costs, "activation_bytes": kept, "layout": layout}
+        costs, layout = asdict(self.cost), self.layout
+        del costs["activations"]
+        kept = self.cost.activations.kept(layout.micro_batch, recompute=layout.recompute)
+        times = {"total": layout.total, "step_seconds": layout.step_seconds}
+        return {**costs, "activation_bytes": kept, "layout": asdict(layout) | times}
 
 
 def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = True, muon: bool = False) -> ArmCost:
-    """Count what a model costs; see this file's table.
-
-    Args:
-        model: on any device, meta too; neither run nor changed.
-        name: of the arm.
-        sequence_length: tokens of a sequence; models of images take it from their config.
-        bf16: trained under bfloat16 autocast.
-        muon: Muon for the dense matrices.
+    """Count what a model costs, which is neither run nor changed; see this file's table and `PlanConfig`.
 
     Raises:
         UserError: no pass could be traced, so that nothing is known of the activations.
@@ -206,9 +201,9 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
     groups = param_groups(model, 1.0, 0.0, muon=muon, verbose=False)
     trained = {id(each): each for group in groups for _, each in group["params"]}
     parameters = [(path, each) for path, each in model.named_parameters()]
-    blocks: dict[str, int] = {}
+    blocks: Counter[str] = Counter()
     for path, each in parameters:
-        blocks[_block(path)] = blocks.get(_block(path), 0) + each.numel()
+        blocks[_block(path)] += each.numel()
     outside = blocks.pop("", 0)
     wide = [each.weight for each in model.modules() if isinstance(each, nn.Linear) and each.weight.element_size() > 2]
     state = 0

@@ -1,17 +1,7 @@
-"""The paper's bounds on sin(omega A), as printed and as they hold (docs/theory.md has the derivations).
+"""The paper's bounds on sin(omega A), as printed and as they hold; docs/theory.md has the derivations.
 
 A is m x n and not zero; A_min is its smallest non-zero |entry|, |A| and sqrt are entry by entry, and everything is
 stated for 0 < omega <= pi / (3 A_min).
-
-| statement     | printed                                          | holds                                          |
-|---------------|--------------------------------------------------|------------------------------------------------|
-| Lemma 1       | ||sin(omega A)||_F^2 >= omega^2 A_min            | ... >= omega^2 A_min^2 / 4                     |
-| Lemma 2       | ||sin(omega A)||_op^2 <= omega ||sqrt|A|||_op^2  | as printed, at any omega >= 0; not as proved   |
-| Proposition 1 | rank >= omega (A_min / ||sqrt|A|||_op)^2         | stable rank >= omega / 4 (the same)            |
-| (29), (30)    | rank >= omega A_min / ||sqrt|A|||_op >= k        | nothing of the kind                            |
-
-No form says anything: ||sqrt|A|||_op^2 >= A_min, so that what holds is at most pi / 12, and a stable rank is at
-least 1 anyway.
 
 Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
 """

@@ -28,15 +28,10 @@ _Make = Callable[[Tensor, Tensor], Tensor]
 
 
 def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, Any]:
-    """Both figures as a record of numbers, ready for JSON.
+    """Return both figures as numbers, ready for JSON.
 
-    Args:
-        seeds: draws, seeds 0 to seeds - 1; every number is mean, lowest and highest over them, a spectrum the mean.
-        init: of the factors and of the dense matrix, "kaiming_sqrt5" or "kaiming_zero".
-
-    Returns:
-        "figure_2" and "figure_3", each with "size", "rank" and "matrices": name -> what was measured. A "spectrum" is
-        [i, s_i / s_1] at places i from 1.
+    Every number is mean, lowest and highest over draws of seeds 0 to `seeds` - 1; a spectrum is the mean, as
+    [i, s_i / s_1] at places i from 1.
     """
     lines = _plain()
     for name in ACTIVATIONS:
@@ -55,14 +50,14 @@ def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, An
 
 
 def heat_maps(init: str, seed: int = 0) -> dict[str, Tensor]:
-    """Figure 2's pictures: |entries| over the largest, (128, 128) each, of one draw."""
+    """Return Figure 2's pictures: |entries| over the largest, (128, 128) each, of one draw."""
     dense, product = _draw(HEAT_SIZE, HEAT_RANK, seed, init)
     shown = {name: make(dense, product).abs() for name, make in _heats().items()}
     return {name: each / each.max() for name, each in shown.items()}
 
 
 def format_figures(figures: Mapping[str, Any]) -> str:
-    """The numbers of both figures as text."""
+    """Return the numbers of both figures as text."""
     lines = []
     for title, figure in (("Figure 2", figures["figure_2"]), ("Figure 3", figures["figure_3"])):
         lines.append(

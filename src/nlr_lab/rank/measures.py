@@ -65,9 +65,7 @@ class Spectrum:
         return self.values / self.values[0]
 
     def rank(self, tolerance: float) -> int:
-        """Return the number of singular values above `tolerance` times the largest.
-
-        Of a sketch it is a lower bound; where it is as large as the sketch, nothing more is known.
+        """Return the number of singular values above `tolerance` times the largest; of a sketch a lower bound.
 
         Raises:
             UserError: the tolerance is not between `LEAST_TOLERANCE` and 1.
@@ -86,16 +84,8 @@ def check_tolerance(tolerance: float) -> None:
 def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spectrum:
     """Return the singular values of a matrix (m, n) of any floating type, on its device.
 
-    | min(m, n)                         | how                                                                      |
-    |-----------------------------------|--------------------------------------------------------------------------|
-    | up to `DIRECT`                    | SVD in float64                                                           |
-    | up to `exact_up_to`               | eigenvalues of the float64 Gram matrix, summed over blocks of rows       |
-    | above                             | the `LEADING` by a randomised range finder with power iterations, float32 |
-
-    Args:
-        matrix: finite. It is not copied whole to float64 above `DIRECT`.
-        exact_up_to: where the sketch begins.
-        seed: of the sketch.
+    By an SVD in float64 where min(m, n) is at most `DIRECT`, by the eigenvalues of the float64 Gram matrix up to
+    `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32, drawn by `seed`.
 
     Raises:
         UserError: a number that is not finite, no number at all, or not two dimensions.
@@ -124,12 +114,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
 
 @torch.no_grad()
 def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
-    """Return the singular values of scale * up @ down without forming it; as many as the product can have.
-
-    Args:
-        up: (m, k).
-        down: (k, n).
-        scale: a factor.
+    """Return the singular values of scale * up (m, k) @ down (k, n) without forming it; as many as it can have.
 
     Raises:
         UserError: a number that is not finite.

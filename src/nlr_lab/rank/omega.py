@@ -45,15 +45,7 @@ class OmegaGuess:
 def guess_omega(
     shape: tuple[int, int], rank: int, target: float, *, init: str = "kaiming_sqrt5", seed: int = 0
 ) -> OmegaGuess:
-    """Return the omega at which sin(omega U V) has a stable rank, at the init of sine layers.
-
-    Args:
-        shape: (m, n), n inputs.
-        rank: k.
-        target: a stable rank.
-        init: "kaiming_sqrt5" or "kaiming_zero".
-        seed: of the draws.
-    """
+    """Return the omega at which sin(omega U V) (m, n) of rank k has a stable rank, at an init of sine layers."""
     generator = torch.Generator().manual_seed(seed)
     draws = _DRAWS if shape[0] * shape[1] <= _SMALL else 1
     factors = [kaiming_factors(shape, rank, generator, init=init) for _ in range(draws)]

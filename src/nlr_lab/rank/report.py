@@ -89,15 +89,15 @@ def rank_report(
     """Measure every matrix of a checkpoint; memory for one of them at a time.
 
     Args:
-        checkpoint: as in `checkpoint_weights`.
+        checkpoint: as in `checkpoint_weights`, and so is `omega`.
         for_rank: k for which an omega is suggested for each dense matrix.
         init: of the layer that would take its place.
         tolerances: for the ranks, in the order they are shown.
         include: a regular expression that the names of matrices must match somewhere.
-        omega: as in `checkpoint_weights`.
+        omega: of sine factors.
         exact_up_to: as in `measures.spectrum`.
         device: for the spectra.
-        progress: told of each matrix before it is measured.
+        progress: called with a line for each matrix.
 
     Raises:
         UserError: a setting is out of range, no matrix is found or matches, or a weight is not finite.
