@@ -56,7 +56,7 @@ def both_methods(text):
     return {part.partition(":")[0] for part in text.split("+")}
 
 
-def test_a_wider_mlp_comes_first_and_norms_come_last():
+def test_wider_mlp_comes_first_and_norms_come_last():
     model = Arm.parse("noble:rank=4+qk-norm+wide-mlp:ratio=2").apply(FAMILIES["opt"]())
     layer = model.model.decoder.layers[0]
     assert (layer.fc1.out_features, layer.fc1.noble_rank) == (64, 4)
@@ -65,7 +65,7 @@ def test_a_wider_mlp_comes_first_and_norms_come_last():
     assert model(**batch(model)).logits.isfinite().all()
 
 
-def test_a_budget_is_kept_and_only_the_selected_parts_have_branches():
+def test_budget_is_kept_and_only_the_selected_parts_have_branches():
     plain = sum(parameter.numel() for parameter in FAMILIES["glm"]().parameters())
     whole = Arm.parse("noble:budget=40%").apply(FAMILIES["glm"]())
     some = Arm.parse("noble:budget=40%,select=query/feed_forward").apply(FAMILIES["glm"]())
@@ -128,7 +128,7 @@ print(torch.equal(model(input_ids=known["tokens"]).logits, known["logits"]))
 """
 
 
-def test_a_trained_composition_loads_in_a_fresh_process(tmp_path):
+def test_trained_composition_loads_in_a_fresh_process(tmp_path):
     from safetensors.torch import save_file
 
     train(opt_recipe(f"{BOTH},qk_norm=true"), tmp_path / "out")
@@ -144,7 +144,7 @@ def test_a_trained_composition_loads_in_a_fresh_process(tmp_path):
 # --- Muon -----------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_has_its_own_optimizer(tmp_path):
+def test_arm_has_its_own_optimizer(tmp_path):
     train(make_recipe(f"{BOTH},optimizer=muon"), tmp_path / "muon")
     train(make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"), tmp_path / "adamw")
     state = tensor_names(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer")

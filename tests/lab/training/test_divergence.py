@@ -47,7 +47,7 @@ def test_ordinary_training_is_neither(rng):
 
 @pytest.mark.parametrize("start", [300, 1000, 1800])
 @pytest.mark.parametrize("to", [6.5, 7.6, 12.0, 1e6])
-def test_a_loss_that_stays_up_diverged_where_it_rose(rng, start, to):
+def test_loss_that_stays_up_diverged_where_it_rose(rng, start, to):
     steps, losses = learning(rng)
     losses = np.where(steps >= start, to + rng.normal(0, 0.03, len(steps)), losses)
     found = watch(steps, losses)
@@ -69,14 +69,14 @@ def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked(r
     assert len(coarse.spikes) == 0 or coarse.spikes[0].entries < 3
 
 
-def test_a_run_that_only_gets_worse_diverged(rng):
+def test_run_that_only_gets_worse_diverged(rng):
     steps = np.arange(EVERY, STEPS + 1, EVERY)
     found = watch(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
     assert found.diverged is not None
     assert found.diverged.start < 250  # 3,000 draws: from 150 to 210
 
 
-def test_the_unit_does_not_matter(rng):
+def test_unit_does_not_matter(rng):
     steps, losses = learning(rng)
     losses = np.where(steps >= 900, 7.0, losses)
     found = [watch(steps, scale * losses + shift).diverged.start for scale, shift in ((1, 0), (1 / 64, 0), (1, 100))]
@@ -99,7 +99,7 @@ def test_it_is_known_as_soon_as_patience_is_over(rng):
 BLOWN = {"dropout": 0.0, "steps": 60, "lr": 1e-5, "log_every": 1, "eval_every": 20, "save_every": 10}
 
 
-def test_a_run_that_goes_on_says_where_it_diverged(tmp_path):
+def test_run_that_goes_on_says_where_it_diverged(tmp_path):
     recipe = make_recipe("training_helpers:blow_up,at=25", **{**BLOWN, "lr": 3e-3})
     result = run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
     assert (result.status, result.steps, result.diverged_at) == ("done", 60, 25)
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_says_where_it_diverged(tmp_path):
     assert (calm.diverged_at, calm.spikes) == (None, 0)
 
 
-def test_a_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
+def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **{**BLOWN, "lr": 3e-3})
     with pytest.raises(DivergedError, match=r"spiked to .* and did not recover at step 25; .*step-000020") as caught:
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
@@ -122,7 +122,7 @@ def test_a_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True, resume=True)
 
 
-def test_the_last_good_checkpoint_outlives_the_wait(tmp_path):
+def test_last_good_checkpoint_outlives_the_wait(tmp_path):
     """Patience is 10 steps and a checkpoint is written in each, of which one is kept."""
     settings = {**BLOWN, "steps": 200, "lr": 3e-3, "save_every": 1, "keep_checkpoints": 1}
     recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **settings)

@@ -9,10 +9,8 @@ import torch
 
 from nlr_lab.cli import main as cli
 from nlr_lab.runtime.environment import determinism, deterministic
-from nlr_lab.tasks.data_record import changed_files, data_record
 from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import hash_file
 from training_helpers import FakeText, make_recipe
 
 TINY = (
@@ -26,7 +24,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_an_operation_without_such_a_kernel_is_named(tmp_path):
+def test_operation_without_such_a_kernel_is_named(tmp_path):
     recipe = make_recipe("test_repeat:unpools", deterministic=True, steps=2)
     with pytest.raises(UserError, match=r"^max_unpooling2d\S* has no deterministic kernel.*--deterministic"):
         run_training(recipe, tmp_path / "out", prepared=FakeText(), quiet=True)
@@ -49,7 +47,7 @@ def unpools(model):
     return model
 
 
-def test_a_run_folder_says_what_it_was_made_from(tmp_path):
+def test_run_folder_says_what_it_was_made_from(tmp_path):
     run_training(make_recipe(steps=2), tmp_path / "out", prepared=FakeText(), quiet=True)
     about = read(tmp_path / "out" / "recipe.json")
     assert about.keys() == {"recipe", "fingerprint", "versions", "machine", "git", "deterministic"}
@@ -60,43 +58,6 @@ def test_a_run_folder_says_what_it_was_made_from(tmp_path):
     assert data["sources"]["text.source"]["bytes"] > 1_000_000  # the library's sources
     assert data["sources"]["text.tokenizer"] == {"name": "bpe"}
     assert str(tmp_path) not in json.dumps([about, data])
-
-
-def test_data_are_recorded_file_by_file(tmp_path):
-    folder = tmp_path / "corpus"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "a.txt").write_text("one")
-    (folder / "inner" / "b.txt").write_text("three")
-    (folder / ".hidden").write_text("no")
-    task = make_recipe().task
-
-    def record(source):
-        from dataclasses import replace
-
-        return data_record(replace(task, text=replace(task.text, source=str(source))), "f")
-
-    before = record(folder)
-    entry = before["sources"]["text.source"]
-    assert entry["name"] == "corpus"
-    assert entry["bytes"] == 8
-    assert entry["files"] == {
-        "a.txt": {"bytes": 3, "sha256": hash_file(folder / "a.txt")},
-        "inner/b.txt": {"bytes": 5, "sha256": hash_file(folder / "inner" / "b.txt")},
-    }
-    assert changed_files(before, record(folder)) == []
-    (folder / "a.txt").write_text("two")
-    (folder / "inner" / "b.txt").unlink()
-    (folder / "c.txt").write_text("")
-    assert changed_files(before, record(folder)) == [
-        "text.source: corpus, a.txt has changed",
-        "text.source: corpus, c.txt is new",
-        "text.source: corpus, inner/b.txt is missing",
-    ]
-    assert record(folder / "c.txt")["sources"]["text.source"]["files"].keys() == {"c.txt"}
-    assert record("owner/name")["sources"]["text.source"] == {"name": "owner/name", "fingerprint": "f"}
-
-
-# --- a run again ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +82,7 @@ def again(capsys, *arguments) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_a_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
+def test_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
     code, out, err = again(capsys, "train", "--from", trained / "run", "--out", tmp_path / "again")
     assert code == 0
     assert "warning" not in err
@@ -200,7 +161,7 @@ def test_code_that_a_folder_names_is_not_called_unasked(trained, tmp_path, capsy
     assert "no deterministic kernel" in err  # it was called
 
 
-def test_a_damaged_recipe_is_one_line(trained, tmp_path, capsys):
+def test_damaged_recipe_is_one_line(trained, tmp_path, capsys):
     (tmp_path / "recipe.json").write_text('{"recipe": {"name": "x"')
     code, _, err = again(capsys, "train", "--from", tmp_path, "--out", tmp_path / "new")
     assert code == 2
