@@ -32,6 +32,12 @@ def base_of(path: str | Path, base: str | None = None) -> str:
     return named
 
 
+def is_mergeable(peft_type: str) -> bool:
+    """Return whether adapters of a type can be merged into weights, as its config class says."""
+    config_class = require("peft", "peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
+    return getattr(config_class, "mergeable", True)
+
+
 def head_labels(folder: Path) -> int | None:
     """Return how many outputs the classification head has that an adapter brings; None where it brings none."""
     shapes = tensor_shapes(folder / WEIGHTS)

@@ -5,14 +5,17 @@ path of the machine is written. peft's own card of an adapter is extended; any o
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCard
 
+from nonlinear_lowrank.methods.base import method_named
+
 from .adapter import CONFIG as ADAPTER_CONFIG
+from .adapter import is_mergeable
 from .files import read_json
 from .registration import FIELD
 from .storage import CARD
@@ -54,7 +57,9 @@ def write_card(folder: Path, origin: Origin) -> None:
     base = origin.base or (adapter or {}).get("base_model_name_or_path") or None
     methods = _methods(config, adapter)
     _fill(card.data, config, adapter, base, list(methods))
-    text = f"{_body(folder, origin, config, methods, base)}\n\n{_PEFT_LOADING.sub('', card.text).strip()}"
+    limits = [*_limits(folder, config, adapter), *origin.limits]
+    body = _body(folder, origin, config, methods, base, limits)
+    text = f"{body}\n\n{_PEFT_LOADING.sub('', card.text).strip()}"
     card.text = f"{text.rstrip()}\n"
     place.write_text(str(card), encoding="utf-8")
 
@@ -102,7 +107,14 @@ def _fill(data: Any, config: Mapping[str, Any], adapter: Any, base: str | None, 
     data.tags = [tag for tag in data.tags if not tag.startswith(tagged) or tag == f"{tagged}{data.base_model}"]
 
 
-def _body(folder: Path, origin: Origin, config: Mapping[str, Any], methods: Mapping[str, Any], base: str | None) -> str:
+def _body(
+    folder: Path,
+    origin: Origin,
+    config: Mapping[str, Any],
+    methods: Mapping[str, Any],
+    base: str | None,
+    limits: Sequence[str],
+) -> str:
     facts = {"made by": f"`{origin.command}`"}
     if base:
         facts["base model"] = shown_name(base)
@@ -113,24 +125,25 @@ def _body(folder: Path, origin: Origin, config: Mapping[str, Any], methods: Mapp
         parts += [f"## Method: {name}", table(settings)]
     for heading, text in origin.sections.items():
         parts += [f"## {heading}", text]
-    ours = bool(config or methods) and needs_package(folder)
     if config or methods:
         code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
         parts += ["## Loading", f"```python\n{code}\n```"]
-    parts += ["## Limits", "\n".join(f"- {line}" for line in [*_limits(methods, ours, bool(config)), *origin.limits])]
+    parts += ["## Limits", "\n".join(f"- {line}" for line in limits)]
     parts += ["## Versions", table(versions())]
     return "\n\n".join(parts)
 
 
-def _limits(methods: Mapping[str, Any], ours: bool, whole: bool) -> list[str]:
+def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> list[str]:
     lines = []
-    if any("noble" in name.lower() for name in methods):
+    saved = [method_named(entry["method"]) for entry in config.get(FIELD) or []]
+    branches = any(method is not None and method.dense for method in saved)
+    if branches or (adapter is not None and not is_mergeable(str(adapter.get("peft_type")))):
         lines.append(
-            "The branch of NOBLE is not linear in its input: it cannot be merged into the dense weight, and costs time "
-            "at inference too."
+            "The branch beside each dense weight is not linear in its input: it cannot be merged into the weight, and "
+            "costs time at inference too."
         )
-    if ours:
+    if (config or adapter) and needs_package(folder):
         lines.append("Loading needs `import nonlinear_lowrank` (the package nonlinear-lowrank) first.")
-    if ours and whole:
-        lines.append("Concrete model classes would load the dense part alone and only warn: use the Auto classes.")
+        if config:
+            lines.append("Concrete model classes would load the dense part alone and only warn: use the Auto classes.")
     return [*lines, "Nothing was checked beyond the numbers above: bias, safety and other data were not looked at."]

@@ -17,7 +17,7 @@ from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.validation import one_line, require
 
-from .adapter import CONFIG, base_of, check_weights, head_labels
+from .adapter import CONFIG, base_of, check_weights, head_labels, is_mergeable
 from .card import Origin, shown_name, table, write_card
 from .conversion import copy_companions, first_output, random_inputs
 from .files import check_folder, read_json
@@ -168,12 +168,11 @@ def _origin(config: Mapping[str, Any], base: str, measured: str, difference: flo
 
 
 def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
-    mapping = require("peft", "peft.mapping")
     peft_type = config.get("peft_type")
-    tuner = mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)
+    tuner = require("peft", "peft.mapping").PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)
     if not isinstance(peft_type, str) or tuner is None:
         raise UserError(f"{folder / CONFIG}: peft knows no peft_type {peft_type!r}")
-    if not getattr(mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type], "mergeable", True):
+    if not is_mergeable(peft_type):
         raise UserError(
             f"{folder} is a {peft_type} adapter, which cannot be merged: it is not linear in its input, so no weight "
             "can take it in; load it with peft's AutoPeftModel classes"
