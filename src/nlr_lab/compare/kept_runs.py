@@ -34,11 +34,7 @@ class KeptRuns:
         self._runs: list[dict[str, Any]] = []
 
     def read(self) -> None:
-        """Read the file.
-
-        Raises:
-            UserError: it is damaged, or its folder is missing.
-        """
+        """Read the file; raise UserError where it is damaged, or its folder is missing."""
         if not self.file.parent.is_dir():
             raise UserError(f"there is no folder {self.file.parent} to keep the finished runs in; make it first")
         if not self.file.exists():

@@ -1,4 +1,4 @@
-"""What is compared: arms, seeds and learning rates, checked."""
+"""The plan of a comparison: arms, seeds and learning rates, checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -200,7 +200,7 @@ def _of_seeds(arm: ArmRecord, seeds: Sequence[int]) -> list[Run]:
 
 
 def _loss_delta(name: str, arm: ArmRecord, base: ArmRecord, seeds: Sequence[int]) -> dict[str, Any] | None:
-    """How much lower or higher one of the runs' losses is than the reference's, paired by seed."""
+    """Difference of one of the runs' losses from the reference's, paired by seed."""
     own, other = ([getattr(run, name) for run in _of_seeds(each, seeds)] for each in (arm, base))
     finite = [[value for value in each if value is not None and math.isfinite(value)] for each in (own, other)]
     if arm is base or not any(finite):

@@ -1,4 +1,4 @@
-"""What reports of all kinds of trials have: numbers as text, tables, and sentences made from `results.json` alone.
+"""The common parts of reports: numbers as text, tables, and sentences made from `results.json` alone.
 
 A difference is claimed only where its 95 % interval excludes zero (a ratio: one); anything else reads "no difference
 shown", with the n.
@@ -64,7 +64,7 @@ def delta_cells(pair: Record) -> Row:
 
 
 def judged(run: Record) -> float | None:
-    """What a run is compared by."""
+    """Return what a run is compared by."""
     return run["final_loss"] if run["score"] is None or run["final_loss"] is None else run["score"]
 
 
@@ -147,7 +147,7 @@ def last_sections(results: Record) -> list[str]:
 
 
 def delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> str:
-    """What the difference from the reference shows."""
+    """Say what the difference from the reference shows."""
     delta, n = pair["delta"], pair["n"]
     if delta["value"] is None:
         return f"`{name}`: no {metric['name']} difference from `{reference}` can be given ({delta['note']})."

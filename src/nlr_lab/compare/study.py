@@ -1,4 +1,4 @@
-"""What the scripts under studies/ share around their designs: the command line, resuming, copies, one-line errors.
+"""The common parts of the scripts under studies/: the command line, resuming, copies, one-line errors.
 
 parser = study_parser(__doc__, "rates", "data")
 given = parser.parse_args()
@@ -53,7 +53,7 @@ def study_parser(
 
 
 def absolute(path: str) -> Path:
-    """Of a path given on the command line."""
+    """Make a path given on the command line absolute."""
     return Path(path).absolute()
 
 

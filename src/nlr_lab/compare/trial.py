@@ -1,4 +1,4 @@
-"""What the pipeline knows of a trial: settings -> run -> scores over steps. A kind of trial is a subclass of `Trials`.
+"""A trial as the pipeline knows it: settings -> run -> scores over steps. A kind of trial is a subclass of `Trials`.
 
 A trial is one run of an arm, at one choice of what is tuned of it, with one seed.
 """
@@ -27,7 +27,7 @@ def tidy(rate: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is tuned of an arm."""
+    """A value of all that is tuned of an arm."""
 
     lr: float
     """Learning rate, `tidy`."""
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What the arms cost before they are trained, by arm name."""
+    """Costs of the arms before they are trained, by arm name."""
 
     parameters: dict[str, int]
     trainable: dict[str, int] = field(default_factory=dict)

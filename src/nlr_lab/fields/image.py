@@ -39,7 +39,7 @@ _CHUNK = 1 << 15  # pixels that an evaluation takes at once
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Which image is fitted, and by what network."""
+    """The image that is fitted, and the network."""
 
     source: str = "china"
     """An image file, or one of the embedded photographs: china, flower."""
@@ -57,11 +57,7 @@ class ImageSettings:
             check_integer(name, getattr(self, name), minimum=0)
 
     def prepare(self) -> "ImageProblem":
-        """Reads the image.
-
-        Raises:
-            UserError: there is no such file, it is no image or an empty one, or the crop is larger than it.
-        """
+        """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
         image = read_image(self.source)
         if self.crop:
             if self.crop > min(image.size):
@@ -76,7 +72,7 @@ class ImageSettings:
 
 
 def read_image(source: str) -> Image.Image:
-    """An embedded photograph or an image file, in red, green and blue: upright, and before white where it is clear.
+    """Read an embedded photograph or an image file, in red, green and blue: upright, clear pixels before white.
 
     Raises:
         UserError: there is no such file, it is no image or an empty one, or its values have more than 16 bits.
@@ -135,11 +131,11 @@ class ImageProblem:
         self.fingerprint = hashlib.sha256(about.encode() + pixels.tobytes()).hexdigest()
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
-        """The network; an omega left open is that published for shapes at this rank."""
+        """Build the network; an omega left open is that published for shapes at this rank."""
         return Field(self.field, method.settled("occupancy"), generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Positions (points, 2) and values (points, 3)."""
+        """Return positions (points, 2) and values (points, 3)."""
         if not 0 < self.points < len(self._values):
             return self._positions, self._values
         chosen = torch.randint(len(self._values), (self.points,), generator=generator)
@@ -151,7 +147,7 @@ class ImageProblem:
         return (model(positions) - values).square().mean()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """PSNR and bits per pixel, as in this file's table."""
+        """Return PSNR and bits per pixel, as in this file's table."""
         per_pixel = sum(each.numel() for each in model.parameters()) / len(self._values)
         whole = psnr(self.picture(model), self._pixels)
         with _rounded_to_half(model):
@@ -160,7 +156,7 @@ class ImageProblem:
         return {"psnr": whole, **bits}
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
-        """The image as the model has it, or as it is."""
+        """Return the image as the model has it, or as it is."""
         if model is None:
             return self._pixels
         device = next(model.parameters()).device
@@ -169,7 +165,7 @@ class ImageProblem:
         return (values.clamp(0, 1) * 255).round().to(torch.uint8).numpy().reshape(self._pixels.shape)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
-        """fitted.png, and truth.png beside it."""
+        """Write fitted.png, and truth.png beside it."""
         written = []
         for name, shown in (("fitted", model), ("truth", None)):
             Image.fromarray(self.picture(shown)).save(folder / f"{name}.png")

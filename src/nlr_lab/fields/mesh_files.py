@@ -42,7 +42,7 @@ def import_trimesh() -> Any:
 
 
 def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
-    """The mesh of a source; see the table of this file.
+    """Read the mesh of a source; see the table of this file.
 
     Args:
         source: the name of an embedded shape, or a file.
@@ -108,7 +108,7 @@ def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_counts(path: Path) -> None:
-    """Refuses a .ply file whose header claims more than the file can hold: a parser would take the memory first."""
+    """Refuse a .ply file whose header claims more than the file can hold: a parser would take the memory first."""
     with path.open("rb") as file:
         head = file.read(1 << 16).partition(b"end_header")[0]
     for name, count in re.findall(rb"^element\s+(\w+)\s+(\d+)", head, re.MULTILINE):
@@ -146,7 +146,7 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
 
 
 def _mended(mesh: "Trimesh", fixed: "Trimesh") -> str:
-    """What `_repaired` did, in words."""
+    """Say what `_repaired` did."""
     kept = mesh.unique_faces()  # a number each, or a mask
     area = float(mesh.area_faces[kept].sum())
     once = len(mesh.faces[kept])
@@ -160,7 +160,7 @@ def _mended(mesh: "Trimesh", fixed: "Trimesh") -> str:
 
 
 def _open_edges(mesh: "Trimesh") -> str:
-    """What is wrong, in words."""
+    """Say which edges are wrong."""
     shared = _shared(mesh.edges)[1]
     words = [
         f"{int(found):,} {'edge has' if found == 1 else 'edges have'} {faces}"
@@ -171,7 +171,7 @@ def _open_edges(mesh: "Trimesh") -> str:
 
 
 def _shared(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each edge, whichever way it runs: a row where it is, and the number of faces that have it."""
+    """A row of each edge, whichever way it runs, and the number of faces that have it."""
     ends = np.sort(edges.astype(np.int64), axis=1)
     _, places, shared = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_counts=True)
     return places, shared

@@ -1,4 +1,4 @@
-"""Which way a closed mesh's faces are turned: alike within each body, and outwards but for cavities.
+"""Turn the faces of a closed mesh: alike within each body, and outwards but for cavities.
 
 Where a ray crosses the surface does not depend on it, but the volume that the faces enclose does: bodies turned
 differently cancel each other. A body is what hangs together by edges.
@@ -17,7 +17,7 @@ _WAYS = np.array([[0.36, 0.48, 0.8], [-0.6, 0.64, 0.48], [0.48, -0.8, -0.36]])  
 
 
 def turned_outwards(mesh: "Trimesh") -> bool:
-    """Turns faces of a watertight mesh, in place, so that its signed volume is the volume of its bodies.
+    """Turn faces of a watertight mesh, in place, so that its signed volume is the volume of its bodies.
 
     Within a body the fewer faces follow the others. A body that is turned inwards stays as it is where it lies in
     another, outward one: that is a cavity. All others that are turned inwards are turned over, and what lies in them
@@ -39,7 +39,7 @@ def turned_outwards(mesh: "Trimesh") -> bool:
 
 
 def signed_volumes(triangles: np.ndarray) -> np.ndarray:
-    """Of triangles (M, 3, 3) those of the tetrahedra over them with their tips at the origin: (M,).
+    """Volumes (M,) of the tetrahedra over triangles (M, 3, 3) with their tips at the origin.
 
     trimesh's own sum divides by it for the centre of mass, and so cannot give a volume of 0.
     """
@@ -47,7 +47,7 @@ def signed_volumes(triangles: np.ndarray) -> np.ndarray:
 
 
 def _bodies(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of each face its body, and whether it is turned against most of that; None: they cannot be turned alike."""
+    """The body of each face, and whether it is turned against most of that; None: they cannot be turned alike."""
     count = len(faces)
     edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]).astype(np.int64)
     order = np.lexsort(np.sort(edges, axis=1).T)
@@ -72,7 +72,7 @@ def _bodies(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _inverted(mesh: "Trimesh", body: np.ndarray, volume: np.ndarray) -> np.ndarray:
-    """Which bodies are to be turned over: those turned inwards that lie in no other, and all that lie in these."""
+    """Mask of bodies to be turned over: those turned inwards that lie in no other, and all that lie in these."""
     inner, outer = _inside(mesh, body, len(volume))
     # What says how a body is meant is the largest that it lies in: of equal places the last assignment stays.
     order = np.argsort(abs(volume[outer]))

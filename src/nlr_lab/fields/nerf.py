@@ -110,11 +110,11 @@ class NerfProblem:
         self._trained = torch.tensor(scene.trained)
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
-        """A `Radiance`; omega, where it was left open, is the one published for NeRF at this rank."""
+        """Build a `Radiance`; omega, where it was left open, is the one published for NeRF at this rank."""
         return Radiance(self.settings.field, method.settled("nerf"), self.settings.fine_samples > 0, generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Rays through random pixels of training views: origins, directions, views, colours (rays, 3) each; places.
+        """Draw rays through random pixels of training views: origins, directions, views, colours (rays, 3); places.
 
         The places are those of the samples within their bins, (rays, samples), and of the fine ones if there are any.
         """
@@ -149,12 +149,12 @@ class NerfProblem:
         return {"psnr": float(psnr), "ssim": float(ssim)}
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
-        """The first held-out view, (height, width, 3) uint8; None: as it is."""
+        """Return the first held-out view, (height, width, 3) uint8; None: as it is."""
         view = self.scene.held_out[0]
         return _bytes(self.scene.images[view] if model is None else self.view(model, self.scene.cameras, view))
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
-        """Each held-out view with the truth to its left, and the path as frames and as one moving picture."""
+        """Write each held-out view with the truth to its left, and the path as frames and as one moving picture."""
         from PIL import Image
 
         files = []
@@ -177,7 +177,7 @@ class NerfProblem:
 
     @torch.no_grad()
     def view(self, model: nn.Module, cameras: Cameras, number: int) -> np.ndarray:
-        """What a camera sees, samples at the middles of their bins: (height, width, 3) float32 in [0, 1]."""
+        """Render what a camera sees, samples at the middles of their bins: (height, width, 3) float32 in [0, 1]."""
         parameter = next(model.parameters())
         row, column = torch.meshgrid(torch.arange(cameras.height), torch.arange(cameras.width), indexing="ij")
         row, column = row.reshape(-1), column.reshape(-1)

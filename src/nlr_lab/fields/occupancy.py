@@ -45,7 +45,7 @@ _CHUNK = 1 << 15  # points that an evaluation takes at once
 
 @dataclass(frozen=True, kw_only=True)
 class OccupancySettings:
-    """Which shape is fitted, and by what network."""
+    """The shape that is fitted, and the network."""
 
     source: str = "knot"
     """A mesh file (.obj, .ply, .stl, .npz), or the embedded shape: knot."""
@@ -89,11 +89,7 @@ class OccupancySettings:
             raise UserError("the network of a shape has in_features 3 and out_features 1")
 
     def prepare(self) -> "OccupancyProblem":
-        """Reads the mesh and finds out what is inside.
-
-        Raises:
-            UserError: there is no such mesh, it is not closed, or a grid does not fit memory.
-        """
+        """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
         import_trimesh()
         check_memory(resolution=(self.resolution, 1))  # that it is a number
         # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
@@ -142,11 +138,11 @@ class OccupancyProblem:
         self.fingerprint = digest.hexdigest()
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
-        """The network; an omega left open is the published one for this rank."""
+        """Build the network; an omega left open is the published one for this rank."""
         return Field(self.settings.field, method.settled("occupancy"), generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Points of the lattice (points, 3), whether they are inside (points,), as 0 and 1, and weights (points,)."""
+        """Draw points of the lattice (points, 3), whether they are inside, 0 or 1 (points,), and weights (points,)."""
         return self.lattice.draw(self.settings.points, generator)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -165,15 +161,15 @@ class OccupancyProblem:
         return {"iou": 100 * both / either if either else 100.0}
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
-        """The shape as the model has it, or as it is: one view, one size."""
+        """Draw the shape as the model has it, or as it is: one view, one size."""
         return render(self.mesh if model is None else self.surface(model), self.mesh.bounds, self._view)
 
     def surface(self, model: nn.Module) -> "Trimesh | None":
-        """Where the log-odds are 0, as a closed mesh in the coordinates of the mesh fitted; None: nothing is inside."""
+        """Return the closed mesh where the log-odds are 0, in the mesh's coordinates; None: nothing is inside."""
         return surface(model, self.settings.mesh_resolution, self.grid.frame)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
-        """picture.png, the true shape beside the field's, and mesh.ply, the field's."""
+        """Write picture.png, the true shape beside the field's, and mesh.ply, the field's."""
         found = self.surface(model)
         parameters = sum(each.numel() for each in model.parameters())
         pictures = [render(mesh, self.mesh.bounds, self._view) for mesh in (self.mesh, found)]

@@ -1,4 +1,4 @@
-"""Which points a closed mesh has inside: one ray a column, all its hits, parity.
+"""The points that a closed mesh has inside: one ray a column, all its hits, parity.
 
 The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowrank.txt, section 4.4, after Saragadam et
 al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells:
@@ -90,7 +90,7 @@ class OccupancyGrid:
 
 
 def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Generator | None = None) -> OccupancyGrid:
-    """Occupancy of a closed mesh on a lattice, or at random places of its cells.
+    """Find the occupancy of a closed mesh on a lattice, or at random places of its cells.
 
     Args:
         mesh: watertight, as `read_mesh` gives it.
@@ -164,13 +164,10 @@ def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_memory(**grids: tuple[int, float]) -> None:
-    """Asks whether grids fit the memory that is free, all together.
+    """Raise UserError unless grids fit the free memory together; it names the largest, and what would fit.
 
     Args:
         grids: points along each axis and bytes a point, by the name of the setting.
-
-    Raises:
-        UserError: they do not; the message names the largest, and what would fit.
     """
     for name, (resolution, _) in grids.items():
         check_integer(name, resolution, minimum=2)

@@ -1,4 +1,4 @@
-"""What is fitted (`Problem`), by which linears (`FieldMethod`).
+"""Problems that are fitted (`Problem`), and the linears that fit them (`FieldMethod`).
 
 A problem is pure: whatever is random in it comes from the generators it is handed, so that a fit can be killed and
 taken up bit by bit. Settings, as a user gives them, are a frozen dataclass with `prepare()` (`ProblemSettings`);
@@ -61,11 +61,7 @@ class FieldMethod:
 
     @classmethod
     def parse(cls, text: str) -> "FieldMethod":
-        """Reads the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`.
-
-        Raises:
-            UserError: an unknown kind or setting, or a bad value.
-        """
+        """Read the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`."""
         kind, _, rest = text.strip().partition(":")
         settings: dict[str, Any] = {}
         for option in filter(None, rest.split(",")):
@@ -88,7 +84,7 @@ class FieldMethod:
         return ":".join(filter(None, (self.kind, ",".join(options))))
 
     def settled(self, table: str) -> "FieldMethod":
-        """The method with omega as a number, where it was left open taken from a published table."""
+        """Return the method with omega as a number, where it was left open taken from a published table."""
         if self.kind != "sine":
             return self
         config = replace(self, omega=self.omega or table).factors_config()
@@ -175,14 +171,14 @@ class Problem(Protocol):
         ...
 
     def batch(self, step: int, generator: torch.Generator) -> Any:
-        """What training step `step` (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
+        """Draw what training step `step` (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
 
         The generator is seeded by the fit's seed and the step: no state is carried from step to step.
         """
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """What is minimised: a scalar."""
+        """Return what is minimised: a scalar."""
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -190,11 +186,11 @@ class Problem(Protocol):
         ...
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
-        """What a comparison shows of the model, (height, width, 3) uint8, one size for all; None: the ground truth."""
+        """Return what a comparison shows, (height, width, 3) uint8, one size for all; None: the ground truth."""
         ...
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
-        """Writes pictures, meshes, frames into an existing folder; their paths, the most telling first."""
+        """Write pictures, meshes, frames into an existing folder; return their paths, the most telling first."""
         ...
 
 
@@ -202,9 +198,5 @@ class ProblemSettings(Protocol):
     """A frozen keyword-only dataclass of plain fields, each documented: the options of `nlr fit`."""
 
     def prepare(self) -> Problem:
-        """Reads and checks the data.
-
-        Raises:
-            UserError: there is no such data, or it is not what it should be.
-        """
+        """Read and check the data; raise UserError where there is no such data, or it is not what it should be."""
         ...

@@ -1,4 +1,4 @@
-"""What a fit shows while it runs: a bar on a terminal, else a line at each evaluation."""
+"""The progress of a fit: a bar on a terminal, else a line at each evaluation."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ from nlr_lab.runtime.time_limit import duration
 
 
 class FitProgress:
-    """Shows step, loss, scores and speed on stderr.
+    """Show step, loss, scores and speed on stderr.
 
     Args:
         title: stands before the numbers.
@@ -47,13 +47,13 @@ class FitProgress:
                 self.bar.stop()
 
     def moved(self, step: int) -> None:
-        """Moves the bar; at most ten times a second, for steps take a millisecond."""
+        """Move the bar; at most ten times a second, for steps take a millisecond."""
         if self.bar is not None and time.monotonic() - self.drawn > 0.1:
             self.bar.update(self.task, completed=step)
             self.drawn = time.monotonic()
 
     def evaluated(self, step: int, entry: Mapping[str, float]) -> None:
-        """Shows an evaluation's numbers."""
+        """Show an evaluation's numbers."""
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in entry.items() if name != "step")
         if self.bar is not None:
             self.bar.update(self.task, completed=step, numbers=numbers)

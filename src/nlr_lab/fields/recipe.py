@@ -9,7 +9,7 @@ from .step import FitConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRecipe:
-    """What `nlr fit` fits, and what `nlr compare` compares."""
+    """A problem, and the methods that `nlr compare` compares on it."""
 
     name: str
     description: str = ""

@@ -111,7 +111,7 @@ def interval_edges(t: Tensor, near: float, far: float) -> Tensor:
 
 
 def importance(edges: Tensor, weights: Tensor, jitter: Tensor) -> Tensor:
-    """Draws t from the density that is constant on each interval and proportional to its weight.
+    """Draw t from the density that is constant on each interval and proportional to its weight.
 
     Args:
         edges: (R, S + 1), ascending.
@@ -177,7 +177,7 @@ def render(
     far: float,
     background: float | None,
 ) -> list[Rendered]:
-    """Renders rays: once, or twice where there are fine samples.
+    """Render rays: once, or twice where there are fine samples.
 
     Args:
         coarse: the field at stratified samples.

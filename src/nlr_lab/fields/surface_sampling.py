@@ -1,4 +1,4 @@
-"""Which points of a lattice a step sees: a share of them near the surface, weighted so that the loss stays the box's.
+"""The lattice points that a step sees: a share of them near the surface, weighted so that the loss stays the box's.
 
 Most of a box is far from its shape's surface, is learned at once and then has next to no gradient. With a share s of
 the points drawn from the band about the surface, which is a part f of the lattice, and the others from all of it, a
@@ -22,7 +22,7 @@ _INSIDE, _NEAR = 1, 2  # bits of a point
 
 
 class LatticePoints:
-    """Draws points of an occupancy grid.
+    """Draw points of an occupancy grid.
 
     Args:
         inside: (n, n, n) bool.
@@ -81,7 +81,7 @@ def _cells(resolution: int, band: float) -> int:
 
 
 def _mark(codes: np.ndarray, inside: np.ndarray, cells: int) -> int:
-    """Gives the points with one of the other kind at most so many cells away their bit; how many these are."""
+    """Mark the points with one of the other kind at most so many cells away; return how many these are."""
     size, count = 2 * cells + 1, 0
     for start in range(0, len(inside), _PLANES):
         low = max(start - cells, 0)
@@ -99,7 +99,7 @@ def _mark(codes: np.ndarray, inside: np.ndarray, cells: int) -> int:
 
 
 def _places(codes: np.ndarray, count: int, kind: type) -> np.ndarray:
-    """Where the flat codes have the band's bit: (count,)."""
+    """Places (count,) at which the flat codes have the band's bit."""
     places: np.ndarray = np.empty(count, dtype=kind)
     filled = 0
     for start in range(0, len(codes), _AT_ONCE):

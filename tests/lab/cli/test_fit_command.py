@@ -21,7 +21,7 @@ SHORT = ("--steps", "6", "--points", "50", "--crop", "24", "--size", "0", "--wid
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_recipe_of_a_field_is_whole(name):
+def test_recipe_of_a_field_is_whole(name):
     recipe = get_recipe(name)
     assert recipe.name == name
     assert recipe.description == RECIPES[name].summary
@@ -46,14 +46,14 @@ def test_docstrings_state_command_hardware_time_and_expectation(name):
 
 
 @pytest.mark.parametrize("name", DEMOS)
-def test_every_arm_of_a_demo_can_be_built(name):
+def test_builds_every_arm_of_a_demo(name):
     recipe = get_recipe(name)
     problem = recipe.problem.prepare()
     for text in recipe.arms:
         build(problem, FieldArm.parse(text).method, seed=0)
 
 
-def test_a_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
+def test_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
     out = tmp_path / "run"
     code, text, _ = run(capsys, "fit", "image-demo", *SHORT, "--method", "sine:rank=1,omega=40", "--out", str(out))
     assert code == 0
@@ -71,7 +71,7 @@ def test_a_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
     assert (code, again) == (0, text)
 
 
-def test_a_comparison_prints_its_table(capsys, tmp_path):
+def test_comparison_prints_its_table(capsys, tmp_path):
     arms = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero,omega=40")
     options = (*SHORT, "--arms", *arms, "--seeds", "2", "--timing-rounds", "0", "--out", str(tmp_path / "out"))
     code, text, err = run(capsys, "compare", "image-demo", *options)
@@ -96,7 +96,7 @@ def photo(tmp_path):
 
 
 @pytest.mark.parametrize("command", [("fit", "image-demo", *SHORT), ("compare", "image-demo", *TWO)])
-def test_what_was_stopped_goes_on_with_data_that_were_moved(capsys, tmp_path, monkeypatch, photo, command):
+def test_resumes_with_data_that_were_moved(capsys, tmp_path, monkeypatch, photo, command):
     take = Stepper.take
 
     def stops(self, step):
@@ -114,7 +114,7 @@ def test_what_was_stopped_goes_on_with_data_that_were_moved(capsys, tmp_path, mo
     assert code == 0, err
 
 
-def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
+def test_fits_again_what_is_damaged(capsys, tmp_path, photo):
     out = tmp_path / "out"
     command = ("compare", "image-demo", *TWO, "--source", str(photo), "--out", str(out))
     assert run(capsys, *command)[0] == 0
@@ -161,7 +161,7 @@ def test_a_comparison_fits_again_what_is_damaged(capsys, tmp_path, photo):
         (["fit", "image-demo", "--width", "1000000000000"], "choose a smaller width"),
     ],
 )
-def test_wrong_inputs_get_one_line_and_nothing_is_written(capsys, tmp_path, monkeypatch, arguments, message):
+def test_refuses_wrong_inputs_in_one_line(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
@@ -171,7 +171,7 @@ def test_wrong_inputs_get_one_line_and_nothing_is_written(capsys, tmp_path, monk
 
 
 @pytest.mark.parametrize(("name", "content"), [("zero.png", b""), ("zero.pgm", b"P5 0 4 255\n")])
-def test_an_image_of_zero_size_is_refused(capsys, tmp_path, name, content):
+def test_refuses_an_image_of_zero_size(capsys, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     out = tmp_path / "out"
     code, _, err = run(capsys, "fit", "image-demo", "--source", str(tmp_path / name), "--out", str(out))
@@ -181,7 +181,7 @@ def test_an_image_of_zero_size_is_refused(capsys, tmp_path, name, content):
     assert not out.exists()
 
 
-def test_a_whole_photograph_is_read_as_it_is(tmp_path):
+def test_reads_a_whole_photograph_as_it_is(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "x.png")
     problem = replace(get_recipe("image").problem, source=str(tmp_path / "x.png")).prepare()

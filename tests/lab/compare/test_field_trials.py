@@ -168,7 +168,7 @@ def test_distance_of_the_curves_is_bjontegaards_of_the_means_and_of_each_seed():
     assert "worse against low-rank-k2: below by" in text
 
 
-def test_of_several_omegas_the_best_of_the_tuning_is_on_the_curve():
+def test_puts_the_best_omega_of_the_tuning_on_the_curve():
     low = [arm_of("low-rank", rank, [60.0 + rank, 61.0 + rank, 61.5]) for rank in (1, 2, 4)]
     sine = [arm_of("sine", rank, [70.0 + rank, 71.0 + rank, 71.5]) for rank in (1, 2)]
     two = [arm_of("sine", 4, [float(70 + i), 71.0 + i, 71.5], tuned=9.0 - i, name=f"omega-{i}") for i in range(3)]
@@ -178,7 +178,7 @@ def test_of_several_omegas_the_best_of_the_tuning_is_on_the_curve():
 
 
 @pytest.mark.parametrize("how", ["a seed", "every choice"])
-def test_a_curve_without_its_diverged_point_has_no_distance(how):
+def test_gives_no_distance_of_a_curve_that_lacks_a_point(how):
     low = [arm_of("low-rank", rank, [60.0 + 5 * rank, 61.0 + 5 * rank, 62.0 + 6 * rank]) for rank in (1, 2, 4)]
     scores = {rank: [65.0 + 5 * rank, 66.0 + 4 * rank, 66.5 + 5 * rank] for rank in (1, 2, 4)}
     sine = [arm_of("sine", rank, each) for rank, each in scores.items()]
@@ -362,7 +362,7 @@ def test_extends_the_grid_of_the_best_init(recipe, tmp_path, scores):
     assert [tried(arm, "kaiming_sqrt5") for arm in more["arms"]] == [tried(arm, "kaiming_sqrt5") for arm in (low, sine)]
 
 
-def test_of_equal_scores_the_lower_loss_is_better(recipe, tmp_path, scores):
+def test_prefers_the_lower_loss_of_equal_scores(recipe, tmp_path, scores):
     scores(lambda init, rate: 0.0)
     found = go(recipe, tmp_path / "out", arms=parsed("low-rank:rank=1", "sine:rank=1,lr=1e-3"), seeds=1)
     arm = found.results["arms"][0]

@@ -37,7 +37,7 @@ def flops(recipe, arm):
 
 @pytest.mark.parametrize(("by", "count"), [("parameters", parameters), ("flops", flops)])
 @pytest.mark.parametrize("name", DEMOS)
-def test_the_smallest_width_that_is_not_below(name, by, count):
+def test_finds_the_smallest_width_that_is_not_below(name, by, count):
     recipe = get_recipe(name)
     more, fewer = arms("nonlinear-query+noble:rank=8,name=more", "identity-query,name=fewer")
     wanted = arms(*(f"wide-mlp:match={target},by={by}" for target in ("more", "fewer")))
@@ -65,7 +65,7 @@ def test_the_smallest_width_that_is_not_below(name, by, count):
         ("rational:groups=3+noble:rank=2,select=query", 3),
     ],
 )
-def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
+def test_matches_a_wider_mlp_joined_with_other_methods(joined, step, by):
     recipe = make_recipe()  # MLPs of width 48
     target, wide = arms("noble:rank=12,name=target", f"wide-mlp:match=target,by={by}+{joined}")
     settled, (match,) = resolve_matches(recipe, [target, wide])
@@ -83,7 +83,7 @@ def test_a_wider_mlp_joined_with_other_methods_is_matched(joined, step, by):
 
 
 @pytest.mark.parametrize("hidden", [7, 20, 31, 33, 100])
-def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
+def test_matches_where_a_rank_falls_with_the_width(hidden):
     recipe = make_recipe()  # of width 32, below which an MLP's width is what a rank is a share of
     joined = "noble:rank_ratio=0.5"
     target, wide = arms(f"wide-mlp:hidden={hidden}+{joined},name=target", f"wide-mlp:match=target+{joined}")
@@ -109,7 +109,7 @@ def test_a_rank_that_falls_with_the_width_bends_the_line(hidden):
         (("training_helpers:plain_module,name=mine", "wide-mlp:match=mine,by=flops"), None),
     ],
 )
-def test_what_cannot_be_matched_is_one_line_and_nothing_is_written(tmp_path, texts, words):
+def test_refuses_what_cannot_be_matched_in_one_line(tmp_path, texts, words):
     if words is None:  # a function that knows of no method, on a model without memory
         settled, _ = resolve_matches(make_recipe(), arms(*texts))
         assert settled[1].settings["hidden"] == make_recipe().task.backbone.hidden
@@ -134,7 +134,7 @@ def test_outside_a_comparison_a_width_is_asked_for():
 
 @pytest.mark.parametrize("init", ["stock", "noble", "kaiming"])
 @pytest.mark.parametrize("of_arm", [True, False], ids=["the arm's", "the recipe's"])
-def test_the_wider_mlp_is_drawn_as_the_other_linears_are(init, of_arm):
+def test_draws_the_wider_mlp_as_the_other_linears(init, of_arm):
     recipe = make_recipe()
     backbone = replace(recipe.task.backbone, width=128, hidden=96, dense_init="stock" if of_arm else init)
     recipe = replace(recipe, task=replace(recipe.task, backbone=backbone))
@@ -160,7 +160,7 @@ class ReadyTask(LanguageModelTask):
         return TEXT
 
 
-def test_a_comparison_with_matched_arms(tmp_path):
+def test_compares_matched_arms(tmp_path):
     recipe = make_recipe(steps=4, save_every=4, eval_every=2)
     recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
     chosen = arms("baseline", "noble:rank=4", "wide-mlp:match=noble-r4,init=noble", "wide-mlp:match=noble-r4,by=flops")

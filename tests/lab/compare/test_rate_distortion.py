@@ -36,7 +36,7 @@ def test_published_table_gives_the_published_deltas():
     assert round(bd_psnr(anchor, test), 2) == 2.72
 
 
-def test_the_published_average_needs_the_room_scene_at_28_92():
+def test_published_average_needs_the_room_scene_at_28_92():
     scenes = np.array(PUBLISHED_LOW_RANK_30_BY_SCENE)
     assert abs(scenes.mean() - 24.42) > 1, "as printed"
     scenes[ROOM] = 28.92
@@ -59,7 +59,7 @@ def test_deltas_are_integrals_between_akima_curves(rng):
     assert bd_psnr(anchor, test) == pytest.approx(mean_gap(rates[0], qualities[0], rates[1], qualities[1]), rel=1e-6)
 
 
-def test_a_scaled_rate_and_a_shifted_quality_come_back_whatever_the_order(rng):
+def test_finds_a_scaled_rate_and_a_shifted_quality_in_any_order(rng):
     anchor, factor, gain = curve(rng), rng.uniform(0.3, 0.8), rng.uniform(0.1, 0.3)
     smaller = [(rate * factor, quality) for rate, quality in anchor]
     better = [(rate, quality + gain) for rate, quality in anchor]
@@ -69,7 +69,7 @@ def test_a_scaled_rate_and_a_shifted_quality_come_back_whatever_the_order(rng):
     assert bd_rate(anchor, anchor) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
+def test_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
     anchor = [(1.0, 20.0), (2.0, 22.0), (3.0, 21.0), (4.0, 25.0)]
     better = [(rate, quality + 0.5) for rate, quality in anchor]
     assert bd_psnr(anchor, better) == pytest.approx(0.5)
@@ -77,7 +77,7 @@ def test_a_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
         bd_rate(anchor, better)
 
 
-def test_a_rate_that_no_curve_has_is_refused(rng):
+def test_refuses_a_rate_that_no_curve_has(rng):
     """Such curves were measured: two sizes that learn nothing, and one that does."""
     rates = [7_565, 26_259, 138_334]
     anchor = list(zip(rates, [12.64 + 0.01 * rng.random(), 16.5, 17.5], strict=True))

@@ -98,7 +98,7 @@ def test_paired_mean_by_hand():
     assert not estimate.shown
 
 
-def test_one_seed_none_and_no_spread_give_no_interval():
+def test_gives_no_interval_without_seeds_or_spread():
     for estimate, word in [
         (paired_mean([0.1]), "one seed"),
         (paired_mean([]), "no seed"),
@@ -162,7 +162,7 @@ def test_step_speedup_of_a_curve_that_runs_k_times_faster(rng):
     assert not speed.bound
 
 
-def test_a_slower_arm_is_not_reached_but_has_a_matched_speedup(rng):
+def test_slower_arm_has_a_matched_speedup(rng):
     k = rng.uniform(0.3, 0.95)
     reference = make_run(lambda s: 5.0 - s / 500)
     speed = seed_speed(reference, make_run(lambda s: 5.0 - k * s / 500))
@@ -171,7 +171,7 @@ def test_a_slower_arm_is_not_reached_but_has_a_matched_speedup(rng):
     assert speed.matched_speedup == pytest.approx(k)
 
 
-def test_a_run_against_itself_has_speedup_one(rng):
+def test_run_against_itself_has_speedup_one(rng):
     noise = rng.normal(0, 0.001, 2000)
     run = make_run(lambda s: 5.0 - s / 500 + noise[s])
     assert seed_speed(run, run).step_speedup == pytest.approx(1.0)

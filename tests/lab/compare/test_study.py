@@ -72,7 +72,7 @@ def novel(tmp_path):
     return Recipe(name="novel", task=LanguageModelTask(text=text, backbone=backbone), train=train)
 
 
-def test_a_study_is_copied_and_goes_on(photo, tmp_path, capsys):
+def test_copies_a_study_and_resumes_it(photo, tmp_path, capsys):
     out, into = tmp_path / "runs" / "photo", tmp_path / "study"
     into.mkdir()
     options = {"timing_rounds": 0, "command": "python run.py", "quiet": True}
@@ -99,7 +99,7 @@ def read(file):
     return json.loads(file.read_text())
 
 
-def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
+def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
@@ -118,7 +118,7 @@ def test_a_study_of_fields_goes_on_from_its_kept_runs(photo, tmp_path):
     assert (into / "small-strip.png").read_bytes() == (tmp_path / "whole" / "small-strip.png").read_bytes()
 
 
-def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp_path):
+def test_names_where_kept_runs_came_from(photo, tmp_path):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
@@ -131,7 +131,7 @@ def test_kept_runs_that_a_begun_folder_takes_say_where_they_came_from(photo, tmp
     assert '"processor": "Z80"' in file.read_text().splitlines()[0]
 
 
-def test_what_a_finished_folder_has_is_kept_too(photo, novel, tmp_path):
+def test_keeps_what_a_finished_folder_has(photo, novel, tmp_path):
     arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
     options = {"seeds": 1, "timing_rounds": 0, "quiet": True}
     for name, go in (("photo", partial(compare, photo)), ("novel", partial(compare, novel, arms=arms))):
@@ -140,7 +140,7 @@ def test_what_a_finished_folder_has_is_kept_too(photo, novel, tmp_path):
         assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 1 + 2
 
 
-def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
+def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, capsys):
     into, options = tmp_path / "study", {"timing_rounds": 0, "max_extensions": 0, "quiet": True}
     into.mkdir()
     arms = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
@@ -173,7 +173,7 @@ def test_a_study_of_a_model_goes_on_from_its_kept_runs(novel, tmp_path, capsys):
     ],
     ids=["settings", "torn", "outside", "marker", "arm", "no-settings", "no-text"],
 )
-def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, message):
+def test_refuses_kept_runs_that_cannot_be_used(photo, tmp_path, spoil, message):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
@@ -185,7 +185,7 @@ def test_kept_runs_that_cannot_be_used_are_refused(photo, tmp_path, spoil, messa
     assert (into / "small-runs.jsonl").read_text() == spoilt
 
 
-def test_kept_runs_fit_data_that_lie_elsewhere_and_no_other_data(photo, tmp_path):
+def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
@@ -202,7 +202,7 @@ def test_kept_runs_fit_data_that_lie_elsewhere_and_no_other_data(photo, tmp_path
     assert not (tmp_path / "three").exists()
 
 
-def test_kept_runs_are_not_put_among_others(photo, tmp_path):
+def test_refuses_to_put_kept_runs_among_others(photo, tmp_path):
     into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
     into.mkdir()
     run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
@@ -219,7 +219,7 @@ def test_kept_runs_are_not_put_among_others(photo, tmp_path):
     assert sorted(other.rglob("*")) == before
 
 
-def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
+def test_runs_tuned_arms_for_longer(photo, tmp_path):
     into = tmp_path / "study"
     into.mkdir()
     arms = [FieldArm.parse(text) for text in ("low-rank:rank=1", "sine:rank=2,omega=7,gain=3,name=wave", "dense")]
@@ -246,7 +246,7 @@ def test_the_tuned_arms_of_a_study_run_for_longer(photo, tmp_path):
         assert len({trial["lr"] for trial in after["tuning"]}) >= 2
 
 
-def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
+def test_compares_arms_of_several_records_by_seed(photo, tmp_path):
     into = tmp_path / "study"
     into.mkdir()
     options = {"timing_rounds": 0, "quiet": True, "seeds": 3, "tune_lr": ()}
@@ -271,7 +271,7 @@ def test_arms_of_several_records_are_compared_by_seed(photo, tmp_path):
     assert alone == (f"{pairs[0][0]['runs'][0]['score'] - pairs[0][1]['runs'][0]['score']:+.2f}", "-", "-")
 
 
-def test_there_are_no_tuned_arms_without_a_record(tmp_path):
+def test_refuses_tuned_arms_without_a_record(tmp_path):
     with pytest.raises(UserError, match=r"no .*short\.json: run the stage"):
         tuned_arms(tmp_path / "short.json")
     (tmp_path / "short.json").write_text("{}")
@@ -279,7 +279,7 @@ def test_there_are_no_tuned_arms_without_a_record(tmp_path):
         tuned_arms(tmp_path / "short.json")
 
 
-def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):
+def test_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):
     recipe = replace(photo, tune_lr=(1e-3, 1e-2, 1e-1), arms=())
     arms = [FieldArm.parse(text) for text in photo.arms]
     run_study(recipe, tmp_path / "runs" / "photo", tmp_path / "absent", "small", smoke=True, arms=arms, quiet=True)
@@ -289,7 +289,7 @@ def test_a_smoke_run_of_a_field_is_small_and_apart(photo, tmp_path):
     assert {path.name for path in tmp_path.glob("runs/photo-smoke/runs/*/*/*/seed-*")} == {"seed-0", "seed-1"}
 
 
-def test_a_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
+def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
     run_study(
         novel,
         tmp_path / "runs" / "cpu",
@@ -309,7 +309,7 @@ def test_a_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
     assert not (tmp_path / "runs" / "cpu").exists()
 
 
-def test_options_are_the_studys(capsys):
+def test_reads_a_studys_options(capsys):
     parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
     given = parser.parse_args(["a.txt", "b"])
     assert (given.text, given.rows, given.work) == (Path.cwd() / "a.txt", Path.cwd() / "b", Path("runs/tiny"))
@@ -324,7 +324,7 @@ def test_options_are_the_studys(capsys):
     assert "What it asks.\n\n    python run.py\n" in capsys.readouterr().out
 
 
-def test_a_users_error_is_one_line_and_others_stay():
+def test_turns_user_errors_into_one_line():
     with pytest.raises(SystemExit, match=r"^table: no rates$") as left, one_line_errors("table"):
         raise UserError("no rates")
     assert left.value.__suppress_context__
@@ -335,7 +335,7 @@ def test_a_users_error_is_one_line_and_others_stay():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.parent.name for script in SCRIPTS])
-def test_every_script_says_what_it_is(script, monkeypatch, capsys):
+def test_prints_what_each_script_is(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "--help"])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(script), run_name="__main__")

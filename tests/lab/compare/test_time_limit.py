@@ -140,7 +140,7 @@ def test_machine_that_comes_to_a_stand_leaves_a_report(go, tmp_path):
     assert "there is nothing to compare yet" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_seed_after_the_first_stops_in_time(go):
+def test_stops_a_later_seed_in_time(go):
     machine = Machine(lambda step: 1.0 if step <= 2 * STEPS else 10.0)
     found = go(machine, max_seconds=1000).results
     assert machine.now <= 1000

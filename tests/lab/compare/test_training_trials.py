@@ -54,7 +54,7 @@ def test_measured_costs_are_the_formulas(tiny):
     assert min(min(times) for times in measured.times.values()) > 0
 
 
-def test_a_timed_step_is_a_training_step(tiny):
+def test_timed_step_is_a_training_step(tiny):
     recipe, prepared = tiny
     step = training_step(recipe, NOBLE, prepared)
     cells = dict(zip(step.__code__.co_freevars, [cell.cell_contents for cell in step.__closure__], strict=True))
@@ -65,7 +65,7 @@ def test_a_timed_step_is_a_training_step(tiny):
     assert cells["batch"]["input_ids"].shape == (2, 16), "a micro-batch is the batch over the accumulation"
 
 
-def test_an_arm_that_cannot_be_built_fails_before_anything_is_written(tiny, tmp_path):
+def test_refuses_an_arm_that_cannot_be_built(tiny, tmp_path):
     recipe, prepared = tiny
     with pytest.raises(UserError, match="rank"):
         measure_arms(recipe, (BASE, replace(NOBLE, settings={"rank": 64})), prepared, rounds=0)

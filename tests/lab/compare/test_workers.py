@@ -77,7 +77,7 @@ def die(model):
 
 
 @pytest.mark.slow
-def test_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
+def test_workers_give_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     serial = go(recipe, tmp_path / "serial")
     found = go(recipe, tmp_path / "workers", workers=2, run=die_once)
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_serial_comparison(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_on_no_machine_is_refused(recipe, tmp_path):
+def test_refuses_a_run_that_fits_on_no_machine(recipe, tmp_path):
     import ray
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
@@ -128,9 +128,7 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
     ("workers", "environment", "words"),
     [(0, {}, "positive integer"), (True, {}, "positive integer"), (2, {"WORLD_SIZE": "2"}, "omit torchrun")],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    recipe, tmp_path, monkeypatch, workers, environment, words
-):
+def test_refuses_workers_before_anything_is_written(recipe, tmp_path, monkeypatch, workers, environment, words):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
@@ -138,7 +136,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_ray_the_extra_is_named(recipe, tmp_path, monkeypatch):
+def test_names_the_extra_without_ray(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[ray\]'"):
         go(recipe, tmp_path / "out", workers=2)

@@ -27,7 +27,7 @@ def save_npz(path, **arrays):
 
 
 @pytest.mark.parametrize("suffix", ["obj", "ply", "stl", "npz"])
-def test_all_formats_give_the_same_closed_surface(tmp_path, suffix):
+def test_reads_the_same_closed_surface_from_all_formats(tmp_path, suffix):
     mesh, path = random_closed(), tmp_path / f"mesh.{suffix}"
     if suffix == "npz":
         save_npz(path, vertices=mesh.vertices, faces=mesh.faces)
@@ -66,7 +66,7 @@ def test_holes_are_named_and_closed_only_on_demand(tmp_path):
     assert fixed.volume == pytest.approx(mesh.volume, rel=0.05)
 
 
-def test_no_repair_is_offered_where_it_would_not_close(tmp_path):
+def test_offers_no_repair_that_would_not_close(tmp_path):
     mesh = random_closed()
     a, b = mesh.edges[int(torch.randint(len(mesh.edges), ()))]
     fin = [[a, b, len(mesh.vertices)]]  # a third face at an edge
@@ -80,7 +80,7 @@ def test_no_repair_is_offered_where_it_would_not_close(tmp_path):
             read_mesh(path, repair=repair)
 
 
-def test_no_repair_is_offered_where_it_would_leave_no_volume(tmp_path):
+def test_offers_no_repair_that_would_leave_no_volume(tmp_path):
     turn = Rotation.random(random_state=int(torch.randint(2**31, ()))).as_matrix()
     sheet = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]]) @ turn
     path = save_npz(tmp_path / "sheet.npz", v=sheet, f=np.array([[0, 1, 2], [0, 2, 3]]))
@@ -89,7 +89,7 @@ def test_no_repair_is_offered_where_it_would_leave_no_volume(tmp_path):
             read_mesh(path, repair=repair)
 
 
-def test_the_embedded_knot_is_closed():
+def test_embedded_knot_is_closed():
     mesh = knot(around=64, along=400)
     assert mesh.is_watertight
     assert mesh.is_winding_consistent
@@ -161,7 +161,7 @@ def test_faces_are_turned_so_that_volumes_add_up(tmp_path, name, flipped):
         assert np.array_equal(read.faces, moved[mixed])  # what is right stays
 
 
-def test_a_face_turned_over_is_turned_back(tmp_path):
+def test_turns_back_a_face_turned_over(tmp_path):
     faces = BOX.faces.copy()
     faces[0] = faces[0][::-1]
     grid = occupancy_grid(read_mesh(save_npz(tmp_path / "flip.npz", v=BOX.vertices, f=faces)), 8)
@@ -171,7 +171,7 @@ def test_a_face_turned_over_is_turned_back(tmp_path):
     assert holed.volume == pytest.approx(1)
 
 
-def test_a_surface_with_one_side_is_refused(tmp_path):
+def test_refuses_a_surface_with_one_side(tmp_path):
     """Klein's bottle as a grid of 12 x 12 whose one seam is glued the other way round."""
     n = 12
     i, j = np.divmod(np.arange(n * n), n)
@@ -228,14 +228,14 @@ def test_files_that_are_not_there_or_of_another_kind_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["trimesh", "embreex"])
-def test_what_is_not_installed_is_named(monkeypatch, package):
+def test_names_what_is_not_installed(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[fields\]'"):
         read_mesh("knot")
 
 
 @pytest.mark.shared_data
-def test_the_stanford_bunny_is_closed_by_repair(shared_data):
+def test_repairs_the_stanford_bunny(shared_data):
     path = shared_data / "meshes" / "stanford-bunny.obj"
     with pytest.raises(
         UserError, match=r"223 edges have one face alone; --repair .repair=True. closes it with 223 triangles"

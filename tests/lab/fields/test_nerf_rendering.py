@@ -41,7 +41,7 @@ def pixels(count: int, cameras: Cameras) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def test_a_pixels_ray_projects_back_onto_the_pixels_centre():
+def test_ray_projects_back_onto_its_pixels_centre():
     cameras = some_cameras(5)
     views, rows, columns = pixels(200, cameras)
     rays = pixel_rays(cameras, views, rows, columns)
@@ -81,7 +81,7 @@ def constant(density: float, colour: tuple[float, float, float]):
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("density", [1e-6, 0.3, 40.0, 1e9])
-def test_a_slab_has_its_closed_form_colour_wherever_the_samples_lie(density, fine):
+def test_slab_has_its_closed_form_colour(density, fine):
     """colour (1 - exp(-s L)) + background exp(-s L), in float32 to rounding."""
     rays = Rays(torch.randn(8, 3), torch.randn(8, 3), torch.randn(8, 3))
     near, far = 0.5, 3.0
@@ -116,7 +116,7 @@ def test_compositing_is_the_quadrature_in_float64_with_thick_and_thin_intervals(
         assert seen.colour[ray].tolist() == pytest.approx((expected + 0.25 * left).tolist(), abs=1e-5)
 
 
-def test_an_empty_volume_shows_the_background_and_has_finite_gradients():
+def test_empty_volume_shows_the_background_with_finite_gradients():
     density = torch.zeros(3, 4, requires_grad=True)
     colour = torch.rand(3, 4, 3, requires_grad=True)
     t = stratified(torch.full((3, 4), 0.5), 0.0, 1.0)

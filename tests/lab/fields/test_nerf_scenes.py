@@ -71,7 +71,7 @@ def save_blender(folder, sides, channels=4, **extra):
     return made
 
 
-def test_an_llff_folder_gives_pictures_and_cameras_in_their_own_scale(llff):
+def test_reads_an_llff_folder(llff):
     folder, poses, images = llff
     scene = read_scene(folder, downscale=2)
     assert np.array_equal(scene.images, images.astype(np.float32) / 255)
@@ -90,7 +90,7 @@ def test_an_llff_folder_gives_pictures_and_cameras_in_their_own_scale(llff):
     assert (plain.near, plain.far) == pytest.approx((0.9 / 0.75, 4.5 / 0.75))
 
 
-def test_a_further_downscale_averages_blocks_and_keeps_the_rays(llff):
+def test_downscale_averages_blocks_and_keeps_the_rays(llff):
     folder, _, images = llff
     scene = read_scene(folder, downscale=6)  # of images_2, thrice smaller; a column is left over
     cut = images[:, :12, :15].astype(np.float64).reshape(VIEWS, 4, 3, 5, 3, 3).mean((2, 4)) / 255
@@ -102,7 +102,7 @@ def test_a_further_downscale_averages_blocks_and_keeps_the_rays(llff):
     assert pixel_rays(large.cameras, view, 3 * row + 1, 3 * column + 1).directions.allclose(small_ray.directions)
 
 
-def test_an_npz_is_the_scene_of_the_folder(llff, tmp_path):
+def test_reads_the_scene_of_a_folder_from_npz(llff, tmp_path):
     folder, poses, images = llff
     np.savez(tmp_path / "scene.npz", images=images, poses_bounds=poses_bounds(poses))
     one, other = read_scene(tmp_path / "scene.npz"), read_scene(folder, downscale=2)
@@ -111,7 +111,7 @@ def test_an_npz_is_the_scene_of_the_folder(llff, tmp_path):
     assert one.fingerprint != read_scene(tmp_path / "scene.npz", held_out=(3,)).fingerprint
 
 
-def test_a_blender_folder_blends_clear_pixels_with_white(tmp_path):
+def test_blends_clear_pixels_of_a_blender_folder_with_white(tmp_path):
     made = save_blender(tmp_path, {"train": 3, "test": 2})
     scene = read_scene(tmp_path)
     assert scene.held_out == (3, 4)
@@ -129,7 +129,7 @@ def test_a_blender_folder_blends_clear_pixels_with_white(tmp_path):
     assert np.allclose(read_scene(tmp_path / "packed.npz").cameras.intrinsics, scene.cameras.intrinsics)
 
 
-def test_one_transforms_file_holds_out_every_eighth_view_and_has_lenses_in_pixels(tmp_path):
+def test_reads_one_transforms_file_with_lenses_in_pixels(tmp_path):
     lens = {"fl_x": 40.0, "fl_y": 44.0, "cx": 15.0, "cy": 13.0, "w": 2 * WIDTH, "h": 2 * HEIGHT}
     save_blender(tmp_path, {"all": 10}, channels=3, **lens)
     scene = read_scene(tmp_path, near=0.1, far=9.0)
@@ -185,7 +185,7 @@ def refused(match, call):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_whose_images_and_poses_differ_in_number_is_refused(llff):
+def test_refuses_images_and_poses_of_different_number(llff):
     folder, poses, _ = llff
     np.save(folder / "poses_bounds.npy", poses_bounds(poses[:-1]))
     refused("images_2 has 9 images and poses_bounds.npy 8 poses", lambda: read_scene(folder, downscale=2))
@@ -239,7 +239,7 @@ def test_held_out_views_out_of_range_are_refused(tmp_path, held_out, match):
     refused(match, lambda: read_scene(tmp_path / "scene.npz", held_out=held_out))
 
 
-def test_a_byte_order_mark_before_transforms_is_skipped(tmp_path):
+def test_skips_a_byte_order_mark_before_transforms(tmp_path):
     save_blender(tmp_path, {"train": 2, "test": 2})
     plain = read_scene(tmp_path)
     for side in ("train", "test"):
@@ -283,7 +283,7 @@ def test_cameras_that_cancel_out_have_no_average():
 @pytest.mark.parametrize(
     ("held_out", "trained"), [(None, (0, 1, 2)), ((4,), (0, 1, 2)), ((1,), (0, 2)), ((0, 5), (1, 2))]
 )
-def test_a_scenes_own_test_views_are_never_trained_on(tmp_path, held_out, trained):
+def test_never_trains_on_a_scenes_own_test_views(tmp_path, held_out, trained):
     made = save_blender(tmp_path, {"train": 3, "test": 3})
     arrays = {f"{what}_{side}": made[side][place] for side in made for place, what in enumerate(("poses", "images"))}
     np.savez(tmp_path / "packed.npz", **arrays, focal=np.float64(20.0))
@@ -340,7 +340,7 @@ def test_deep_pictures_keep_their_greys_or_are_refused(llff):
 
 
 @pytest.mark.shared_data
-def test_the_real_scenes_are_read(shared_data):
+def test_reads_the_real_scenes(shared_data):
     fern = read_scene(shared_data / "nerf_fern" / "fern_252x189.npz")
     assert fern.images.shape == (20, 189, 252, 3)
     assert fern.held_out == (0, 8, 16)
@@ -352,7 +352,7 @@ def test_the_real_scenes_are_read(shared_data):
 
 
 @pytest.mark.shared_data
-def test_the_real_views_agree_about_where_things_are(shared_data):
+def test_real_views_agree_about_where_things_are(shared_data):
     """A plane sweep: at the depth where its neighbours agree, they predict fern's held-out view 8; mirrored, not."""
     scene = read_scene(shared_data / "nerf_fern" / "fern_252x189.npz", downscale=4, ndc=False)
     cameras, images = scene.cameras, scene.images
@@ -384,7 +384,7 @@ def test_the_real_views_agree_about_where_things_are(shared_data):
 
 
 @pytest.mark.shared_data
-def test_the_outlines_of_the_real_object_agree(shared_data):
+def test_outlines_of_the_real_object_agree(shared_data):
     """What all of 50 training views take for the object has the outline of the held-out views; mirrored, not."""
     scene = read_scene(shared_data / "nerf_lego" / "lego_100.npz", downscale=2)
     cameras = scene.cameras

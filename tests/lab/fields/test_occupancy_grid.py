@@ -72,7 +72,7 @@ def test_inside_is_where_the_formula_says(shape, off_lattice):
 
 
 @pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
-def test_the_share_of_points_inside_is_the_volume(off_lattice):
+def test_share_of_points_inside_is_the_volume(off_lattice):
     mesh = knot(48, 400)
     _, grid = sampled(mesh, 80, off_lattice)
     assert grid.volume == pytest.approx(mesh.volume / np.prod(mesh.extents))
@@ -101,7 +101,7 @@ def test_points_of_a_lattice_are_the_middles_of_cells_and_off_it_within_them():
     assert moved.inside.all()
 
 
-def test_the_frame_is_the_tight_box():
+def test_frame_is_the_tight_box():
     mesh, _ = torus()
     frame = Frame.of(mesh)
     field = frame.to_field(mesh.vertices)
@@ -130,7 +130,7 @@ def test_rays_with_odd_hits_are_cast_again_and_counted(monkeypatch):
     assert (again.inside != right.inside).mean() < 2e-3
 
 
-def test_a_hole_that_rays_find_is_refused():
+def test_refuses_a_hole_that_rays_find():
     mesh = trimesh.creation.icosphere(2)
     mesh.update_faces(np.arange(len(mesh.faces)) >= 20)
     with pytest.raises(UserError, match="odd number of times wherever they are cast: it is open"):
@@ -163,7 +163,7 @@ def test_faces_that_enclose_nothing_are_refused():
         occupancy_grid(trimesh.util.concatenate([trimesh.creation.box(), inverted]), 8)
 
 
-def test_a_grid_that_does_not_fit_is_refused_before_memory_is_taken(monkeypatch):
+def test_refuses_a_grid_before_memory_is_taken(monkeypatch):
     mesh = trimesh.creation.box()
     with pytest.raises(UserError, match=r"a grid of 100000\^3 takes 1000000.1 GB and .* GB are free; \d+ would fit"):
         occupancy_grid(mesh, 100_000)

@@ -81,7 +81,7 @@ def plot_sizes(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def omega_sweeps(results: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
-    """Of each rank that has sines of three frequencies or more with a score: those arms, by frequency."""
+    """The arms, by frequency, of each rank that has sines of three frequencies or more with a score."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for arm in results["arms"]:
         if arm["omega"] is not None and arm["score"]["mean"] is not None:

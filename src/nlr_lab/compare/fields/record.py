@@ -1,4 +1,4 @@
-"""What the record of neural fields has besides: sizes, frequencies, and rate-distortion curves of both kinds."""
+"""Additions to the record of neural fields: sizes, frequencies, and rate-distortion curves of both kinds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

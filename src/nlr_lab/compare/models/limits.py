@@ -1,4 +1,4 @@
-"""What a report says of itself: how its numbers are made, and what they cannot say."""
+"""Remarks of a report on itself: how its numbers are made, and what they cannot say."""
 
 from nlr_lab.compare.report import Record, by_loss
 

@@ -33,7 +33,7 @@ _WIDEST = 4096  # times the plain width: so far a match is looked for beyond the
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """How wide a matched arm is, and why."""
+    """The width of a matched arm, and its reason."""
 
     arm: str
     """The arm that was given its width."""

@@ -1,4 +1,4 @@
-"""What an arm costs before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
+"""Costs of an arm before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

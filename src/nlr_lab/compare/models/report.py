@@ -176,7 +176,7 @@ def _faster(ratio: Record) -> str:
 
 
 def findings(results: Record) -> list[str]:
-    """What was found, one item for each arm that is not a control, then what clouds it."""
+    """Say what was found, an item for each arm that is not a control, then what clouds it."""
     metric, reference, n = results["metric"], results["reference"], results["n"]
     lines = []
     if n == 0:
@@ -202,7 +202,7 @@ def findings(results: Record) -> list[str]:
 
 
 def _clouds(results: Record) -> list[str]:
-    """What a reader must hold against a gain: rates that were not tuned, an init or a size without its control."""
+    """Say what clouds a gain: learning rates that were not tuned, an init or a size without its control."""
     lines = []
     arms = results["arms"]
     untuned = [arm["name"] for arm in arms if arm["lr"] is not None and not arm["tuning"]]
@@ -277,7 +277,7 @@ def _curve_caption(results: Record) -> str:
 
 
 def selection(run: Record) -> float | None:
-    """What a run of the tuning is chosen by."""
+    """Return what a run of the tuning is chosen by."""
     return run["final_loss"] if run["selection"] is None or run["final_loss"] is None else run["selection"]
 
 

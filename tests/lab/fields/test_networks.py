@@ -23,20 +23,13 @@ def _parameters(model: torch.nn.Module) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["low-rank", "sine"])
-@pytest.mark.parametrize(("rank", "count"), [(None, 132_865), (1, 2_817), (2, 3_841), (5, 6_913), (20, 22_273)])
-def test_the_papers_occupancy_network_has_the_published_size(kind, rank, count):
-    method = FieldMethod() if rank is None else FieldMethod(kind=kind, rank=rank).settled("occupancy")
-    assert _parameters(_field(FieldConfig(), method)) == count
-
-
-def test_every_linear_is_factored_where_that_is_asked_for():
+def test_factors_every_linear_on_request():
     method = FieldMethod(kind="low-rank", rank=1)
     assert _parameters(_field(FieldConfig(factored="all"), method)) == (3 + 256 + 256) + 2 * (512 + 256) + 256 + 1
 
 
 @pytest.mark.parametrize("activation", ["gaussian", "relu", "siren"])
-def test_a_field_computes_its_formula(activation):
+def test_field_computes_its_formula(activation):
     config = FieldConfig(width=12, hidden_layers=1, activation=activation, spread=0.3, frequency=7.0, octaves=2)
     field = _field(config).double()
     x = torch.rand(5, 3, dtype=torch.float64) * 2 - 1
@@ -55,7 +48,7 @@ def test_a_field_computes_its_formula(activation):
     torch.testing.assert_close(field(x), z @ field.last.weight.T + field.last.bias, rtol=1e-10, atol=1e-12)
 
 
-def test_the_gaussian_has_the_gradient_of_its_formula():
+def test_gaussian_has_the_gradient_of_its_formula():
     z = (torch.randn(50, dtype=torch.float64) * 0.1).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: gaussian(z, 0.07), z)
     assert torch.autograd.gradgradcheck(lambda z: gaussian(z, 0.07), z)
@@ -63,7 +56,7 @@ def test_the_gaussian_has_the_gradient_of_its_formula():
 
 
 @pytest.mark.parametrize(("rank", "low", "high"), [(None, 0.8, 1.25), (8, 0.1, 2.5)])
-def test_a_siren_keeps_the_spread_of_its_signal_from_layer_to_layer(rank, low, high):
+def test_siren_keeps_the_spread_of_its_signal(rank, low, high):
     """Sitzmann et al., theorem 1.8: without biases the arguments of hidden sines are N(0, 1)."""
     method = FieldMethod() if rank is None else FieldMethod(kind="low-rank", rank=rank)
     field = _field(FieldConfig(width=256, hidden_layers=3, activation="siren"), method)
@@ -76,7 +69,7 @@ def test_a_siren_keeps_the_spread_of_its_signal_from_layer_to_layer(rank, low, h
         assert field.first.weight.abs().max() <= 1 / 3
 
 
-def test_a_sine_sirens_weight_is_divided_by_its_frequency():
+def test_divides_a_sine_sirens_weight_by_its_frequency():
     config = FieldConfig(width=32, activation="siren", frequency=20.0)
     field = _field(config, FieldMethod(kind="sine", rank=2, omega=40.0))
     layer = field.hidden[0]
@@ -113,7 +106,7 @@ def _refuse(width: int):
         ({"factored": "some"}, "unknown factored"),
     ],
 )
-def test_bad_shapes_are_refused(settings, message):
+def test_refuses_bad_shapes(settings, message):
     with pytest.raises(UserError, match=message):
         FieldConfig(**settings)
 
@@ -121,7 +114,7 @@ def test_bad_shapes_are_refused(settings, message):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("rank", [1, 30])
-def test_a_compiled_step_with_sine_layers_costs_at_most_a_tenth_more(rank):
+def test_compiled_sine_step_costs_at_most_a_tenth_more(rank):
     """On 2,048 points, optimizer included; steps of the two take turns."""
     pixels = rng().random((64, 64, 3))
     problem = ImageProblem(pixels, points=2048)

@@ -38,7 +38,7 @@ def _bits(out):
     return (out / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_fit_gets_better_and_leaves_what_it_says(tmp_path):
+def test_fit_improves_and_writes_its_result(tmp_path):
     result = _fit(tmp_path / "run", _problem(points=0), config=replace(SHORT, steps=150, eval_every=50, lr=1e-2))
     assert result.score == "psnr"
     assert [entry["step"] for entry in result.curve] == [50, 100, 150]
@@ -54,7 +54,7 @@ def test_a_fit_gets_better_and_leaves_what_it_says(tmp_path):
     assert _problem().evaluate(model) == result.metrics
 
 
-def test_a_killed_fit_goes_on_bit_by_bit(tmp_path, monkeypatch):
+def test_resumes_a_stopped_fit_bit_exactly(tmp_path, monkeypatch):
     whole = _fit(tmp_path / "whole")
     problem = _problem()
     loss, taken = problem.loss, []
@@ -74,7 +74,7 @@ def test_a_killed_fit_goes_on_bit_by_bit(tmp_path, monkeypatch):
     assert resumed.curve == whole.curve
 
 
-def test_a_fit_that_was_killed_by_the_system_goes_on_bit_by_bit(tmp_path):
+def test_resumes_bit_exactly_after_sigkill(tmp_path):
     """SIGKILL at whatever moment, in a process of its own."""
     config = replace(SHORT, steps=1200, save_every=100, eval_every=600)
     code = (
@@ -114,7 +114,7 @@ def _cut(out, monkeypatch, *, step=7, **options):
         _fit(out, problem, **options)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
+def test_skips_a_damaged_checkpoint(tmp_path, monkeypatch, capsys):
     config = replace(SHORT, keep_checkpoints=2)
     _cut(tmp_path / "cut", monkeypatch, step=11, config=config)
     (tmp_path / "cut" / "checkpoints" / "step-000010" / "optimizer.safetensors").write_bytes(b"torn")
@@ -124,14 +124,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch, capsys):
     assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
 
 
-def test_a_finished_fit_is_handed_back(tmp_path):
+def test_returns_a_finished_fit(tmp_path):
     first = _fit(tmp_path)
     again = _fit(tmp_path, resume=True)
     assert again == first
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), first.model.parameters(), strict=True))
 
 
-def test_seeds_draw_other_networks_and_other_batches(tmp_path):
+def test_draws_another_network_with_another_seed(tmp_path):
     bits = {_bits_of(tmp_path / str(seed), seed) for seed in (0, 1, 1)}
     assert len(bits) == 2
 
@@ -142,7 +142,7 @@ def _bits_of(out, seed):
     return _bits(out)
 
 
-def test_a_loss_that_is_no_number_stops_the_fit(tmp_path, monkeypatch):
+def test_stops_at_a_loss_that_is_no_number(tmp_path, monkeypatch):
     problem = _problem()
     loss, taken = problem.loss, []
 
@@ -161,7 +161,7 @@ def test_a_loss_that_is_no_number_stops_the_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [10, 12])
-def test_weights_that_are_no_numbers_are_neither_a_checkpoint_nor_a_result(tmp_path, monkeypatch, broken):
+def test_writes_no_checkpoint_of_weights_that_are_no_numbers(tmp_path, monkeypatch, broken):
     """The step's loss is finite and its gradient is not: at a checkpoint, and at the end."""
     problem = _problem()
     loss, taken = problem.loss, []
@@ -180,7 +180,7 @@ def test_weights_that_are_no_numbers_are_neither_a_checkpoint_nor_a_result(tmp_p
         assert all(torch.isfinite(each).all() for each in load_file(file).values())
 
 
-def test_pictures_and_places_may_be_others_when_a_fit_goes_on(tmp_path, monkeypatch):
+def test_resumes_with_other_pictures_and_places(tmp_path, monkeypatch):
     before = {"source": "here/photo.png", "frames": 12, "frame_downscale": 2, "picture_height": 480, "points": 20}
     views = {"azimuth": 30.0, "elevation": 15.0, "up": "y", "mesh_resolution": 128}
     _cut(tmp_path, monkeypatch, about={**before, **views})
@@ -207,7 +207,7 @@ def test_pictures_and_places_may_be_others_when_a_fit_goes_on(tmp_path, monkeypa
     assert len(drawn) == 2
 
 
-def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
+def test_refuses_to_overwrite_or_mix_folders(tmp_path):
     _fit(tmp_path)
     with pytest.raises(UserError, match=r"is not empty; .*--resume"):
         _fit(tmp_path)
@@ -243,7 +243,7 @@ def test_folders_are_not_overwritten_or_mixed_up(tmp_path):
         ("result.json", '{"score": "psnr", "metrics": {}, "curve": []}'),
     ],
 )
-def test_a_broken_file_of_a_fit_is_one_clear_line(tmp_path, file, text):
+def test_refuses_a_broken_file_in_one_line(tmp_path, file, text):
     _fit(tmp_path)
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=rf"{file} .*--overwrite"):
@@ -251,7 +251,7 @@ def test_a_broken_file_of_a_fit_is_one_clear_line(tmp_path, file, text):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "unlisted"])
-def test_damaged_weights_of_a_finished_fit_are_one_clear_line(tmp_path, damage):
+def test_refuses_damaged_weights_in_one_line(tmp_path, damage):
     _fit(tmp_path)
     file = tmp_path / "model" / "model.safetensors"
     bits = bytearray(file.read_bytes())
@@ -269,7 +269,7 @@ def test_damaged_weights_of_a_finished_fit_are_one_clear_line(tmp_path, damage):
     assert _fit(tmp_path, overwrite=True).steps == 12
 
 
-def test_what_does_not_fit_memory_is_one_clear_line(tmp_path, monkeypatch):
+def test_refuses_what_does_not_fit_memory_in_one_line(tmp_path, monkeypatch):
     wide = ImageProblem(np.zeros((4, 4, 3)), field=FieldConfig(in_features=2, out_features=3, width=10**12))
     with pytest.raises(UserError, match=r"the network has [\d,]+ parameters .*whose fit takes .*smaller width"):
         _fit(tmp_path / "wide", wide)
@@ -284,13 +284,13 @@ def test_what_does_not_fit_memory_is_one_clear_line(tmp_path, monkeypatch):
         _fit(tmp_path / "large", problem)
 
 
-def test_a_rank_that_saves_nothing_is_refused_before_anything_is_written(tmp_path):
+def test_refuses_a_rank_that_saves_nothing(tmp_path):
     with pytest.raises(UserError, match="rank 8 saves no parameters in any linear"):
         _fit(tmp_path / "run", method=replace(SINE, rank=8))
     assert not (tmp_path / "run").exists()
 
 
-def test_rates_follow_their_schedule():
+def test_learning_rates_follow_their_schedule():
     config = FitConfig(steps=101, lr=2.0, warmup_steps=0, end=0.1, schedule="linear")
     assert [config.rate(step) for step in (0, 50, 100)] == pytest.approx([2.0, 1.1, 0.2])
     assert [replace(config, schedule="exponential").rate(step) for step in (0, 50, 100)] == pytest.approx(
@@ -316,7 +316,7 @@ def test_clipped_gradients_have_the_norm(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.slow
-def test_a_compiled_fit_computes_the_same(tmp_path):
+def test_compiled_fit_computes_the_same(tmp_path):
     eager, compiled = (_fit(tmp_path / str(on), config=replace(SHORT, compile=on)) for on in (False, True))
     for one, other in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -339,7 +339,7 @@ def test_a_compiled_fit_computes_the_same(tmp_path):
         ({"betas": (0.9,)}, "betas must be two numbers"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, settings, message):
+def test_refuses_bad_settings(tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         _fit(tmp_path / "run", config=replace(SHORT, **settings))
     assert not (tmp_path / "run").exists()

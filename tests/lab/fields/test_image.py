@@ -29,7 +29,7 @@ def test_positions_are_pixel_centres_row_by_row_with_square_pixels():
     assert found[:, 1].tolist() == [-0.25] * 4 + [0.25] * 4
 
 
-def test_a_batch_holds_pixels_at_their_places():
+def test_batch_holds_pixels_at_their_places():
     pixels = _image()
     problem = ImageProblem(pixels, points=40, field=SMALL)
     where, values = problem.batch(3, torch.Generator().manual_seed(1))
@@ -62,7 +62,7 @@ def test_metrics_count_the_bits_they_say_and_leave_the_model_as_it_was():
     assert problem.evaluate(model)["psnr"] == found["psnr_half"] != found["psnr"]
 
 
-def test_what_is_written_is_the_picture(tmp_path):
+def test_writes_the_picture(tmp_path):
     problem = ImageProblem(_image(), field=SMALL)
     model = _built(problem)
     written = problem.write(model, tmp_path)
@@ -80,11 +80,11 @@ def test_crop_and_size(tmp_path):
     assert smaller.picture(None).shape == (10, 15, 3)
 
 
-def test_the_embedded_photographs_are_there():
+def test_reads_the_embedded_photographs():
     assert ImageSettings(source="flower", crop=64).prepare().picture(None).shape == (64, 64, 3)
 
 
-def test_the_fingerprint_tells_images_and_networks_apart():
+def test_fingerprint_tells_images_and_networks_apart():
     one = ImageProblem(_image(), field=SMALL)
     assert one.fingerprint == ImageProblem(_image(), field=SMALL).fingerprint
     others = [
@@ -130,7 +130,7 @@ def test_arrays_that_are_no_images_are_refused(pixels, message):
         ImageProblem(pixels, field=SMALL)
 
 
-def test_a_network_of_other_sizes_is_refused():
+def test_refuses_a_network_of_other_sizes():
     with pytest.raises(UserError, match="in_features 2 and out_features 3"):
         ImageProblem(_image(), field=FieldConfig())
 

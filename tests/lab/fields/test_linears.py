@@ -17,7 +17,7 @@ def _generator(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("init", ["kaiming_sqrt5", "kaiming_zero"])
 @pytest.mark.parametrize("kind", ["dense", "low-rank", "sine"])
-def test_a_linear_is_drawn_from_its_generator_alone_within_kaimings_bounds(kind, init):
+def test_draws_a_linear_from_its_generator_within_kaimings_bounds(kind, init):
     rank = None if kind == "dense" else 3
     method = FieldMethod(kind=kind, rank=rank, omega=50.0 if kind == "sine" else None, init=init)
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def test_a_linear_is_drawn_from_its_generator_alone_within_kaimings_bounds(kind,
         assert 0.7 * bound < value.abs().max() <= bound
 
 
-def test_a_linear_computes_what_its_kind_says():
+def test_linear_computes_what_its_kind_says():
     x = torch.randn(7, 20, dtype=torch.float64)
     sine = FieldMethod(kind="sine", rank=2, omega=30.0).linear(20, 24, generator=_generator(1)).double()
     weight = torch.sin(30.0 * sine.sine_up @ sine.sine_down) / math.sqrt(20)
@@ -42,14 +42,14 @@ def test_a_linear_computes_what_its_kind_says():
     torch.testing.assert_close(low(x), x @ (low.sine_up @ low.sine_down).T + low.bias, rtol=1e-10, atol=1e-12)
 
 
-def test_the_default_dense_linear_has_the_spread_of_torchs_own():
+def test_dense_linear_has_the_spread_of_torchs_own():
     layer = dense_linear(300, 200, generator=_generator(2))
     reference = nn.Linear(300, 200)
     assert layer.weight.std().item() == pytest.approx(reference.weight.std().item(), rel=0.02)
     assert layer.bias.std().item() == pytest.approx(reference.bias.std().item(), rel=0.2)
 
 
-def test_a_factored_linear_that_would_be_no_smaller_is_dense():
+def test_keeps_a_linear_dense_where_factors_are_no_smaller():
     method = FieldMethod(kind="sine", rank=2, omega=10.0)
     assert not method.factors(4, 4)
     assert type(method.linear(4, 4, generator=_generator(0))) is nn.Linear
@@ -57,7 +57,7 @@ def test_a_factored_linear_that_would_be_no_smaller_is_dense():
     assert isinstance(method.linear(4, 5, generator=_generator(0)), SineLowRankLinear)
 
 
-def test_omega_comes_from_a_published_table_where_it_is_left_open():
+def test_takes_omega_from_a_published_table():
     open_one = FieldMethod(kind="sine", rank=5)
     assert open_one.settled("nerf").omega == 800
     assert open_one.settled("occupancy").omega == 50
@@ -79,7 +79,7 @@ def test_omega_comes_from_a_published_table_where_it_is_left_open():
         ({"kind": "sine", "rank": 2, "omega": "nurf"}, "omega must be a number or one of"),
     ],
 )
-def test_bad_methods_are_refused(settings, message):
+def test_refuses_bad_methods(settings, message):
     with pytest.raises(UserError, match=message):
         FieldMethod(**settings)
 
@@ -89,12 +89,12 @@ def test_bad_methods_are_refused(settings, message):
     ["dense", "dense:init=kaiming_zero", "low-rank:rank=5", "sine:rank=1,omega=200,gain=12.5,init=kaiming_zero",
      "sine:rank=3,omega=nerf", "sine:rank=3"],
 )  # fmt: skip
-def test_the_short_form_is_read_and_written(text):
+def test_reads_and_writes_the_short_form(text):
     assert str(FieldMethod.parse(text)) == text
     assert FieldMethod.parse(str(FieldMethod.parse(text))) == FieldMethod.parse(text)
 
 
-def test_the_short_form_says_what_the_fields_say():
+def test_reads_a_short_form_with_spaces():
     found = FieldMethod.parse("sine: rank=5, omega=50, init=kaiming_zero")
     assert found == FieldMethod(kind="sine", rank=5, omega=50.0, init="kaiming_zero")
 
@@ -110,6 +110,6 @@ def test_the_short_form_says_what_the_fields_say():
         ("low-rank", "need a rank"),
     ],
 )
-def test_short_forms_that_make_no_sense_are_refused(text, message):
+def test_refuses_short_forms_of_methods_that_make_no_sense(text, message):
     with pytest.raises(UserError, match=message):
         FieldMethod.parse(text)
