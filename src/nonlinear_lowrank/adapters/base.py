@@ -1,4 +1,4 @@
-"""What all fine-tuning methods share, so that a method's file holds only its formula.
+"""Base of the layers of all fine-tuning methods, so that a method's file holds only its formula.
 
 A method is three classes:
 

@@ -30,13 +30,13 @@ _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What the folder's own files do not say."""
+    """Facts that the folder's own files do not have."""
 
     title: str
     summary: str
     """One sentence: what was done."""
     command: str
-    """What was called, without paths."""
+    """The call, without paths."""
     base: str | None = None
     """Folder or hub name of the model that it came from; None: as an adapter names it, or from scratch."""
     sections: Mapping[str, str] = field(default_factory=dict)

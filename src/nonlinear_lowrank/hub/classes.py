@@ -26,7 +26,7 @@ from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 
 
 class AugmentedModel(PlainNames):
-    """What a twin adds to its plain class (a mixin in front of a `transformers.PreTrainedModel`)."""
+    """Additions of a twin to its plain class (a mixin in front of a `transformers.PreTrainedModel`)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]

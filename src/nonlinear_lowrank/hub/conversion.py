@@ -37,7 +37,7 @@ _SEQUENCES, _TOKENS = 2, 32
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What `convert` wrote, and how far its outputs are from the input model's."""
+    """Result of `convert`, and how far its outputs are from the input model's."""
 
     output: Path
     augmented: AugmentReport

@@ -42,7 +42,7 @@ _BOUND = 5e-3
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What `merge_adapter` wrote, and how far its outputs are from the base's with the adapter on it."""
+    """Result of `merge_adapter`, and how far its outputs are from the base's with the adapter on it."""
 
     output: Path
     peft_type: str
@@ -188,10 +188,10 @@ class _Types:
 
     main: torch.dtype
     wider: Mapping[str, torch.dtype]
-    """Of tensors, by name, that are wider: transformers keeps some in float32 beside float16."""
+    """Types of tensors, by name, that are wider: transformers keeps some in float32 beside float16."""
 
     def give(self, model: Any) -> None:
-        """Casts the model in place; rational coefficients keep their float32, as in every cast."""
+        """Cast the model in place; rational coefficients keep their float32, as in every cast."""
         saved = model.state_dict()
         kept = {name: saved[name].to(dtype) for name, dtype in self.wider.items() if name in saved}
         # Rotary frequencies and their like: loading computes them anew, in float32.

@@ -33,18 +33,18 @@ _AT_ONCE = 1 << 26  # values that are looked at together
 
 @dataclass(kw_only=True)
 class Verification:
-    """What `verify` found."""
+    """Findings of `verify`."""
 
     path: Path
     faults: list[str] = field(default_factory=list)
     """A line each."""
     notes: list[str] = field(default_factory=list)
-    """What is no fault, and worth a line."""
+    """Lines on what is no fault."""
     hashed: int = 0
     """Files whose hashes a manifest has."""
     tensors: int = 0
     nbytes: int = 0
-    """Of the safetensors files."""
+    """Size of the safetensors files."""
     read: int = 0
     """JSON files."""
 
