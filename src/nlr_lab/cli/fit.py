@@ -5,8 +5,6 @@ from typing import Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
-from nonlinear_lowrank.errors import UserError
-
 from .options import parse_recipe
 
 Problem = TypeVar("Problem")
@@ -33,7 +31,7 @@ class FitOptions(Generic[Problem, Train]):
 
 
 def run(arguments: list[str]) -> None:
-    """Fits and prints the scores and where the files are."""
+    """Fit and print the scores and where the files are."""
     recipe, options = parse_recipe(
         FitOptions,
         arguments,
@@ -48,8 +46,6 @@ def run(arguments: list[str]) -> None:
     from nlr_lab.fields.problem import FieldMethod
 
     method = FieldMethod.parse(options.method)
-    if options.resume and options.overwrite:
-        raise UserError("--resume keeps what is in --out and --overwrite deletes it; choose one")
     result = fit(
         recipe.problem.prepare(),
         method,

@@ -38,6 +38,14 @@ from nonlinear_lowrank.errors import UserError
 from seeds import rng
 
 SCRIPTS = sorted((Path(__file__).parents[3] / "studies").glob("*/run.py"))
+OPTIONS = {"timing_rounds": 0, "quiet": True}
+
+
+@pytest.fixture
+def into(tmp_path):
+    """The folder of a study."""
+    (tmp_path / "study").mkdir()
+    return tmp_path / "study"
 
 
 @pytest.fixture
@@ -72,9 +80,8 @@ def novel(tmp_path):
     return Recipe(name="novel", task=LanguageModelTask(text=text, backbone=backbone), train=train)
 
 
-def test_copies_a_study_and_resumes_it(photo, tmp_path, capsys):
-    out, into = tmp_path / "runs" / "photo", tmp_path / "study"
-    into.mkdir()
+def test_copies_a_study_and_resumes_it(photo, tmp_path, into, capsys):
+    out = tmp_path / "runs" / "photo"
     options = {"timing_rounds": 0, "command": "python run.py", "quiet": True}
     run_study(photo, out, into, "small", seeds=1, **options)
     assert "sine-k1" in capsys.readouterr().out
@@ -99,16 +106,14 @@ def read(file):
     return json.loads(file.read_text())
 
 
-def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
-    into.mkdir()
-    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into):
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **OPTIONS)
     shutil.copytree(into, tmp_path / "whole")
     kept = (into / "small-runs.jsonl").read_text().splitlines(keepends=True)
     assert len(kept) == 1 + 2 * 2
     elsewhere = re.sub('"processor": "[^"]*"', '"processor": "Z80"', kept[0])
     (into / "small-runs.jsonl").write_text("".join([elsewhere, *kept[1:4]]))
-    run_study(photo, tmp_path / "two", into, "small", seeds=2, **options)
+    run_study(photo, tmp_path / "two", into, "small", seeds=2, **OPTIONS)
     assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
     assert "made by several processors: Z80, " in (into / "small.md").read_text()
     # Of the kept fits the first seed's are made again for the strip of pictures, and no other.
@@ -118,15 +123,13 @@ def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path):
     assert (into / "small-strip.png").read_bytes() == (tmp_path / "whole" / "small-strip.png").read_bytes()
 
 
-def test_names_where_kept_runs_came_from(photo, tmp_path):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
-    into.mkdir()
-    run_study(photo, tmp_path / "one", into, "small", seeds=2, **options)
+def test_names_where_kept_runs_came_from(photo, tmp_path, into):
+    run_study(photo, tmp_path / "one", into, "small", seeds=2, **OPTIONS)
     file, begun = into / "small-runs.jsonl", tmp_path / "begun"
-    compare(photo, begun, seeds=1, **options)
+    compare(photo, begun, seeds=1, **OPTIONS)
     file.write_text(re.sub('"processor": "[^"]*"', '"processor": "Z80"', file.read_text()))
     assert "several processors: Z80, " in " ".join(
-        compare(photo, begun, seeds=2, kept_runs=file, **options).results["notes"]
+        compare(photo, begun, seeds=2, kept_runs=file, **OPTIONS).results["notes"]
     )
     assert '"processor": "Z80"' in file.read_text().splitlines()[0]
 
@@ -140,9 +143,8 @@ def test_keeps_what_a_finished_folder_has(photo, novel, tmp_path):
         assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 1 + 2
 
 
-def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, capsys):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "max_extensions": 0, "quiet": True}
-    into.mkdir()
+def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, into, capsys):
+    options = OPTIONS | {"max_extensions": 0}
     arms = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
     run_study(novel, tmp_path / "one", into, "small", arms=arms, seeds=1, **options)
     shutil.copytree(into, tmp_path / "whole")
@@ -173,55 +175,47 @@ def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, capsys):
     ],
     ids=["settings", "torn", "outside", "marker", "arm", "no-settings", "no-text"],
 )
-def test_refuses_kept_runs_that_cannot_be_used(photo, tmp_path, spoil, message):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
-    into.mkdir()
-    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+def test_refuses_kept_runs_that_cannot_be_used(photo, tmp_path, into, spoil, message):
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     spoilt = spoil((into / "small-runs.jsonl").read_text())
     (into / "small-runs.jsonl").write_text(spoilt)
     with pytest.raises(UserError, match=message):
-        run_study(photo, tmp_path / "two", into, "small", seeds=1, **options)
+        run_study(photo, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "two").exists()
     assert (into / "small-runs.jsonl").read_text() == spoilt
 
 
-def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
-    into.mkdir()
-    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path, into):
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     moved = tmp_path / "album.png"
     (tmp_path / "photo.png").rename(moved)
     elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
-    run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **options)
+    run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(moved)
     with pytest.raises(UserError, match="other data"):
-        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     moved.unlink()
     with pytest.raises(UserError, match=r"album\.png"):
-        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **options)
+        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "three").exists()
 
 
-def test_refuses_to_put_kept_runs_among_others(photo, tmp_path):
-    into, options = tmp_path / "study", {"timing_rounds": 0, "quiet": True}
-    into.mkdir()
-    run_study(photo, tmp_path / "one", into, "small", seeds=1, **options)
+def test_refuses_to_put_kept_runs_among_others(photo, tmp_path, into):
+    run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     foreign, other = tmp_path / "foreign", tmp_path / "other"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     longer = replace(photo, train=replace(photo.train, steps=5))
-    compare(longer, other, seeds=1, **options)
+    compare(longer, other, seeds=1, **OPTIONS)
     before = sorted(other.rglob("*"))
     for folder, message in ((foreign, "holds no comparison"), (other, "train.steps was 5 .* is 4 now")):
         with pytest.raises(UserError, match=message):
-            run_study(photo, folder, into, "small", seeds=1, **options)
+            run_study(photo, folder, into, "small", seeds=1, **OPTIONS)
     assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
     assert sorted(other.rglob("*")) == before
 
 
-def test_runs_tuned_arms_for_longer(photo, tmp_path):
-    into = tmp_path / "study"
-    into.mkdir()
+def test_runs_tuned_arms_for_longer(photo, tmp_path, into):
     arms = [FieldArm.parse(text) for text in ("low-rank:rank=1", "sine:rank=2,omega=7,gain=3,name=wave", "dense")]
     options = {"timing_rounds": 0, "quiet": True, "seeds": 1}
     run_study(photo, tmp_path / "short", into, "short", arms=arms, tune_lr=(1e-3, 1e-2), **options)
@@ -246,9 +240,7 @@ def test_runs_tuned_arms_for_longer(photo, tmp_path):
         assert len({trial["lr"] for trial in after["tuning"]}) >= 2
 
 
-def test_compares_arms_of_several_records_by_seed(photo, tmp_path):
-    into = tmp_path / "study"
-    into.mkdir()
+def test_compares_arms_of_several_records_by_seed(photo, tmp_path, into):
     options = {"timing_rounds": 0, "quiet": True, "seeds": 3, "tune_lr": ()}
     run_study(photo, tmp_path / "short", into, "short", **options)
     longer = replace(photo, train=replace(photo.train, steps=12))
