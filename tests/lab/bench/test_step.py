@@ -81,12 +81,8 @@ def test_every_method_is_over_its_arm(family):
 
 
 def test_adapters_alone_omit_the_plain_model():
-    assert [arm.name for arm in bench_arms(("sine-lora",), (2, 4))] == [
-        "lora r=2",
-        "lora r=4",
-        "sine-lora r=2",
-        "sine-lora r=4",
-    ]
+    names = [arm.name for arm in bench_arms(("sine-lora",), (2, 4))]
+    assert names == ["lora r=2", "lora r=4", "sine-lora r=2", "sine-lora r=4"]
 
 
 def test_frozen_weights_have_their_type():
