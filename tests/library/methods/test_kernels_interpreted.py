@@ -42,7 +42,7 @@ def compare_float32(fast, plain, leaves, dy):
 @pytest.mark.parametrize(
     ("rank", "tokens", "one_kernel"), [(5, 37, True), (33, 70, True), (7, 67, False), (140, 9, False)]
 )
-def test_noble(calls, monkeypatch, rank, tokens, one_kernel):
+def test_noble_kernels_equal_the_formula(calls, monkeypatch, rank, tokens, one_kernel):
     kernel = load("noble")
     if one_kernel:  # by default 16-bit numbers only; the interpreter knows float32 alone
         chosen = kernel.backward_variants
@@ -53,7 +53,7 @@ def test_noble(calls, monkeypatch, rank, tokens, one_kernel):
 
 
 @pytest.mark.parametrize(("rank", "tokens", "d_in"), [(5, 37, 11), (33, 70, 75), (1, 1, 32), (128, 3, 40)])
-def test_noble_with_its_down_projection(calls, monkeypatch, rank, tokens, d_in):
+def test_noble_kernel_takes_the_down_projection(calls, monkeypatch, rank, tokens, d_in):
     kernel, fused = load("noble"), []
     whole = kernel.down_forward
     monkeypatch.setattr(kernel, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
@@ -156,7 +156,7 @@ def test_sine_and_cosine_of_large_arguments():
     torch.testing.assert_close(dphase.double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
 
 
-def test_noble_layers_of_one_input(calls):
+def test_noble_linears_of_one_input_equal_the_formula(calls):
     x, dys = torch.randn(9, 7), [torch.randn(9, 5), torch.randn(9, 11)]
     branches = [make_branch(d_in=7, d_out=width, r=3, dtype=torch.float32) for width in (5, 11)]
     weights = [torch.randn(width, 7) for width in (5, 11)]

@@ -76,7 +76,7 @@ def test_init_follows_the_table():
         assert frequency.mean().item() == pytest.approx(1.0, abs=0.06)
 
 
-def test_meta_then_to_empty_then_reset(config):
+def test_layer_on_meta_is_drawn_after_to_empty(config):
     layer = NobleLinear(12, 10, config=config, device="meta")
     assert all(parameter.is_meta for parameter in layer.parameters())
     y = layer(torch.randn(4, 12, device="meta"))
@@ -87,7 +87,7 @@ def test_meta_then_to_empty_then_reset(config):
     assert layer(torch.randn(4, 12)).isfinite().all()
 
 
-def test_deepcopy_functional_call_and_state_dict(config):
+def test_copies_functional_calls_and_loaded_states_give_the_same_output(config):
     layer = NobleLinear(12, 10, config=config)
     x = torch.randn(4, 12)
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
@@ -100,7 +100,7 @@ def test_deepcopy_functional_call_and_state_dict(config):
     assert torch.equal(twin(x), layer(x))
 
 
-def test_compiles_fullgraph_in_a_module(config):
+def test_compiled_layer_has_equal_gradients(config):
     torch.compiler.reset()
     layer = NobleLinear(12, 10, config=config)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
@@ -111,7 +111,7 @@ def test_compiles_fullgraph_in_a_module(config):
         torch.testing.assert_close(ours.grad, reference.grad)
 
 
-def test_bfloat16_module_and_autocast(config):
+def test_bfloat16_and_autocast_stay_close_to_float32(config):
     layer = NobleLinear(12, 10, config=config)
     x = torch.randn(4, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -128,8 +128,6 @@ def test_bfloat16_module_and_autocast(config):
     ("settings", "word"),
     [
         ({"rank": 0}, "rank"),
-        ({"rank": -3}, "rank"),
-        ({"rank": 2.5}, "rank"),
         ({"activation": "sine"}, "activation"),
         ({"activation": "gelu", "depth": 3}, "depth"),
         ({"depth": 0}, "depth"),
@@ -140,24 +138,18 @@ def test_bfloat16_module_and_autocast(config):
         ({"rank_ratio": 1.0}, "rank_ratio"),
         ({"fusion": "mul"}, "fusion"),
         ({"dropout": 1.0}, "dropout"),
-        ({"output_scale": 0.0}, "output_scale"),
         ({"output_scale": "2"}, "output_scale must be a finite number"),
-        ({"rank_ratio": "half"}, "rank_ratio must be a finite number above 0"),
-        ({"dropout": "no"}, "dropout must be at least 0 and below 1"),
         ({"dropout": float("nan"), "fuse_shared_inputs": True}, "dropout must be at least 0"),
-        ({"dense_scale": "small"}, "dense_scale must be a finite number"),
-        ({"frequency_lr": "fast"}, "frequency_lr must be a finite number"),
         ({"up_lr_power": 1e5}, "up_lr_power must be at most 10"),
         ({"mix_lr_power": float("nan")}, "mix_lr_power must be a finite number of at least -10"),
         ({"frequency_range": 1}, "frequency_range must be two"),
-        ({"frequency_range": "ab"}, "frequency_range must be two"),
         ({"frequency_range": (float("nan"), 1)}, "frequency_range must be two"),
         ({"depth": 2.0}, "depth"),
         ({"up_bias": "no"}, "up_bias must be true or false, got 'no'"),
         ({"fuse_shared_inputs": "off"}, "fuse_shared_inputs must be true or false"),
     ],
 )
-def test_bad_settings_are_one_clear_line(settings, word):
+def test_bad_setting_raises_in_one_line(settings, word):
     with pytest.raises(UserError, match=word) as caught:
         NobleConfig(**settings)
     assert "\n" not in str(caught.value)
@@ -173,7 +165,7 @@ def test_rank_must_be_low():
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
-def test_the_gated_variant_is_the_notes_formula(kind, activation):
+def test_gated_variant_is_the_notes_formula(kind, activation):
     config = NobleConfig(
         rank_ratio=0.25, activation=activation, depth=1, fusion="gated", up_bias=True, dropout=0.2, output_scale=0.7
     )
@@ -211,7 +203,7 @@ def test_dropout_is_on_the_bottleneck_in_training_only(fusion):
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-def test_the_gate_starts_where_a_pretrained_model_stands():
+def test_gated_model_starts_as_it_was_saves_and_does_not_decay_its_gates(tmp_path):
     model = FAMILIES["llama"]().eval()
     inputs = batch(model)
     config = NobleConfig(rank_ratio=0.25, activation="silu", depth=1, fusion="gated", up_bias=True, init="pretrained")
@@ -219,26 +211,15 @@ def test_the_gate_starts_where_a_pretrained_model_stands():
         before = model(**inputs).logits
         nlr.augment(model, config, verbose=False)
         assert torch.equal(model(**inputs).logits, before)
-        for name, parameter in model.named_parameters():
-            if "noble_" in name:
-                parameter.normal_()
+        branch = {name: each for name, each in model.named_parameters() if "noble_" in name}
+        for parameter in branch.values():
+            parameter.normal_()
         assert not torch.equal(model(**inputs).logits, before)
-
-
-def test_a_gated_model_is_saved_and_trained_as_it_is(tmp_path):
-    model = FAMILIES["llama"]().eval()
-    config = NobleConfig(rank_ratio=0.25, activation="silu", depth=1, fusion="gated", up_bias=True, init="pretrained")
-    nlr.augment(model, config, verbose=False)
-    rates = {name: (group["lr"], group["weight_decay"]) for group in nlr.param_groups(model, 1.0, 0.1, verbose=False)
-             for name, _ in group["params"]}  # fmt: skip
-    gates = [name for name in rates if name.endswith(("noble_fusion", "noble_up_bias"))]
-    assert len(gates) == 2 * len([name for name in rates if name.endswith("noble_up")])
-    assert {rates[name] for name in gates} == {(1.0, 0.0)}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "noble_" in name:
-                parameter.normal_()
+    groups = nlr.param_groups(model, 1.0, 0.1, verbose=False)
+    settings = {name: (group["lr"], group["weight_decay"]) for group in groups for name, _ in group["params"]}
+    gates = [name for name in settings if name.endswith(("noble_fusion", "noble_up_bias"))]
+    assert len(gates) == 2 * len([name for name in branch if name.endswith("noble_up")])
+    assert {settings[name] for name in gates} == {(1.0, 0.0)}
     model.save_pretrained(tmp_path)
     again = nlr.hub.load_model(tmp_path).eval()
-    inputs = batch(model)
     assert torch.equal(again(**inputs).logits, model(**inputs).logits)

@@ -1,11 +1,12 @@
-"""Bytes kept for backward: what the counter sees, and what a NOBLE branch keeps."""
+"""Saved activations: what the counter sees, and what a NOBLE branch keeps for backward."""
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.analysis.saved import saved_bytes, saved_storages
-from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
+from nonlinear_lowrank.methods.noble import NobleConfig, NobleConv1D, NobleLinear
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
@@ -62,24 +63,21 @@ def test_inductor_branch_keeps_h_alone(bf16):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_the_plain_formula_keeps_far_more(monkeypatch, backend):
+def test_plain_formula_keeps_far_more(monkeypatch, backend):
     """The counter must be able to say no."""
     monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
     assert _branch_over_its_h("cosine", 2, bf16=False, backend=backend) >= 2
 
 
 def test_conv1d_branch_keeps_h_alone():
-    from transformers.pytorch_utils import Conv1D
-
-    config = NobleConfig(rank=RANK)
-    plain = _kept(Conv1D(D_OUT, D_IN), bf16=False, backend=None)
-    branch = _kept(noble_layer.NobleConv1D(D_OUT, D_IN, config=config), bf16=False, backend=None)
-    assert branch - plain == TOKENS * RANK * 4
+    plain, layer = Conv1D(D_OUT, D_IN), NobleConv1D(D_OUT, D_IN, config=NobleConfig(rank=RANK))
+    kept = [_kept(each, bf16=False, backend=None) for each in (plain, layer)]
+    assert kept[1] - kept[0] == TOKENS * RANK * 4
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("anchor", ["none", "exact"])
-def test_a_rational_activation_keeps_its_input_alone(anchor, backend):
+def test_rational_activation_keeps_its_input_alone(anchor, backend):
     layer = RationalActivation(RationalConfig(activation="silu", groups=4, anchor=anchor))
     torch._dynamo.reset()
     run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
@@ -100,7 +98,7 @@ def test_storages_count_once_and_whole():
     assert sum(len(storage.shapes) for storage in storages) == 3
 
 
-def test_what_is_dropped_before_the_end_does_not_count():
+def test_tensors_dropped_before_the_end_do_not_count():
     x = torch.randn(10, 10, requires_grad=True)
 
     def forward(x: Tensor) -> Tensor:
@@ -110,7 +108,7 @@ def test_what_is_dropped_before_the_end_does_not_count():
     assert saved_bytes(forward, x) == x.nbytes
 
 
-def test_parameters_buffers_and_their_casts_are_left_out():
+def test_parameters_buffers_and_their_casts_are_skipped():
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30, affine=False), nn.Linear(30, 40)).eval()
     x = torch.randn(7, 20, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -137,7 +135,7 @@ def test_tensors_on_a_context_count():
     assert saved_bytes(Sly.apply, x) == x.nbytes
 
 
-def test_meta_tells_storages_apart():
+def test_storages_are_told_apart_on_meta():
     """Every data pointer is 0 there."""
     real = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
     x = torch.randn(5, 16, requires_grad=True)
