@@ -110,6 +110,6 @@ def test_arms_inspect_and_bench(run, tmp_path):
     run("compare", "llm-demo", *arms, *small, *settings, "--out", tmp_path / "compared")
     assert "glu-r2" in (tmp_path / "compared" / "report.md").read_text()
     plain, branched = (run("inspect", "llm-demo", "--arm", arm, "--json") for arm in ("baseline", "glu:rank=4"))
-    assert len(branched) > 0 and branched != plain
+    assert plain != branched != ""
     bench = ["--layers", 1, "--width", 16, "--heads", 2, "--rounds", 1, "--modes", "eager"]
     assert "glu r=4" in run("bench", "step", "--methods", "glu", "--ranks", 4, *bench)
