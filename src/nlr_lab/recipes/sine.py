@@ -136,5 +136,5 @@ def _cifar100(backbone: VitBackbone | ConvNextBackbone) -> ImagePretrainingTask:
 
 
 def _training(**settings: Any) -> TrainConfig:
-    cosine = {"weight_decay": 0.05, "betas": (0.9, 0.999), "warmup_share": 0.025, "schedule": "cosine"}
+    cosine: dict[str, Any] = {"weight_decay": 0.05, "betas": (0.9, 0.999), "warmup_share": 0.025, "schedule": "cosine"}
     return TrainConfig(dataloader_workers=16, **cosine, **FAST, **EACH_EPOCH, **settings)

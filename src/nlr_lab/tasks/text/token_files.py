@@ -75,6 +75,7 @@ class TokenWriter:
 
     def _flush(self) -> None:
         texts = [piece for document in self._batch for piece in pieces(document, PIECE)]
+        encoded: Iterator[tuple[list[int], np.ndarray | None]]
         if self._bytes is None:
             encoded = ((ids, None) for ids in encode(self._tokenizer, texts))
         else:

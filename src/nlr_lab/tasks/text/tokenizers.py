@@ -35,10 +35,11 @@ def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Pre
     Raises:
         UserError: the text has too few different words for a vocabulary of that size.
     """
+    make: Any
+    settings: dict[str, Any]
     if kind == "bpe":
         backend, specials = _byte_level(models.BPE()), {"eos_token": END_OF_TEXT}
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        make, settings = trainers.BpeTrainer, {"initial_alphabet": alphabet}
+        make, settings = trainers.BpeTrainer, {"initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
     else:
         backend, specials = _wordpiece(models.WordPiece(unk_token=_BERT["unk_token"])), _BERT
         # Each may stand at the start of a word and inside it; the rest is for pieces of words.
