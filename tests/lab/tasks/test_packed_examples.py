@@ -54,7 +54,7 @@ def test_losses_are_those_of_the_examples_alone_or_the_model_is_refused(family):
     try:
         check_packing(model)
     except UserError as error:
-        assert "leave packing out" in str(error)  # noqa: PT017
+        assert "omit packing" in str(error)  # noqa: PT017
         assert family not in ("llama", "gpt2")
         return
     nlr.augment(model, nlr.NobleConfig(rank=4, up_scale=1.0), verbose=False)
@@ -106,7 +106,7 @@ def test_without_trl_the_extra_is_named(tmp_path, monkeypatch):
     finetune_helpers.root(tmp_path)
     task = finetune_helpers.instruction_task(tmp_path, packing=True)
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(UserError, match=r"packing needs trl .*pip install 'nonlinear-lowrank\[instruct\]'"):
+    with pytest.raises(UserError, match=r"trl is needed here: pip install 'nonlinear-lowrank\[instruct\]'"):
         task.prepare(progress=False)
 
 
