@@ -17,7 +17,7 @@ _BY_DEVICE = ("CodeGenAttention",)
 
 
 def mixes_rows(name: str, parent: nn.Module | None) -> bool:
-    """Whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
+    """Return whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
     own, kind = name.rpartition(".")[2], type(parent).__name__
     if own == BY_HEAD or kind in _BY_DEVICE:
         return True
