@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from nonlinear_lowrank.methods.rational.adapter import NoraConfig
     from nonlinear_lowrank.methods.sine import SineLowRankConfig, SineLowRankLinear
     from nonlinear_lowrank.methods.sine.adapter import SineLoraConfig
-    from nonlinear_lowrank.surgery.augment import AugmentReport, augment, branches_disabled
+    from nonlinear_lowrank.surgery.augment import augment, branches_disabled
+    from nonlinear_lowrank.surgery.report import AugmentReport
 
     from . import analysis, hub
     from .inference import optimize_for_inference
@@ -66,7 +67,8 @@ __all__ = [
 
 
 _FILES = {
-    **dict.fromkeys(("AugmentReport", "augment", "branches_disabled"), "surgery.augment"),
+    **dict.fromkeys(("augment", "branches_disabled"), "surgery.augment"),
+    "AugmentReport": "surgery.report",
     **dict.fromkeys(("NobleConfig", "NobleConv1D", "NobleLinear"), "methods.noble"),
     **dict.fromkeys(("NonlinearQKV", "NonlinearQuery", "NonlinearQueryConfig"), "methods.query"),
     **dict.fromkeys(("QKNormConfig", "QKNormProjection"), "methods.qk_norm"),

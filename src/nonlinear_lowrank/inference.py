@@ -69,7 +69,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
     if dense != "keep":
         _quantize(merged, dense)
     if any(changed) or dense != "keep":
-        merged.save_pretrained = _refuse  # type: ignore[assignment]
+        merged.save_pretrained = _refuse
     return merged.eval().requires_grad_(False)
 
 

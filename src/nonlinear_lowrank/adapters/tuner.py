@@ -113,7 +113,7 @@ class AdapterModel(BaseTuner):
         self._targets_are_given = kwargs.get("state_dict") is not None
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if peft_config.target_modules is None:
             model_type = model_config.get("model_type")
             if model_type not in self.target_module_mapping:
@@ -258,7 +258,7 @@ class AdapterModel(BaseTuner):
         beams = kwargs.get("num_beams")
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
         two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        in_encoder = {id(each) for each in self.model.get_encoder().modules()} if two_parts else set()  # type: ignore[operator]
+        in_encoder = {id(each) for each in self.model.get_encoder().modules()} if two_parts else set()
         handles = []
         try:
             for module in self.model.modules():

@@ -49,7 +49,7 @@ class AugmentedModel(PlainNames):
         mark_initialized(self)
         super().initialize_weights()  # type: ignore[misc]
 
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict:
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         """transformers', and the tensors that our layers keep in float32 whatever type is loaded."""
         plan = super()._get_dtype_plan(dtype)  # type: ignore[misc]
         if dtype in (torch.bfloat16, torch.float16):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_config
-from nonlinear_lowrank.surgery.augment import AugmentReport, augment
+from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.surgery.report import AugmentReport
 from nonlinear_lowrank.validation import one_line
 
 from .card import Origin, shown_name, write_card

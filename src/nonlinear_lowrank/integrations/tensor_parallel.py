@@ -195,7 +195,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         return _summed(dy, ctx.group), None
 
 
@@ -207,7 +207,7 @@ class _Sum(torch.autograd.Function):
         return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         return dy, None
 
 
@@ -220,7 +220,7 @@ class _SumBoth(torch.autograd.Function):
         return _summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         return _summed(dy, ctx.group), None
 
 

@@ -122,7 +122,7 @@ class _Layer(Module):
             own = {name: states.get(name, whole[name]) for name in whole}
             self._sharding_config = replace(sharding, state_shardings=own)
             for child in self.children():  # NOBLE's dense part
-                child._sharding_config = ShardingConfig(state_shardings=states)  # type: ignore[assignment]
+                child._sharding_config = ShardingConfig(state_shardings=states)
         super().parallelize(parallel_dims)
 
 

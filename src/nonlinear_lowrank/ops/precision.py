@@ -15,7 +15,7 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device."""
     device = tensor.device.type
     return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

@@ -21,7 +21,7 @@ kernels of `methods.sine.kernel`, with no d_out x d_in tensor beside the sum and
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,11 +152,11 @@ class _SineLayer(torch.autograd.Function):
     """Saves x and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
 
     @staticmethod
-    def forward(x, weight, bias, settings, layout, *flat):
+    def forward(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Any:
         return _run(x, weight() if callable(weight) else weight, bias, settings, layout, *flat)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         x, weight, _bias, settings, layout, *flat = inputs
         ctx.settings, ctx.layout, ctx.source = settings, layout, None
         if callable(weight):
@@ -164,7 +164,7 @@ class _SineLayer(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *flat)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "second derivatives through sine_layer are not defined; use methods.sine.reference for them"
@@ -181,7 +181,7 @@ class _SineLayer(torch.autograd.Function):
         return dx, dweight, dbias, None, None, *others
 
 
-def _run(x, weight, bias, settings, layout, *flat) -> Tensor:
+def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Tensor:
     run = _forward_op if as_one_op() else _forward_body
     return run(x, weight, bias, *split(flat, settings), list(settings), list(layout))
 
@@ -323,7 +323,7 @@ def _input_gradient(dy: Tensor, x: Tensor, applied: Tensor, layout: Layout) -> T
     return torch.mm(dy_TO, applied.t() if layout.transposed else applied).view(x.shape)
 
 
-def _convolution_backward(dy: Tensor, x: Tensor, kernel: Tensor, stride: Sequence[int], mask: list[bool]):
+def _convolution_backward(dy: Tensor, x: Tensor, kernel: Tensor, stride: Sequence[int], mask: list[bool]) -> Any:
     return torch.ops.aten.convolution_backward(
         dy, x, kernel, None, list(stride), [0, 0], [1, 1], False, [0, 0], 1, mask
     )
@@ -380,7 +380,7 @@ _backward_op = torch.ops.nonlinear_lowrank.sine_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_forward")
-def _(x, weight, bias, ups, downs, magnitudes, settings, layout):
+def _(x: Any, weight: Any, bias: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, layout: Any) -> Any:
     d_out = ups[0].shape[0]
     if len(layout) > 2:
         return F.conv2d(x, x.new_empty(d_out, x.shape[1], 1, 1), None, layout[2:])
@@ -388,7 +388,9 @@ def _(x, weight, bias, ups, downs, magnitudes, settings, layout):
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_backward")
-def _(dy, x, weight, ups, downs, magnitudes, settings, layout, wanted):
+def _(
+    dy: Any, x: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, layout: Any, wanted: Any
+) -> Any:
     gradients = {}
     parameters = [x, weight, dy.new_empty(ups[0].shape[0]), *ups, *downs, *magnitudes]
     for index, (each, want) in enumerate(zip(parameters, wanted, strict=True)):

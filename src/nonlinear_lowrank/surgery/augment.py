@@ -197,7 +197,7 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
     before = [layer.branch_enabled for layer in layers]
     try:
         for layer in layers:
-            layer.branch_enabled = False  # type: ignore[assignment]
+            layer.branch_enabled = False
         yield model
     finally:
         for layer, enabled in zip(layers, before, strict=True):

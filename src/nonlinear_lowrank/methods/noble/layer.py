@@ -132,7 +132,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
             raise UserError(
                 "layers that share an input do not work with nn.DataParallel; start the processes with torchrun"
             )
-        return super()._replicate_for_data_parallel()  # type: ignore[misc]
+        return super()._replicate_for_data_parallel()
 
     def plain_dense(self) -> bool:
         """Return whether the dense part is a plain product: nothing was converted or hooked to it."""

@@ -16,6 +16,7 @@ more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,19 +101,19 @@ class _NobleLinears(torch.autograd.Function):
     """Saves x, h and the parameters. Tensors are n weights, n biases and the branches' (autograd takes no lists)."""
 
     @staticmethod
-    def forward(n, activation, x, h, *tensors):
+    def forward(n: Any, activation: Any, x: Any, h: Any, *tensors: Any) -> Any:
         run = _forward_op if as_one_op() else _forward
         return tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         ctx.n, ctx.activation, x, given, *tensors = inputs
         ctx.mark_non_differentiable(output[-1])
         h = output[-1] if given is None else given
         ctx.save_for_backward(x, h, *tensors[: ctx.n], *tensors[2 * ctx.n :])
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
@@ -239,7 +240,7 @@ def _bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
 def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return u (recomputed), the gradient of h, and those of mixes, frequencies and phases in one list."""
     if (kernel := _kernel(h_TR, h_TR.shape[-1], branch)) is not None:
-        return kernel.backward(h_TR, du_TR, branch)  # type: ignore[no-any-return]
+        return kernel.backward(h_TR, du_TR, branch)
     function, cosine = activation_function(branch.activation), branch.activation == "cosine"
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
     u = h_TR
@@ -319,7 +320,7 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x, h, weights, biases, tensors, activation, training=False):
+def _(x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: Any, training: Any = False) -> Any:
     branches, downs = _branches(tensors, len(weights), activation)
     ys = [x.new_empty(*x.shape[:-1], branch.up.shape[0]) for branch in branches]
     kept = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in downs))
@@ -327,7 +328,7 @@ def _(x, h, weights, biases, tensors, activation, training=False):
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")
-def _(dys, x, h, weights, tensors, activation, wanted):
+def _(dys: Any, x: Any, h: Any, weights: Any, tensors: Any, activation: Any, wanted: Any) -> Any:
     shapes = [x.shape, h.shape]
     shapes += [() if weight is None else weight.shape for weight in weights]
     shapes += [dy.shape[-1:] for dy in dys]  # biases

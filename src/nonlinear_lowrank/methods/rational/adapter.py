@@ -142,7 +142,7 @@ class NoraModel(AdapterModel):
         if not (self.peft_config[adapter_name].inference_mode or loaded) and os.environ.get("RANK", "0") == "0":
             print(self.report(adapter_name))
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         """Fill in peft's choice of LoRA's modules for the model's type, where it has one."""
         if peft_config.lora_r and peft_config.lora_target_modules is None:
             known = self.target_module_mapping.get(model_config.get("model_type"), ALL_LINEAR)

@@ -24,7 +24,7 @@ stay in cache. On NVIDIA GPUs R(x) and R(gate) * up are the kernels of `kernel`,
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,16 +127,16 @@ class _Rational(torch.autograd.Function):
     """Saves x, up and the coefficients."""
 
     @staticmethod
-    def forward(x, up, *ratio):
+    def forward(x: Any, up: Any, *ratio: Any) -> Any:
         return _value(x, up, Ratio(*ratio))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         x, up, numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula = inputs
         ctx.save_for_backward(x, up, numerator, denominator, *base)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "second derivatives through rational functions are not defined; use the formulas of rational.reference"
@@ -404,11 +404,11 @@ _LIBRARY.impl("rational_backward", _backward_body, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("nonlinear_lowrank::rational_forward")
-def _(x, up, numerator, denominator, form, limits):
+def _(x: Any, up: Any, numerator: Any, denominator: Any, form: Any, limits: Any) -> Any:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("nonlinear_lowrank::rational_backward")
-def _(dy, x, up, numerator, denominator, form, limits, wanted):
+def _(dy: Any, x: Any, up: Any, numerator: Any, denominator: Any, form: Any, limits: Any, wanted: Any) -> Any:
     made = zip((x, up, numerator, denominator), wanted, strict=True)
     return [each.new_empty(each.shape) if want else x.new_empty(0) for each, want in made]

@@ -8,6 +8,7 @@ order, element by element: a row has the same bits whether it is looked up alone
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,16 +68,16 @@ class _SineEmbedding(torch.autograd.Function):
     """Saves indices and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
 
     @staticmethod
-    def forward(indices, weight, settings, padding_idx, base, *flat):
+    def forward(indices: Any, weight: Any, settings: Any, padding_idx: Any, base: Any, *flat: Any) -> Any:
         return _run(indices, weight, settings, base, flat)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         indices, weight, ctx.settings, ctx.padding_idx, ctx.base, *flat = inputs
         ctx.save_for_backward(indices, weight, *flat)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("second derivatives through sine_embedding are not defined; use the reference for them")
         indices, weight, *flat = ctx.saved_tensors
@@ -90,7 +91,7 @@ class _SineEmbedding(torch.autograd.Function):
         return None, dweight, None, None, None, *others
 
 
-def _run(indices, weight, settings, base, flat) -> Tensor:
+def _run(indices: Any, weight: Any, settings: Any, base: Any, flat: Any) -> Tensor:
     run = _forward_op if as_one_op() else _forward
     return run(indices, weight, *split(flat, settings), list(settings), base)
 
@@ -181,11 +182,22 @@ _backward_op = torch.ops.nonlinear_lowrank.sine_rows_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_rows_forward")
-def _(indices, weight, ups, downs, magnitudes, settings, base):
+def _(indices: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, base: Any) -> Any:
     return weight.new_empty(*indices.shape, weight.shape[1])
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_rows_backward")
-def _(dy, indices, weight, ups, downs, magnitudes, settings, padding_idx, base, wanted):
+def _(
+    dy: Any,
+    indices: Any,
+    weight: Any,
+    ups: Any,
+    downs: Any,
+    magnitudes: Any,
+    settings: Any,
+    padding_idx: Any,
+    base: Any,
+    wanted: Any,
+) -> Any:
     parameters = zip([weight, *ups, *downs, *magnitudes], wanted, strict=True)
     return [each.new_empty(each.shape) if want else torch.empty(0, device=dy.device) for each, want in parameters]

@@ -18,7 +18,7 @@ formulas, which the compiler fuses (with forward and backward opaque, a small fi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,16 +97,16 @@ class _LowRankLinear(torch.autograd.Function):
     """Saves x and the factors."""
 
     @staticmethod
-    def forward(x, up, down, bias, activation, omega, gain):
+    def forward(x: Any, up: Any, down: Any, bias: Any, activation: Any, omega: Any, gain: Any) -> Any:
         return _run(x, up, down, bias, activation, omega, gain)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         x, up, down, _bias, *ctx.settings = inputs
         ctx.save_for_backward(x, up, down)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("second derivatives through lowrank_linear are not defined; use the reference for them")
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
@@ -185,10 +185,10 @@ _product_op = torch.ops.nonlinear_lowrank.wide_product.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::lowrank_forward")
-def _(x, up, down, bias, activation, omega, gain):
+def _(x: Any, up: Any, down: Any, bias: Any, activation: Any, omega: Any, gain: Any) -> Any:
     return x.new_empty(*x.shape[:-1], up.shape[0])
 
 
 @torch.library.register_fake("nonlinear_lowrank::wide_product")
-def _(left, right, scale, after):
+def _(left: Any, right: Any, scale: Any, after: Any) -> Any:
     return left.new_empty(left.shape[0], right.shape[1], dtype=wide_dtype(left, right))
