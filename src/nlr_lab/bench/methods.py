@@ -52,7 +52,7 @@ class BenchArm:
 
     @property
     def adapter(self) -> bool:
-        """Whether the model's own weights are frozen."""
+        """Return whether the model's own weights are frozen."""
         return isinstance(METHODS.get(self.method), AdapterArm)
 
     def apply(self, model: nn.Module, noble: Callable[[int], NobleConfig]) -> nn.Module:
@@ -116,6 +116,6 @@ def _over_lora(name: str) -> bool:
 
 
 def _has_rank(name: str) -> bool:
-    """Whether a method needs a rank: nonlinear queries choose their own."""
+    """Return whether a method needs a rank: nonlinear queries choose their own."""
     method = METHODS[name]
     return isinstance(method, AdapterArm) or getattr(method.config_class, "rank", None) is not None

@@ -42,7 +42,7 @@ class InspectOptions:
 
 
 def run(arguments: list[str]) -> None:
-    """Prints a table: of costs, or with --rank of ranks."""
+    """Print a table: of costs, or with --rank of ranks."""
     if (rest := _take(arguments, "--rank-figures")) is not None:
         run_figures(rest)
     elif (rest := _take_checkpoint(arguments)) is not None:

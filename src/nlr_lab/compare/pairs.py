@@ -76,7 +76,7 @@ class RunCurve:
 
     @property
     def passed_early(self) -> bool:
-        """Whether it was below its own final loss well before its end."""
+        """Return whether it was below its own final loss well before its end."""
         assert self.final_loss is not None
         crossing = first_crossing(self.steps, self.losses, self.final_loss)
         return crossing is not None and crossing < _EARLY * self.total_steps

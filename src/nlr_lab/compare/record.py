@@ -139,7 +139,7 @@ def _family(
 
 
 def _have_curves(arms: Any, seeds: Sequence[int]) -> bool:
-    """Whether there is more of any evaluation curve than its end."""
+    """Return whether there is more of any evaluation curve than its end."""
     return any(len(arm.runs[seed].as_curve().steps) > 1 for arm in arms for seed in seeds)
 
 

@@ -84,7 +84,7 @@ class Runs:
         return found
 
     def is_done(self, arm: Any, choice: Choice, seed: int, *, with_weights: bool = False) -> bool:
-        """Whether a run is finished, and has what pictures need of it."""
+        """Return whether a run is finished, and has what pictures need of it."""
         found = self.find(arm, choice, seed)
         if found is None or not with_weights or found.final_loss is None:
             return found is not None
@@ -205,6 +205,6 @@ class Runs:
 
 
 def begun(folder: Path) -> bool:
-    """Whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
     (folder / _RESULT).unlink(missing_ok=True)
     return folder.exists() and any(folder.iterdir())

@@ -48,7 +48,7 @@ class Estimate:
 
     @property
     def shown(self) -> bool:
-        """Whether the 95 % interval excludes the null: the only ground on which a claim is made."""
+        """Return whether the 95 % interval excludes the null: the only ground on which a claim is made."""
         if self.low is None or self.high is None:
             return False
         return self.low > self.null or self.high < self.null

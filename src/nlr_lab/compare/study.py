@@ -59,7 +59,7 @@ def absolute(path: str) -> Path:
 
 @contextmanager
 def one_line_errors(part: str = "") -> Iterator[None]:
-    """Ends the script with what a UserError says, after the name of the study's part if one is given.
+    """End the script with what a UserError says, after the name of the study's part if one is given.
 
     Raises:
         SystemExit: in the place of a UserError.

@@ -177,7 +177,7 @@ class Trials(ABC):
         """Join the other processes of a distributed run, if there are any."""
 
     def has_weights(self, folder: Path) -> bool:
-        """Whether a finished run has what the pictures need of it."""
+        """Return whether a finished run has what the pictures need of it."""
         return True
 
     def notes(self, measured: Measurement) -> list[str]:
@@ -185,7 +185,7 @@ class Trials(ABC):
         return measured.notes
 
     def control(self, arm: Any) -> bool:
-        """Whether the arm is a baseline that others are compared with besides the reference."""
+        """Return whether the arm is a baseline that others are compared with besides the reference."""
         return False
 
     def pairs(self, reference: str, arms: Sequence[Any]) -> Sequence[Sequence[tuple[str, str]]]:

@@ -11,7 +11,7 @@ from .task_file import LocalTasks
 
 
 def is_local(name: str) -> bool:
-    """Whether a task of that name reads its questions from a folder (lm-eval has none of such a name).
+    """Return whether a task of that name reads its questions from a folder (lm-eval has none of such a name).
 
     Raises:
         UserError: it is like one of ours but none; the message names the nearest.

@@ -93,7 +93,7 @@ class FitFolder:
             lock.release()
 
     def shows_otherwise(self) -> bool:
-        """Whether the pictures that are there were asked for with other settings."""
+        """Return whether the pictures that are there were asked for with other settings."""
         return _of_pictures(read_json(self.path / SETTINGS, settings=dict)) != _of_pictures(vars(self))
 
     def write_result(self, result: Mapping[str, Any]) -> None:

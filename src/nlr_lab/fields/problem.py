@@ -92,7 +92,7 @@ class FieldMethod:
         return replace(self, omega=config.omega)
 
     def factors(self, d_in: int, d_out: int) -> bool:
-        """Whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
+        """Return whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
         return self.rank is not None and self.rank * (d_in + d_out) < d_in * d_out
 
     def linear(self, d_in: int, d_out: int, bias: bool = True, *, generator: torch.Generator) -> nn.Module:

@@ -83,7 +83,7 @@ class FitConfig:
         return self.lr * (self.end + (1 - self.end) * left)
 
     def evaluates(self, step: int) -> bool:
-        """Whether there is an evaluation after so many steps."""
+        """Return whether there is an evaluation after so many steps."""
         return step == self.steps or step % (self.eval_every or max(self.steps // 10, 1)) == 0
 
 

@@ -113,7 +113,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:
-    """Keeps checkpoint `newest` and the `keep - 1` whole ones before it; the others go.
+    """Keep checkpoint `newest` and the `keep - 1` whole ones before it; the others go.
 
     Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
     others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
@@ -147,7 +147,7 @@ def _has_its_sizes(folder: Path) -> bool:
 
 
 def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Whether a folder that is to be written to is new or empty.
+    """Return whether a folder that is to be written to is new or empty.
 
     What a process that was killed before its first file left does not count, nor does a lock.
 
@@ -164,7 +164,7 @@ def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
 
 def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is something of ours to resume in a folder that is to be written to.
+    """Return whether there is something of ours to resume in a folder that is to be written to.
 
     Args:
         folder: to write to.
@@ -229,5 +229,5 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Lets others in."""
+        """Let others in."""
         self._file.close()

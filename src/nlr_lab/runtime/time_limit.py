@@ -244,7 +244,7 @@ class Pace:
         self._begun: tuple[int, float] | None = None
 
     def __call__(self, step: int) -> bool:
-        """Whether to stop after this step."""
+        """Return whether to stop after this step."""
         self.threads.give_way()
         if self.limit.seconds is None:
             return False

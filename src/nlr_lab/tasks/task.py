@@ -35,11 +35,11 @@ class Measure:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is the evaluation loss, so that curves can be read for speed."""
+        """Return whether it is the evaluation loss, so that curves can be read for speed."""
         return self.name == "loss"
 
     def better(self, left: float, right: float) -> bool:
-        """Whether the left number is the better one."""
+        """Return whether the left number is the better one."""
         return left > right if self.higher_is_better else left < right
 
     def best(self, values: Sequence[float]) -> float:

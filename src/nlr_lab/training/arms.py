@@ -129,7 +129,7 @@ class Arm:
 
     @property
     def control(self) -> bool:
-        """Whether the arm is there to be compared with."""
+        """Return whether the arm is there to be compared with."""
         return find_method(self.method).control
 
     def function(self) -> Callable[..., Any]:

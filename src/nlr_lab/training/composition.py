@@ -42,7 +42,7 @@ class Composed(ArmKind):
 
     @property
     def own_init(self) -> bool:  # type: ignore[override]
-        """Whether `init=` behind the last part is that part's own."""
+        """Return whether `init=` behind the last part is that part's own."""
         return self.parts[-1].own_init
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:

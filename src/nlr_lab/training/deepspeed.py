@@ -26,7 +26,7 @@ _LATEST = "latest"  # its engine writes it into every checkpoint
 
 
 def is_launched() -> bool:
-    """Whether accelerate launch was told to use DeepSpeed."""
+    """Return whether accelerate launch was told to use DeepSpeed."""
     return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
 
 

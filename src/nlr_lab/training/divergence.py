@@ -86,7 +86,7 @@ class LossWatch:
 
     @property
     def up(self) -> bool:
-        """Whether the loss is up now."""
+        """Return whether the loss is up now."""
         return bool(self.rises) and self.rises[-1].end is None
 
     @property

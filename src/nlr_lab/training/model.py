@@ -69,5 +69,5 @@ def optimizer_settings(
 
 
 def uses_muon(recipe: Recipe, arm: Arm) -> bool:
-    """Whether dense matrices are trained by Muon."""
+    """Return whether dense matrices are trained by Muon."""
     return (arm.optimizer or recipe.train.optimizer) == "muon"

@@ -23,7 +23,7 @@ def without_signal_handler() -> Iterator[None]:
 
 
 def is_dead_reader(error: BaseException) -> bool:
-    """Whether torch's DataLoader raised this because a process of its own died; torch has no class for it.
+    """Return whether torch's DataLoader raised this because a process of its own died; torch has no class for it.
 
     A reader that dies while it hands a batch over breaks the connection first: then the error is the connection's.
     """

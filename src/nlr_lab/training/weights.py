@@ -20,7 +20,7 @@ from .state_files import read_tensors, tensor_names
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a model of peft's; without importing peft, which takes seconds."""
+    """Return whether it is a model of peft's; without importing peft, which takes seconds."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -34,7 +34,7 @@ def without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Whether this process's part of what is trained is finite: a loss can be, and its gradient not."""
+    """Return whether this process's part of what is trained is finite: a loss can be, and its gradient not."""
     trained = (_own_part(each).detach() for each in model.parameters() if each.requires_grad)
     return all(bool(torch.isfinite(part).all()) for part in trained)
 

@@ -34,7 +34,7 @@ class SineDeltaLayer(WeightLayer):
 
     @property
     def transposed(self) -> bool:
-        """Whether the module stores its weight as (d_in, d_out)."""
+        """Return whether the module stores its weight as (d_in, d_out)."""
         return self.matrix.kind == "conv1d"
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:

@@ -57,7 +57,7 @@ def part_of(name: str) -> str:
 def layer_importance(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient"
 ) -> dict[str, float]:
-    """Scores every linear of the model's body; the model, its gradients and its modes are left as they were.
+    """Score every linear of the model's body; the model, its gradients and its modes are left as they were.
 
     Args:
         model: a transformers model, or any module that takes a batch as keyword arguments and, for "gradient",

@@ -136,7 +136,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _is_cast_copy(tensor: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Whether a saved tensor is a parameter in another floating type, by its contents."""
+    """Return whether a saved tensor is a parameter in another floating type, by its contents."""
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     for parameter in parameters:
         if parameter.numel() != flat.numel() or parameter.dtype == flat.dtype or not parameter.is_floating_point():

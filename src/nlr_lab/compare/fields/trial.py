@@ -193,7 +193,7 @@ class FieldTrials(Trials):
         )
 
     def has_weights(self, folder: Path) -> bool:
-        """Whether there are weights; a kept run has none."""
+        """Return whether there are weights; a kept run has none."""
         try:
             read_manifest(folder / "model")
         except UserError:
@@ -253,7 +253,7 @@ def _omega(model: nn.Module) -> float | None:
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether what a fit was begun with can no longer be read, so that it begins anew."""
+    """Return whether what a fit was begun with can no longer be read, so that it begins anew."""
     if not (folder / SETTINGS).is_file():
         return False
     try:

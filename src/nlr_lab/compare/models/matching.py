@@ -154,7 +154,7 @@ def _count(recipe: Recipe, arm: Arm, by: str) -> int:
 
 
 def _forms_its_weight(module: nn.Module) -> bool:
-    """Whether a layer makes its weight anew in each step, which costs by the batch."""
+    """Return whether a layer makes its weight anew in each step, which costs by the batch."""
     return isinstance(module, SineLowRankLinear) and module.sine_config.activation != "identity"
 
 

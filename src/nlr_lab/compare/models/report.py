@@ -42,12 +42,12 @@ def _main_pairs(results: Record) -> Record:
 
 
 def _has_speed(results: Record) -> bool:
-    """Whether speedups can be read: losses, and more of each curve than its end."""
+    """Return whether speedups can be read: losses, and more of each curve than its end."""
     return by_loss(results) and any(len(run["curve"]) > 1 for arm in results["arms"] for run in arm["runs"])
 
 
 def _is_tuning(results: Record) -> bool:
-    """Whether pretrained models are tuned: then what counts is how many parameters are trained."""
+    """Return whether pretrained models are tuned: then what counts is how many parameters are trained."""
     return any((arm["trainable"] or arm["parameters"]) < arm["parameters"] for arm in results["arms"])
 
 

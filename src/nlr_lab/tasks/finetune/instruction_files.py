@@ -46,7 +46,7 @@ class Example:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation, in which every answer of the assistant is learned."""
+        """Return whether it is a conversation, in which every answer of the assistant is learned."""
         return not isinstance(self.prompt, str)
 
 

@@ -55,7 +55,7 @@ class Augmentation:
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
+        """Return whether images are mixed in pairs."""
         return self.mixup > 0 or self.cutmix > 0
 
     def vary(self, picture: Any, pixels: "Pixels", generator: np.random.Generator) -> "Batch":

@@ -230,7 +230,7 @@ def _of_dataset(source: str) -> ImageSplits:
 
 
 def _labelled(rows: Any, image: str, label: str) -> bool:
-    """Whether a split can be scored; the test split of ImageNet has -1 for a label."""
+    """Return whether a split can be scored; the test split of ImageNet has -1 for a label."""
     if not len(rows) or not {image, label} <= set(rows.features):
         return False
     labels = _array(rows[label])

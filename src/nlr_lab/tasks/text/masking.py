@@ -52,7 +52,7 @@ class MaskedBlocks(Examples):
 
     @property
     def counts_passes(self) -> bool:  # type: ignore[override]
-        """Whether an index tells the pass too."""
+        """Return whether an index tells the pass too."""
         return self.seed is not None
 
     def __len__(self) -> int:

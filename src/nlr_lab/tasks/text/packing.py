@@ -143,7 +143,7 @@ class _Split:
                 yield part, bool(self.held_out) and _hash(part) in self.held_out
 
     def knows(self, document: str) -> bool:
-        """Whether it is a training document."""
+        """Return whether it is a training document."""
         value = np.uint64(_hash(document))
         index = int(np.searchsorted(self.train, value))
         return index < len(self.train) and self.train[index] == value

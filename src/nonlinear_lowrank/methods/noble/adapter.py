@@ -122,7 +122,7 @@ class NobleAdapterLinear(WeightLayer):
             self.nlr_noble_phase[name] = self.parameter(depth, r)
 
     def reset_adapter(self, name: str) -> None:
-        """Draws the table; with init_weights=False the up projection too, N(0, 1 / r)."""
+        """Draw the table; with init_weights=False the up projection too, N(0, 1 / r)."""
         config: NobleAdapterConfig = self.configs[name]
         nn.init.normal_(self.nlr_noble_down[name], std=self.d_in**-0.5)
         if config.init_weights:
@@ -178,7 +178,7 @@ class NobleAdapterLinear(WeightLayer):
         return roles
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raises UserError."""
+        """Raise UserError."""
         _refuse_merge()
 
     def unload_and_optionally_merge_module(

@@ -55,7 +55,7 @@ def _put(at, value, first, columns, T, R: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _put_sums(sums, row: tl.constexpr, first, second, tile, columns, R: tl.constexpr):
-    """Sums over the rows of two tiles, as rows `row` and `row + 1` of the token tile's four."""
+    """Sum over the rows of two tiles, as rows `row` and `row + 1` of the token tile's four."""
     place = sums + (tile * 4 + row) * R + columns
     tl.store(place, tl.sum(first, 0), mask=columns < R)
     tl.store(place + R, tl.sum(second, 0), mask=columns < R)
