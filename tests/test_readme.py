@@ -44,6 +44,12 @@ def test_links_and_pictures_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_files_named_in_the_text_exist(page):
+    named = re.findall(r"\b(?:tests|docs|studies|benchmarks|tools|src)/[\w./-]+\.\w+", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_and_recipes_named_in_the_text_exist(page):
     text = page.read_text(encoding="utf-8")
     for command in re.findall(r"(?:^|`|^\| `)nlr ([a-z]+)", text, re.MULTILINE):

@@ -61,7 +61,7 @@ def score_sequences(
 
     Args:
         model: a causal language model; left in evaluation mode.
-        sequences: items with "input_ids" and "labels" (T,), as `tasks.text` packs them; a label of -100 is
+        sequences: items with "input_ids" and "labels" (T,), as `nlr_lab.tasks.text` packs them; a label of -100 is
             not counted.
         bytes_per_token: of the same text; None: of image tokens.
         batch_size: sequences per forward pass; the result does not depend on it.

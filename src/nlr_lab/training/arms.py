@@ -39,7 +39,7 @@ class Arm:
     lr: float | None = None
     """Overrides the recipe's learning rate."""
     qk_norm: bool = False
-    """Norm queries and keys head by head on top of the method (`layers.qk_norm`)."""
+    """Norm queries and keys head by head on top of the method (`methods.qk_norm`)."""
     optimizer: Optimizer | None = None
     """Overrides the recipe's: "muon" for the dense matrices, with AdamW for the rest, or "adamw" for all."""
     grid: tuple[float, ...] = ()

@@ -58,7 +58,7 @@ class AdapterModel(BaseTuner):
     tuner_layer_cls = AdapterLayer
     target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
-    """The layer for each kind of `layers.matrix.Matrix` that the method takes."""
+    """The layer for each kind of `methods.matrix.Matrix` that the method takes."""
 
     # What a method may narrow.
 

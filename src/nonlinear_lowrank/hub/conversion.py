@@ -30,7 +30,7 @@ from .storage import MANIFEST, check_new_or_empty, staged_output
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-# Of image tokens also their tokenizer, as `tasks.image_tokenizers` saves it: mean patches, or a VQModel whole.
+# Of image tokens also their tokenizer, as `nlr_lab.tasks.images.tokenizers` saves it: mean patches, or a VQModel whole.
 _IMAGE_TOKENIZER = ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
 _SEQUENCES, _TOKENS = 2, 32
