@@ -72,6 +72,24 @@ class Backbone:
         check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
 
+    def _rotary_sizes(self, vocab_size: int, sequence_length: int) -> dict[str, Any]:
+        """Return what the configs of the backbones with rotary positions and a gated MLP share."""
+        return {
+            "vocab_size": vocab_size,
+            "hidden_size": self.width,
+            "intermediate_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.width // self.heads,
+            "hidden_act": "gelu",
+            "attention_dropout": self.dropout,
+            "attention_bias": False,
+            "max_position_embeddings": sequence_length,
+            "initializer_range": HEAD_STD,
+            "tie_word_embeddings": False,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlmBackbone(Backbone):
@@ -82,19 +100,7 @@ class GlmBackbone(Backbone):
         from transformers import GlmConfig
 
         config = GlmConfig(
-            vocab_size=vocab_size,
-            hidden_size=self.width,
-            intermediate_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            head_dim=self.width // self.heads,
-            hidden_act="gelu",
-            attention_dropout=self.dropout,
-            attention_bias=False,
-            max_position_embeddings=sequence_length,
-            initializer_range=HEAD_STD,
-            tie_word_embeddings=False,
+            **self._rotary_sizes(vocab_size, sequence_length),
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
             # GLM's own special tokens lie far outside a small vocabulary.
             pad_token_id=None,

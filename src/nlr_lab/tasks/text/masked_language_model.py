@@ -16,7 +16,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_number
 
 from .data import TextData
-from .language_model import HEAD_STD, Backbone, DenseInit, build_drawn, build_meta
+from .language_model import Backbone, DenseInit, build_drawn, build_meta
 
 if TYPE_CHECKING:
     from transformers import EuroBertConfig
@@ -26,14 +26,14 @@ _CHOICES = "'wordpiece', a folder with BERT's vocab.txt, or a hub name such as b
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which tokens are predicted, and what stands in their places. The defaults are BERT's."""
+    """Shares of the tokens that are predicted and replaced. The defaults are BERT's."""
 
     probability: float = 0.15
-    """Of a token to be predicted, each for itself; special tokens never are. At least one of a sequence is."""
+    """Probability that a token is predicted. Special tokens never are; at least one token of a sequence is."""
     mask_share: float = 0.8
-    """Share of those that [MASK] stands for."""
+    """Share of those that [MASK] replaces."""
     random_share: float = 0.1
-    """Share of those that a random token of the vocabulary stands for; the rest stay as they are."""
+    """Share of those that a random token of the vocabulary replaces; the rest stay as they are."""
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
@@ -56,20 +56,8 @@ class EncoderBackbone(Backbone):
         from transformers import EuroBertConfig
 
         return EuroBertConfig(
-            vocab_size=vocab_size,
-            hidden_size=self.width,
-            intermediate_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            head_dim=self.width // self.heads,
-            hidden_act="gelu",
-            attention_dropout=self.dropout,
-            attention_bias=False,
+            **self._rotary_sizes(vocab_size, sequence_length),
             mlp_bias=False,
-            max_position_embeddings=sequence_length,
-            initializer_range=HEAD_STD,
-            tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             bos_token_id=None,
             eos_token_id=None,
