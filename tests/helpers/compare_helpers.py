@@ -67,7 +67,7 @@ class FakeTraining:
             raise DivergedError("the loss is NaN at step 7", 7)
 
 
-def fake_measure(recipe, arms, prepared, *, rounds, max_seconds=None):
+def fake_measure(recipe, arms, prepared, *, rounds, max_seconds=None, quiet=True):
     rng = np.random.default_rng(0)
     shared = rng.uniform(0.010, 0.015, max(rounds, 1))
     cost = {arm.name: 1.0 + 0.1 * (arm.method != "baseline") for arm in arms}

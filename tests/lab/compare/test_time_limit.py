@@ -39,7 +39,7 @@ class Machine:
     def clock(self):
         return self.now
 
-    def measure(self, recipe, arms, prepared, *, rounds, max_seconds=None):
+    def measure(self, recipe, arms, prepared, *, rounds, max_seconds=None, quiet=True):
         step = self.seconds(0)
         rounds = rounds if max_seconds is None else max(1, min(rounds, int(max_seconds / step / len(arms))))
         self.now += rounds * len(arms) * step

@@ -1,5 +1,6 @@
 """Costs of an arm before it is trained: parameters, FLOPs, and the time of interleaved training steps."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,13 @@ _RATE = 1e-6
 
 
 def measure_arms(
-    recipe: Recipe, arms: Sequence[Arm], prepared: Any, *, rounds: int, max_seconds: float | None = None
+    recipe: Recipe,
+    arms: Sequence[Arm],
+    prepared: Any,
+    *,
+    rounds: int,
+    max_seconds: float | None = None,
+    quiet: bool = True,
 ) -> Measurement:
     """Build every arm, count it, and time whole training steps (wall clock) of all arms in turn.
 
@@ -35,6 +42,7 @@ def measure_arms(
         prepared: the task's prepared data.
         rounds: timed steps of each arm; 0 leaves times out.
         max_seconds: no further round is begun after so many; there are fewer then.
+        quiet: print no line on stderr when every arm has been built and the timing begins.
 
     Raises:
         UserError: an arm that cannot be built.
@@ -54,6 +62,8 @@ def measure_arms(
     del model
     times = None
     if rounds:
+        if not quiet:
+            print(f"timing steps of {len(arms)} arms", file=sys.stderr)
         try:
             train = recipe.train
             with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):

@@ -1,7 +1,6 @@
 """One training run of a model as a trial."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -117,10 +116,8 @@ class ModelTrials(Trials):
         timed, limited = 0 if former is not None else rounds, {}
         if limit.seconds is not None:
             timed, limited = max(timed, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
-        if timed and not self.quiet:
-            print(f"timing steps of {len(arms)} arms", file=sys.stderr)
         begun = limit.passed
-        found = self.measure_with(self.recipe, arms, self.prepared, rounds=timed, **limited)
+        found = self.measure_with(self.recipe, arms, self.prepared, rounds=timed, quiet=self.quiet, **limited)
         forecast = None
         if found.times:
             forecast = self._forecast(found.times, seconds_around(limit.passed - begun, found.times, _START))
