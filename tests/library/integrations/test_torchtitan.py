@@ -129,7 +129,7 @@ def test_a_meta_build_is_drawn_as_augment_draws_the_hugging_face_model(method):
     """Means and deviations of each kind of tensor, over both models' layers; n is in the thousands for matrices."""
     spec = augmented(kit.llama(width=128, hidden=192), method)
     ours = kit.built(spec)
-    theirs = LlamaForCausalLM(titan._llama_config(spec))
+    theirs = LlamaForCausalLM(titan.hf_config(kit.llama(width=128, hidden=192)))
     nlr.augment(theirs, method, verbose=False)
     found = [_by_kind(model) for model in (ours, theirs)]
     assert found[0].keys() == found[1].keys()
@@ -437,7 +437,7 @@ REFUSED = {
     "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"rank 16 is not low for layers.*qkv_linear\.wk"),
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
     "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
-    "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* leave them out"),
+    "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* omit them"),
     "method": ({}, nlr.NonlinearQueryConfig(), "nonlinear-query is not for torchtitan; use NobleConfig"),
     "no method": ({}, {"rank": 4}, "dict is not for torchtitan; use NobleConfig"),
 }
