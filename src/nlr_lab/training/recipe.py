@@ -274,11 +274,3 @@ def _choice(choices: list[Any], value: Any) -> Any:
     exact = [choice for choice in choices if fields[choice] == given]
     able = [choice for choice in choices if given and given <= fields[choice]]
     return [*exact, *able, choices[0]][0]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Arm":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .arms import Arm
-
-    return Arm

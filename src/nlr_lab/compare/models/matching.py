@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from nlr_lab.training.recipe import Arm, Recipe
+from nlr_lab.training.arms import Arm
+from nlr_lab.training.recipe import Recipe
 from nlr_lab.training.run import apply_arm, count_parameters
 from nlr_lab.training.widening import WideMlp, mlp_width
 from nonlinear_lowrank.analysis.cost import model_cost

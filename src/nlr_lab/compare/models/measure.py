@@ -13,7 +13,8 @@ from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare.trial import Measurement
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.processes import world_size
-from nlr_lab.training.recipe import Arm, Recipe
+from nlr_lab.training.arms import Arm
+from nlr_lab.training.recipe import Recipe
 from nlr_lab.training.run import apply_arm, build_model, count_parameters, optimizer_settings
 
 _WARMUP = 3

@@ -18,7 +18,8 @@ from nlr_lab.runtime.time_limit import (
     median_steps,
     seconds_around,
 )
-from nlr_lab.training.recipe import Arm, Recipe, TrainConfig
+from nlr_lab.training.arms import Arm
+from nlr_lab.training.recipe import Recipe, TrainConfig
 from nlr_lab.training.result import stability
 from nlr_lab.training.run import join_processes, run_training
 
