@@ -42,8 +42,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
     Args:
         path: the final place. Its parent exists.
-        manifest: if given, a manifest of these entries and the hashes of all files but the card is added. What its
-            "files" have on leaving is taken as it is.
+        manifest: if given, a manifest of these entries and the hashes of all files but the card is added.
 
     Raises:
         OSError: it could not be written; then nothing of it is left.
@@ -54,10 +53,8 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
     try:
         yield staged
         if manifest is not None:
-            files = dict(manifest.get("files", {}))
-            for file in sorted(each for each in staged.rglob("*") if each.is_file() and each.name != CARD):
-                if (name := str(file.relative_to(staged))) not in files:
-                    files[name] = describe_file(file)
+            listed = sorted(each for each in staged.rglob("*") if each.is_file() and each.name != CARD)
+            files = {str(file.relative_to(staged)): describe_file(file) for file in listed}
             text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
         for each in (*staged.rglob("*"), staged):
@@ -75,7 +72,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
 @contextmanager
 def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """As `staged_folder`, for what a user asked for: makes the parents too.
+    """Yield a folder as `staged_folder` does, for what a user asked for: the parents are made too.
 
     Raises:
         UserError: it could not be written; then nothing of it is left.
