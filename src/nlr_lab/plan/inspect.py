@@ -22,8 +22,7 @@ from nlr_lab.runtime.tables import fold_numbers, number_table, readable_bytes, r
 from nonlinear_lowrank.analysis.cost import NUMBERS, LayerCost, ModelCost, model_cost
 from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.surgery.experts import unreached_experts
-from nonlinear_lowrank.surgery.targets import dense_parts
+from nonlinear_lowrank.surgery.targets import dense_parts, unreached_experts
 from nonlinear_lowrank.validation import check_integer, one_line
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.forward_code import bypassed_linears
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
-from nonlinear_lowrank.surgery.experts import unreached_experts
+from nonlinear_lowrank.surgery.targets import unreached_experts
 
 from .base import BASE_ROWS, AdapterLayer, check_adapter_name
 from .config import AdapterConfig

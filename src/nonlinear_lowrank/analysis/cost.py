@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.surgery.experts import expert_flops, expert_tensors
+from nonlinear_lowrank.surgery.flops import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
@@ -177,25 +176,6 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
                 )
             )
     return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes)
-
-
-def own_flops(module: nn.Module, model: nn.Module) -> int:
-    """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
-    method = method_of_layer(module)
-    if method is not None:
-        plain = method.plain(module)
-        return method.flops(module) + (plain.flops if plain else 0)
-    if expert_tensors(module):
-        return expert_flops(module, model) or 0
-    if isinstance(module, nn.Linear | Conv1D):
-        return 2 * module.weight.numel()
-    if isinstance(module, nn.MultiheadAttention):
-        # It reads these tensors itself and never calls its out_proj, whose weight is counted there.
-        own = [module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-        return 2 * sum(weight.numel() for weight in own if weight is not None)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
-        return 2 * module.weight.numel()
-    return 0
 
 
 def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:

@@ -1,7 +1,7 @@
-"""Swaps a model's modules for a method's layers, in place; reports what was swapped and what was left."""
+"""Swaps a model's modules for a method's layers, in place; reports what was swapped and what was skipped."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,18 +22,8 @@ from nonlinear_lowrank.methods.base import (
 )
 from nonlinear_lowrank.methods.matrix import replace_modules
 
-from .budget import config_within
-from .experts import expert_tensors
-from .report import AugmentReport
-from .targets import (
-    Patterns,
-    choose_found,
-    choose_linears,
-    holds_numbers,
-    is_linear,
-    linear_method,
-    output_head_names,
-)
+from .report import AugmentReport, measure_plain
+from .targets import Patterns, choose_found, choose_linears, holds_numbers
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
@@ -74,7 +64,7 @@ def augment(
         verbose: print the report.
 
     Returns:
-        What was swapped and what was left, with parameters and FLOPs.
+        What was swapped and what was skipped, with parameters and FLOPs.
 
     Raises:
         UserError: a pattern or a name matches nothing, a budget cannot be met, nothing is left to swap, the rank
@@ -105,9 +95,10 @@ def augment(
         names, report.skipped = choose_found(model, method, found, include, exclude)
     measure_plain(report, model, names)
     if budget is not None:
+        from .budget import config_within
+
         modules = {name: model.get_submodule(name) for name in names}
-        within = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
-        report.config = config = within
+        config = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
     config = report.config = method.complete(model, config, names)
     report.settings = method.settings(config)
     configs = {name: config if found is None else found.targets[name].config for name in names}
@@ -235,7 +226,7 @@ def _check_linear(name: str, module: nn.Module, method: Method) -> None:
 
 
 def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Build every layer, then puts them in place; {name: layer}.
+    """Build every layer, then put them in place; return {name: layer}.
 
     A linear that is reachable by several names is one layer in all of these places. A method that finds its places
     itself has a layer for each.
@@ -255,7 +246,7 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
 
 
 def _by_config(configs: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
-    """Names that have the same config, together."""
+    """Return each config with the names that have it."""
     groups: list[tuple[Any, list[str]]] = []
     for name, config in configs.items():
         same = next((names for known, names in groups if known == config), None)
@@ -277,27 +268,3 @@ def _was_loaded(model: nn.Module) -> bool:
     return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()) or any(
         "_weight_conversions" in vars(module) for module in model.modules()
     )
-
-
-def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
-    """Count the model's parameters, the FLOPs of its linears and experts, and what share of its body is reached."""
-    from nonlinear_lowrank.analysis.cost import own_flops
-
-    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-    report.flops_before = sum(
-        own_flops(each, model)
-        for each in model.modules()
-        if linear_method(each) or is_linear(each) or expert_tensors(each)
-    )
-    if report.kind == "linear":
-        report.body_parameters, report.reached_parameters = _reach(model, names)
-
-
-def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
-    """Parameters of the model's body, which is all but embeddings and output heads, and those in these modules."""
-    heads = output_head_names(model)
-    ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
-    outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
-    reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
-    body = sum(each.numel() for each in model.parameters() if id(each) not in outside)
-    return body, sum(reached.values())

@@ -1,14 +1,19 @@
-"""What `augment` did to a model, in numbers and words."""
+"""The report of `augment`, in numbers and words."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
+
+from .flops import own_flops
+from .targets import expert_tensors, is_linear, linear_method, output_head_names
 
 
 @dataclass
 class AugmentReport:
-    """What `augment` did. `print(report)` gives the readable form."""
+    """Result of `augment`; `print(report)` gives the readable form."""
 
     method: str
     config: Any
@@ -48,13 +53,35 @@ class AugmentReport:
         return "\n".join(lines)
 
 
+def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
+    """Count parameters, FLOPs of linears and experts, and the share of the body in `names`, of the plain model."""
+    report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
+    report.flops_before = sum(
+        own_flops(each, model)
+        for each in model.modules()
+        if linear_method(each) or is_linear(each) or expert_tensors(each)
+    )
+    if report.kind == "linear":
+        report.body_parameters, report.reached_parameters = _reach(model, names)
+
+
+def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+    """Return the parameters of the body, which is all but embeddings and output heads, and those in these modules."""
+    heads = output_head_names(model)
+    ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
+    outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+    reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
+    body = sum(each.numel() for each in model.parameters() if id(each) not in outside)
+    return body, sum(reached.values())
+
+
 def _change(before: int, added: int) -> str:
     share = f"{100 * added / before:+.2f} %" if before else "n/a"
     return f"{before:,} {'-' if added < 0 else '+'} {abs(added):,} ({share})"
 
 
 def _grouped(rows: Mapping[str, str]) -> list[str]:
-    """ "name x 12: why", layer numbers folded to *."""
+    """Return rows "name x 12: why", layer numbers folded to *."""
     counts: dict[tuple[str, str], int] = {}
     for name, why in rows.items():
         key = (re.sub(r"\.\d+\.", ".*.", name), why)

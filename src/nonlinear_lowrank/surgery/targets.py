@@ -12,14 +12,13 @@ from nonlinear_lowrank.methods.base import Findings, Method, method_of_layer
 from nonlinear_lowrank.methods.forward_code import bypassed_linears
 from nonlinear_lowrank.methods.matrix import is_plain_linear
 
-from .experts import HELD_AS_TENSORS, expert_tensors
-
 Patterns = str | Sequence[str] | None
 
 # Where the model cannot tell which linear is its output head, these names do.
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
 _EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
+HELD_AS_TENSORS = "holds weights as 3-D parameters, which are no linears"
 
 
 def output_head_names(model: nn.Module) -> dict[str, str]:
@@ -228,6 +227,28 @@ def dense_parts(model: nn.Module) -> set[nn.Module]:
 def holds_numbers(weight: Any) -> bool:
     """Return whether a weight is plain floats: tensor subclasses hold quantized or sharded data (torchao, DTensor)."""
     return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
+
+
+def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own 3-D parameters (E, a, b), by name; none for torch's own layers, such as convolutions.
+
+    A leading 1 marks a token, a position table or the like; numbers along one dimension alone are a scale.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return {}
+    own = module.named_parameters(recurse=False)
+    return {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
+
+
+def unreached_experts(model: nn.Module) -> str:
+    """Return a clause with the modules that hold experts as tensors and their share of the parameters; empty: none."""
+    held = {name: own for name, module in model.named_modules() if (own := expert_tensors(module))}
+    if not held:
+        return ""
+    in_experts = sum(each.numel() for own in held.values() for each in own.values())
+    share = in_experts / sum(each.numel() for each in model.parameters())
+    names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in held))
+    return f"the experts in {names}, {100 * share:.0f} % of the model's parameters, are 3-D parameters and not linears"
 
 
 def is_unread_pooler(model: nn.Module, name: str) -> bool:

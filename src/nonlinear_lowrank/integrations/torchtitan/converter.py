@@ -15,8 +15,7 @@ from torchtitan.tools.logging import logger
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, method_of_config
-from nonlinear_lowrank.surgery.augment import measure_plain
-from nonlinear_lowrank.surgery.report import AugmentReport
+from nonlinear_lowrank.surgery.report import AugmentReport, measure_plain
 from nonlinear_lowrank.surgery.targets import Patterns, choose_linears
 
 from .layers import CLASSES, Layer, built
