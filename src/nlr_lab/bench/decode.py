@@ -6,7 +6,7 @@ token each, and the choice of the next. The cache is cut back after each step, s
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -14,34 +14,12 @@ from transformers import DynamicCache
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
 
-from .machine import describe_machine
+from .machine import describe_machine, describe_model
 from .methods import BASELINE, BenchArm, bench_arms
-from .model import ModelBenchConfig, make_model
+from .model import make_model
 from .result import BenchResult, TimedRow
-from .settings import Mode, in_mode
-from .timing import interleaved_step_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeBenchConfig(ModelBenchConfig):
-    """What `nlr bench decode` measures.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    modes: tuple[Mode, ...] = ("eager",)
-    """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
-    context: int = 256
-    """Tokens of each sequence that are in the cache."""
-    batch_sizes: tuple[int, ...] = (1, 8, 32)
-    """Sequences that are generated at once; each is measured."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
-    optimized: bool = True
-    """Also measure each arm after `nlr.optimize_for_inference`, where that can make it faster."""
-    rounds: int = 50
-    """Timed steps of each arm."""
+from .settings import DecodeBenchConfig, Mode
+from .timing import in_mode, interleaved_step_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +84,7 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
                     if arm.over is not None
                 ]
         machine = describe_machine(config.device)
-    about = config.describe(f"one token after {config.context}, {config.dtype}", machine)
+    about = describe_model(config, f"one token after {config.context}, {config.dtype}", machine)
     return BenchResult(config=config, rows=rows, about=about, axis="token time ratio", times=times, machine=machine)
 
 

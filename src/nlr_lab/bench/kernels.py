@@ -16,33 +16,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import load
 
 from .result import BenchResult, Row
-
-OPERATORS = {"cosnet": "noble", "rational": "rational", "sine": "sine"}
-"""The method whose folder has the kernels."""
-CAPABILITIES = (80, 86, 89, 90)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelBenchConfig:
-    """Which kernels are compiled, and what for.
-
-    Raises:
-        UserError: an unknown operator or architecture.
-    """
-
-    operators: tuple[str, ...] = tuple(OPERATORS)
-    """Of cosnet, rational and sine."""
-    capability: int = 90
-    """Compute capability times 10: 80 (A100), 86, 89 or 90 (H100, H200)."""
-
-    def __post_init__(self) -> None:
-        for name in self.operators:
-            if name not in OPERATORS:
-                raise UserError(f"unknown operator {name!r}; choose of {', '.join(OPERATORS)}")
-        if not self.operators:
-            raise UserError(f"name at least one operator of {', '.join(OPERATORS)}")
-        if self.capability not in CAPABILITIES:
-            raise UserError(f"capability must be 80, 86, 89 or 90, got {self.capability!r}")
+from .settings import OPERATORS, KernelBenchConfig
 
 
 @dataclass(frozen=True, kw_only=True)

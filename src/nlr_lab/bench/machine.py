@@ -1,4 +1,4 @@
-"""What a measured time must be read with: versions, and how fast this machine copies and multiplies meanwhile."""
+"""Conditions of a measured time: versions, and how fast this machine copies and multiplies meanwhile."""
 
 import platform
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from .settings import BenchConfig
+from .settings import BenchConfig, ModelBenchConfig
 
 # Bytes copied, and rows of the square matrices multiplied: well beyond caches, short on one CPU core.
 _COPY = {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -53,3 +53,10 @@ def conditions(config: BenchConfig, machine: dict[str, Any], *, timed: bool = Tr
         f"{machine['copy_bytes_per_second'] / 1e9:,.1f} GB/s, multiplies "
         f"{machine['product_flops_per_second'] / 1e9:,.0f} GFLOP/s ({machine['product_dtype']})"
     )
+
+
+def describe_model(config: ModelBenchConfig, what: str, machine: dict[str, Any], *, timed: bool = True) -> str:
+    """Return the model, what was measured on it, and the conditions."""
+    name = {"glm": "GLM", "llama": "Llama"}[config.family]
+    place = conditions(config, machine, timed=timed)
+    return f"{name} blocks: d {config.width}, {config.layers} layers, {what}, {place}"

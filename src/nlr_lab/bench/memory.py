@@ -15,11 +15,12 @@ from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.tables import readable_bytes
 from nonlinear_lowrank.analysis.saved import saved_bytes
 
-from .machine import describe_machine
+from .machine import describe_machine, describe_model
 from .methods import bench_arms
 from .peak import peak_bytes
 from .result import BenchResult, Point, Row
-from .training import TrainBenchConfig, make_stepper
+from .settings import TrainBenchConfig
+from .training import make_stepper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,6 @@ def bench_memory(config: TrainBenchConfig, *, progress: Callable[[str], object] 
                 del stepper, state
                 gc.collect()
         machine = describe_machine(config.device, bf16=config.bf16)
-    about = config.describe(config.setting, machine, timed=False)
+    about = describe_model(config, config.setting, machine, timed=False)
     axis = "MiB saved for backward"
     return BenchResult(config=config, rows=list(rows.values()), about=about, axis=axis, machine=machine)

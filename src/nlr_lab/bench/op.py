@@ -15,7 +15,7 @@ of a step do not depend on the clock.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ import nonlinear_lowrank as nlr
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.tables import readable_bytes
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalConfig
@@ -39,40 +38,8 @@ from .machine import conditions, describe_machine
 from .methods import adapted
 from .peak import peak_bytes
 from .result import BenchResult, TimedRow
-from .settings import BenchConfig, Mode, check_low, in_mode
-from .timing import interleaved_step_times
-
-Operator = Literal["noble", "sine", "rational", "gated"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpBenchConfig(BenchConfig):
-    """What `nlr bench op` measures.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    operators: tuple[Operator, ...] = get_args(Operator)
-    """noble, sine, rational, gated."""
-    width: int = 512
-    """Inputs of the linear."""
-    hidden: int = 2048
-    """Outputs of the linear, and channels of the activations."""
-    tokens: int = 1024
-    """Rows of the input."""
-    ranks: tuple[int, ...] = (32,)
-    """Of noble and sine."""
-    groups: int = 8
-    """Of the rational activations."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of inputs and weights; factors and coefficients of sine and rational are float32."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_low(self.ranks, min(self.width, self.hidden))
-        if self.hidden % self.groups:
-            raise UserError(f"{self.groups} groups do not divide {self.hidden} channels; choose groups that do")
+from .settings import Mode, OpBenchConfig, Operator
+from .timing import in_mode, interleaved_step_times
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,12 @@ import torch
 
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 
-from .machine import describe_machine
+from .machine import describe_machine, describe_model
 from .methods import bench_arms
 from .result import BenchResult, TimedRow
+from .settings import TrainBenchConfig
 from .timing import interleaved_step_times
-from .training import TrainBenchConfig, make_stepper
+from .training import make_stepper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,6 @@ def bench_step(config: TrainBenchConfig, *, progress: Callable[[str], object] = 
                 if arm.over in steppers
             ]
         machine = describe_machine(config.device, bf16=config.bf16)
-    about = config.describe(f"{config.setting}, fused AdamW included", machine)
+    about = describe_model(config, f"{config.setting}, fused AdamW included", machine)
     axis = "step time ratio"
     return BenchResult(config=config, rows=rows, about=about, axis=axis, times=times, flops=flops, machine=machine)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ import torch
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-Clock = Literal["process", "wall", "cuda"]
-"""process: CPU seconds of all threads of this process, blind to the machine's other work. wall: seconds passed.
-cuda: seconds between two events on the current CUDA stream."""
+from .settings import Clock, Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +42,13 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def in_mode(function: Callable[..., Any], mode: Mode, *, dynamic: bool | None = None) -> Callable[..., Any]:
+    """Return the function as it is, or compiled."""
+    if mode == "eager":
+        return function
+    return torch.compile(function, mode="reduce-overhead" if mode == "graphs" else None, dynamic=dynamic)
 
 
 def interleaved_step_times(

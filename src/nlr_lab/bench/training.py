@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,33 +12,9 @@ from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.optim import param_groups
 
 from .methods import BenchArm
-from .model import ModelBenchConfig, make_model
-from .settings import Mode, in_mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBenchConfig(ModelBenchConfig):
-    """The model that is trained, and on what.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    sequence_length: int = 128
-    """Tokens of a sequence."""
-    batch_size: int = 8
-    """Sequences of a step."""
-    bf16: bool = False
-    """Train under bfloat16 autocast."""
-    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that an adapter leaves alone."""
-
-    @property
-    def setting(self) -> str:
-        """For a person to read."""
-        kind = "bfloat16 autocast" if self.bf16 else "float32"
-        frozen = f", frozen weights {self.frozen_dtype}" if self.frozen_dtype != "float32" else ""
-        return f"{self.batch_size} x {self.sequence_length} tokens a step, {kind}{frozen}"
+from .model import make_model
+from .settings import Mode, TrainBenchConfig
+from .timing import in_mode
 
 
 @dataclass(frozen=True, kw_only=True)

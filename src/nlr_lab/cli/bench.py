@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.bench import settings
 from nonlinear_lowrank.errors import UserError
 
 from .checkpoint import check_parent
@@ -23,34 +24,25 @@ _SETTINGS = {"step": "Train", "memory": "Train", "op": "Op", "decode": "Decode",
 def run(arguments: list[str]) -> None:
     """Measure and print the table."""
     if not arguments or arguments[0] not in (*BENCHES, "-h", "--help"):
-        said = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"
-        raise UserError(f"{said}; there are {', '.join(BENCHES)}: nlr bench step")
+        reason = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"
+        raise UserError(f"{reason}; there are {', '.join(BENCHES)}: nlr bench step")
     if arguments[0] not in BENCHES:
         lines = [f"  nlr bench {name:<10} {summary}" for name, summary in BENCHES.items()]
         print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))
         return
     what, *rest = arguments
-    module: Any = importlib.import_module(f"nlr_lab.bench.{what}")
-    config_class = getattr(module, f"{_SETTINGS[what]}BenchConfig")
+    config_class: Any = getattr(settings, f"{_SETTINGS[what]}BenchConfig")
 
     @dataclass(frozen=True, kw_only=True)
     class Options(config_class):  # type: ignore[misc, valid-type]
-        """Options of a benchmark: what is measured, and where to."""
+        """A benchmark's settings, and the files of its result."""
 
         output: str | None = None
         """Write every measured step to this JSON file too."""
         picture: str | None = None
         """Draw the result as a PNG too."""
 
-        def __post_init__(self) -> None:
-            if hasattr(self, "device"):
-                from nlr_lab.runtime.resources import choose_device
-
-                object.__setattr__(self, "device", str(choose_device(self.device)))
-            super().__post_init__()
-
-    default: Any = Options()
-    options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what], default=default)
+    options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what])
     for name in ("output", "picture"):
         path = getattr(options, name)
         check_parent(path, f"--{name}")
@@ -59,6 +51,7 @@ def run(arguments: list[str]) -> None:
     if options.picture is not None and what == "kernels":
         raise UserError("nlr bench kernels draws no picture; omit --picture")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
+    module = importlib.import_module(f"nlr_lab.bench.{what}")
     result = getattr(module, f"bench_{what}")(config, progress=print)
     print(result)
     if options.output is not None:

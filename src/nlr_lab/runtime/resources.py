@@ -27,7 +27,7 @@ def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.dev
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; omit --device")
+        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; use --device cpu")
     try:
         torch.zeros((), dtype=dtype, device=device).item()  # "meta" gives nothing back
     except Exception as error:  # each backend has errors of its own

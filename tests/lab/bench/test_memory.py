@@ -34,6 +34,8 @@ def test_peak_agrees_with_counts_by_hand():
     assert peak_bytes(lambda: None, "cpu") == 0
 
 
+# torch hides it where warnings are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_report_agrees_with_counts_by_hand(mode, tmp_path):

@@ -15,6 +15,7 @@ from PIL import Image
 from cli_helpers import refused, run, run_python
 from nlr_lab.cli import COMMANDS
 from nlr_lab.cli import main as cli
+from nlr_lab.cli.bench import BENCHES
 from nlr_lab.cli.options import parse
 from nlr_lab.cli.train import TrainOptions
 from nlr_lab.recipes import RECIPES
@@ -116,6 +117,14 @@ def test_a_missing_extra_is_named():
     done = run_python(script.format("['verify', '.']"), "tyro")
     assert (done.returncode, done.stderr) == (2, "nlr: tyro is needed here: pip install 'nonlinear-lowrank[lab]'\n")
     assert run_python(script.format("['--help']"), "tyro").returncode == 0
+
+
+@pytest.mark.parametrize("bench", list(BENCHES))
+def test_help_of_a_benchmark_needs_no_torch(bench):
+    script = "import sys; from nlr_lab.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = run_python(script, "bench", bench, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--output" in done.stdout
 
 
 def test_a_bug_names_a_file_with_the_traceback(capsys, monkeypatch):
