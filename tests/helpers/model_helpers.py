@@ -2,6 +2,9 @@
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
     ConvNextConfig,
     ConvNextForImageClassification,
     EuroBertConfig,
@@ -102,6 +105,21 @@ FAMILIES = {
 """Transformers: every method fits every one of them."""
 ALL = {**FAMILIES, "convnext": convnext}
 """And a model without attention, whose linears work on the last of four dimensions."""
+
+
+def auto_class(family: str) -> type:
+    """Return the Auto class that loads a family's model with its head."""
+    others = {"eurobert": AutoModelForMaskedLM}
+    others |= dict.fromkeys(("vit", "convnext"), AutoModelForImageClassification)
+    return others.get(family, AutoModelForCausalLM)
+
+
+def randomised(model: torch.nn.Module, scale: float = 0.1) -> torch.nn.Module:
+    """Add noise of this deviation to every tensor, so that none is at a default; return the model."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return model
 
 
 def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str, torch.Tensor]:

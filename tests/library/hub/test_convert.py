@@ -8,10 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
     AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
@@ -22,19 +19,13 @@ from transformers import (
 )
 
 import nonlinear_lowrank as nlr
-from model_helpers import FAMILIES, batch, llama
+from model_helpers import FAMILIES, auto_class, batch, llama, randomised
 from nonlinear_lowrank.hub import conversion, convert, load_model
-
-AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 
 
 def trained(make):
     """A plain model in evaluation mode, no tensor at its default."""
-    model = make().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return randomised(make().eval())
 
 
 def logits(model, inputs):
@@ -54,7 +45,7 @@ def test_converting_with_zero_init_is_bit_equal(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3))
-    loaded = AUTO.get(name, AutoModelForCausalLM).from_pretrained(tmp_path / "out")
+    loaded = auto_class(name).from_pretrained(tmp_path / "out")
     inputs = batch(model)
     assert torch.equal(logits(loaded, inputs), logits(model, inputs))
     assert report.bit_equal
@@ -105,7 +96,7 @@ def test_converting_to_rational_activations_keeps_the_weights(name, anchor, tmp_
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
     report = convert(tmp_path / "plain", tmp_path / "out", nlr.RationalConfig(groups=4, anchor=anchor))
-    loaded = AUTO.get(name, AutoModelForCausalLM).from_pretrained(tmp_path / "out")
+    loaded = auto_class(name).from_pretrained(tmp_path / "out")
     assert report.bit_equal == (anchor == "exact")
     assert report.up_init is None
     assert "up init" not in str(report)

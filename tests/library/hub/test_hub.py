@@ -11,8 +11,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     GlmForCausalLM,
     LlamaForCausalLM,
@@ -22,12 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import nonlinear_lowrank as nlr
 from cli_helpers import run_python
-from model_helpers import FAMILIES, batch, glm, llama
+from model_helpers import FAMILIES, auto_class, batch, glm, llama, randomised
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub import classes as hub_classes
 from nonlinear_lowrank.hub.classes import augmented_layers
 
-AUTO = {"eurobert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 GENERATORS = ["llama", "glm", "gpt2", "opt"]
 
 
@@ -35,14 +32,7 @@ def augmented(name, **settings):
     """A model of the family with branches, every tensor random, so that none is at a default."""
     model = FAMILIES[name]().eval()
     nlr.augment(model, nlr.NobleConfig(rank=3, **settings), verbose=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
-def auto_class(name):
-    return AUTO.get(name, AutoModelForCausalLM)
+    return randomised(model)
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,12 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import nonlinear_lowrank as nlr
 from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
-from model_helpers import FAMILIES, batch
+from model_helpers import FAMILIES, batch, randomised
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NonlinearQKV, NonlinearQuery, NonlinearQueryConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 
 QUERIES = {"llama": "q_proj", "glm": "q_proj", "gpt2": "c_attn", "opt": "q_proj", "eurobert": "q_proj", "vit": "q_proj"}
-
-
-def randomised(layer):
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.5)
-    return layer
 
 
 def written_out(layer, x):
@@ -44,7 +37,8 @@ def written_out(layer, x):
     ("kind", "scale"), [*((kind, scale) for kind in ("nonlinear", "linear") for scale in (0.5, 1.0)), ("identity", 0.5)]
 )
 def test_the_formula_written_out(kind, scale):
-    layer = randomised(NonlinearQuery(24, config=NonlinearQueryConfig(kind=kind, scale=scale), dtype=torch.float64))
+    layer = NonlinearQuery(24, config=NonlinearQueryConfig(kind=kind, scale=scale), dtype=torch.float64)
+    randomised(layer, 0.5)
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     torch.testing.assert_close(layer(x), written_out(layer, x))
 

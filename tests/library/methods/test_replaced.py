@@ -8,15 +8,14 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
 from cli_helpers import run_python
-from model_helpers import ALL, batch
+from model_helpers import ALL, auto_class, batch, randomised
 from nonlinear_lowrank.hub.classes import augmented_layers
 
 IMAGES = ("vit", "convnext")
-AUTO = {"eurobert": AutoModelForMaskedLM, **dict.fromkeys(IMAGES, AutoModelForImageClassification)}
 MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit", "image_tokens")
 ROWS = {
     "sine": ((*MODELS, "convnext"), nlr.SineLowRankConfig(rank=2, omega=30), {}),
@@ -38,14 +37,7 @@ def replaced(row, family):
     _, config, choice = ROWS[row]
     model = ALL[family]().eval()
     nlr.augment(model, config, **choice, verbose=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model
-
-
-def auto_class(family):
-    return AUTO.get(family, AutoModelForCausalLM)
+    return randomised(model, 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +51,7 @@ def saved(tmp_path_factory):
         inputs = batch(model)
         with torch.no_grad():
             expected = {"logits": model(**inputs).logits}
-            if family not in AUTO:
+            if auto_class(family) is AutoModelForCausalLM:
                 expected["text"] = generate(model, inputs["input_ids"])
         save_file({**inputs, **expected}, root / f"{name}.check.safetensors")
         models[row, family] = (root / name, model)
