@@ -33,7 +33,6 @@ from nlr_lab.compare.study import (
 )
 from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.occupancy import OccupancySettings
-from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.fields.step import FitConfig
 
@@ -59,7 +58,7 @@ def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, ar
             held_out=arguments.held_out,
             mesh_resolution=arguments.resolution,
         ),
-        method=FieldMethod(kind="sine", rank=1),
+        method="sine:rank=1",
         train=FitConfig(
             steps=steps,
             eval_every=max(steps // 5, 1),

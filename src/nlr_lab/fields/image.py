@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +24,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
 
-from .model import Field, FieldConfig
+from .model import Field
 from .picture_files import over_white, read_pixels
 from .problem import FieldMethod
+from .settings import FieldConfig, ImageSettings
 
 EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 """scikit-learn's photographs, 640 x 427, for which nothing is downloaded."""
@@ -37,38 +36,20 @@ EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 _CHUNK = 1 << 15  # pixels that an evaluation takes at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSettings:
-    """The image that is fitted, and the network."""
-
-    source: str = "china"
-    """An image file, or one of the embedded photographs: china, flower."""
-    crop: int = 0
-    """Side of a square out of the middle; 0: the whole image."""
-    size: int = 0
-    """The longer side is brought down to so many pixels, after the crop; 0: as it is."""
-    points: int = 16384
-    """Pixels of a step, drawn anew in each; 0: all of them."""
-    field: FieldConfig = field(default_factory=lambda: FieldConfig(in_features=2, out_features=3))
-    """The network."""
-
-    def __post_init__(self) -> None:
-        for name in ("crop", "size", "points"):
-            check_integer(name, getattr(self, name), minimum=0)
-
-    def prepare(self) -> "ImageProblem":
-        """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
-        image = read_image(self.source)
-        if self.crop:
-            if self.crop > min(image.size):
-                raise UserError(f"crop {self.crop} is larger than {self.source}, {image.width} x {image.height} pixels")
-            left, top = (image.width - self.crop) // 2, (image.height - self.crop) // 2
-            image = image.crop((left, top, left + self.crop, top + self.crop))
-        longer = max(image.size)
-        if self.size and self.size < longer:
-            width, height = (max(round(side * self.size / longer), 1) for side in image.size)
-            image = image.resize((width, height), Image.Resampling.LANCZOS)
-        return ImageProblem(np.asarray(image), name=Path(self.source).stem, field=self.field, points=self.points)
+def prepare(settings: ImageSettings) -> "ImageProblem":
+    """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
+    source, crop = settings.source, settings.crop
+    image = read_image(source)
+    if crop:
+        if crop > min(image.size):
+            raise UserError(f"crop {crop} is larger than {source}, {image.width} x {image.height} pixels")
+        left, top = (image.width - crop) // 2, (image.height - crop) // 2
+        image = image.crop((left, top, left + crop, top + crop))
+    longer = max(image.size)
+    if settings.size and settings.size < longer:
+        width, height = (max(round(side * settings.size / longer), 1) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    return ImageProblem(np.asarray(image), name=Path(source).stem, field=settings.field, points=settings.points)
 
 
 def read_image(source: str) -> Image.Image:

@@ -4,17 +4,16 @@ Parallel rays; the same view gives the same pixels for every mesh, so that pictu
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .mesh_files import unit_of
+from .settings import Axis
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
     from trimesh.ray.ray_pyembree import RayMeshIntersector
-
-Axis = Literal["x", "y", "z"]
 
 _CLAY = np.array([0.80, 0.70, 0.60])
 _PAPER = 1.0

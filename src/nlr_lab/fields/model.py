@@ -15,57 +15,15 @@ With activation "siren" and dense linears that is SIREN's own (Sitzmann et al. 2
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
-from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .problem import FieldMethod, dense_linear
-
-Activation = Literal["gaussian", "relu", "siren"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FieldConfig:
-    """Shape of a coordinate network; the paper's for occupancy by default."""
-
-    in_features: int = 3
-    """Of a position."""
-    out_features: int = 1
-    """Of a value."""
-    width: int = 256
-    """Of every hidden layer."""
-    hidden_layers: int = 2
-    """width x width linears between the first and the last: these are factored."""
-    activation: Activation = "gaussian"
-    """exp(-z^2 / (2 s^2)), max(z, 0), or SIREN's sin(omega_0 z)."""
-    spread: float = 0.05
-    """s of the Gaussian. 0.05 beat 0.1 clearly on shapes."""
-    frequency: float = 30.0
-    """omega_0 of SIREN."""
-    octaves: int = 0
-    """Positional encoding: x goes in with sin and cos of pi x, 2 pi x, ..., 2^(octaves - 1) pi x. 0: x alone."""
-    factored: Literal["hidden", "all"] = "hidden"
-    """Linears that a factored method takes: the width x width ones, as published, or every one that gets smaller."""
-
-    def __post_init__(self) -> None:
-        for name in ("in_features", "out_features", "width"):
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("hidden_layers", "octaves"):
-            check_integer(name, getattr(self, name), minimum=0)
-        for name in ("spread", "frequency"):
-            check_number(name, getattr(self, name), above=0)
-        check_choice("activation", self.activation, get_args(Activation))
-        check_choice("factored", self.factored, ("hidden", "all"))
-
-    @property
-    def encoded(self) -> int:
-        """Inputs of the first linear."""
-        return self.in_features * (1 + 2 * self.octaves)
+from .settings import FieldConfig
 
 
 class Field(nn.Module):

@@ -4,7 +4,6 @@ Source: Mildenhall et al. 2020, "NeRF"; sine_lowrank.txt, section 4.3 and append
 """
 
 import hashlib
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer, require
+from nonlinear_lowrank.validation import require
 
 from .cameras import Cameras
 from .demo_scene import DEMO_SIZE, demo_scene
-from .nerf_model import Radiance, RadianceConfig
+from .nerf_model import Radiance
 from .problem import FieldMethod
 from .rendering import Rays, Rendered, ndc_rays, pixel_rays, render
 from .scene import Scene
 from .scenes import read_scene
+from .settings import NerfSettings
 
 _POINTS = 1 << 14  # that are evaluated at once where no gradient is needed
 _WINDOW = 11  # pixels of SSIM's window, by side
@@ -29,50 +29,13 @@ _GAP = 4  # pixels between two pictures
 _FRAME_MS = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class NerfSettings:
-    """A scene, how its rays are sampled, and the network."""
-
-    source: str = "demo"
-    """"demo", three balls in formulas; or a folder or .npz file (`fields.scenes` lists the forms)."""
-    downscale: int = 1
-    """How many times smaller pictures get, by side."""
-    held_out: tuple[int, ...] | None = None
-    """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views; those are never
-    trained on, named here or not."""
-    ndc: bool = True
-    """LLFF scenes: rays in normalised device coordinates."""
-    near: float = 2.0
-    """Blender scenes: depth at which rays begin."""
-    far: float = 6.0
-    """Blender scenes: depth at which rays end."""
-    rays: int = 256
-    """Of a training step, drawn from all pixels of all training views."""
-    samples: int = 32
-    """On each ray, stratified."""
-    fine_samples: int = 0
-    """More of them where the coarse ones found something, for a second network. 0: one network, coarse only."""
-    frames: int = 12
-    """Of the path of cameras that is rendered at the end; 0: none."""
-    frame_downscale: int = 2
-    """How many times smaller they are than the views, by side."""
-    field: RadianceConfig = field(default_factory=RadianceConfig)
-    """The network."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("downscale", 1), ("rays", 1), ("samples", 2), ("frame_downscale", 1)):
-            check_integer(name, getattr(self, name), minimum=least)
-        for name in ("fine_samples", "frames"):
-            check_integer(name, getattr(self, name), minimum=0)
-        if self.held_out is not None:
-            object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
-
-    def prepare(self) -> "NerfProblem":
-        """Read the scene; raise UserError where there is none, or it is not what it should be."""
-        if self.source == "demo":
-            return NerfProblem(demo_scene(size=max(DEMO_SIZE // self.downscale, 1), held_out=self.held_out), self)
-        own = {name: getattr(self, name) for name in ("downscale", "held_out", "ndc", "near", "far")}
-        return NerfProblem(read_scene(self.source, **own), self)
+def prepare(settings: NerfSettings) -> "NerfProblem":
+    """Read the scene; raise UserError where there is none, or it is not what it should be."""
+    if settings.source == "demo":
+        scene = demo_scene(size=max(DEMO_SIZE // settings.downscale, 1), held_out=settings.held_out)
+        return NerfProblem(scene, settings)
+    own = {name: getattr(settings, name) for name in ("downscale", "held_out", "ndc", "near", "far")}
+    return NerfProblem(read_scene(settings.source, **own), settings)
 
 
 class NerfProblem:

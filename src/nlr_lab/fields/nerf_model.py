@@ -19,53 +19,13 @@ a bias; a linear m x n is factored only where k (m + n) < m n, which alpha's nev
 Source: sine_lowrank.txt, section 4.3, Table 3 and appendix A.2.4.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.validation import check_choice, check_integer, check_number
-
 from .model import encode, gaussian
 from .problem import FieldMethod
-
-Activation = Literal["gaussian", "relu"]
-Density = Literal["relu", "softplus"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RadianceConfig:
-    """Shape of a radiance field; the paper's by default."""
-
-    width: int = 256
-    """Of the layers that see the position."""
-    layers: int = 8
-    """How many there are."""
-    view_width: int = 128
-    """Of the layer that sees the direction."""
-    activation: Activation = "gaussian"
-    """exp(-z^2 / (2 s^2)), or max(z, 0), which without an encoding blurs."""
-    spread: float = 0.2
-    """s of the Gaussian. Eight layers as they are drawn vary by about 23,000 rad per unit of position at s = 0.05, 500
-    at 0.1, 50 at 0.15, 12 at 0.2 and 3 at 0.3; pixels of a view 252 wide are told apart by up to 400."""
-    density: Density = "softplus"
-    """Of alpha's output: log(1 + exp(z)), or NeRF's max(z, 0), of which two draws in eight start all but empty (density
-    at 2 % of the points or fewer) and then learn no depth: nothing passes a gradient there."""
-    octaves: int = 0
-    """Positional encoding of the position, as in NeRF (10 there). 0: none, as in the paper."""
-    view_octaves: int = 0
-    """The same for the direction (4 in NeRF)."""
-
-    def __post_init__(self) -> None:
-        for name in ("width", "layers", "view_width"):
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("octaves", "view_octaves"):
-            check_integer(name, getattr(self, name), minimum=0)
-        check_number("spread", self.spread, above=0)
-        check_choice("activation", self.activation, get_args(Activation))
-        check_choice("density", self.density, get_args(Density))
+from .settings import RadianceConfig
 
 
 class RadianceNet(nn.Module):

@@ -16,9 +16,8 @@ The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussia
 import hashlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,14 +25,14 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, check_integer, check_share, require
+from nonlinear_lowrank.validation import require
 
 from .mesh_files import import_trimesh, read_mesh
-from .mesh_picture import Axis, View, render
-from .model import Field, FieldConfig
+from .mesh_picture import View, render
+from .model import Field
 from .occupancy_grid import Frame, OccupancyGrid, check_memory, occupancy_grid
 from .problem import FieldMethod
+from .settings import OccupancySettings
 from .surface_sampling import LatticePoints, lattice_bytes
 
 if TYPE_CHECKING:
@@ -43,62 +42,19 @@ _HOLLOW = 0.05  # above what sampling explains
 _CHUNK = 1 << 15  # points that an evaluation takes at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class OccupancySettings:
-    """The shape that is fitted, and the network."""
-
-    source: str = "knot"
-    """A mesh file (.obj, .ply, .stl, .npz), or the embedded shape: knot."""
-    repair: bool = False
-    """Close the mesh's holes, each by a fan of triangles to its middle."""
-    resolution: int = 128
-    """n: training points are drawn from a lattice of n^3; the paper has 512."""
-    points: int = 8192
-    """Points of a step, drawn anew in each."""
-    surface_share: float = 0.7
-    """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
-    them evenly."""
-    surface_band: float = 0.03
-    """How far the band reaches to both sides, along each axis; the box has sides of 2."""
-    held_out: int = 96
-    """IoU is measured at so many points, cubed, at random places off the lattice."""
-    mesh_resolution: int = 128
-    """Points along each axis where the field is read for the mesh that is written."""
-    field: FieldConfig = field(default_factory=FieldConfig)
-    """The network."""
-    up: Axis = "y"
-    """The axis that points up in pictures."""
-    azimuth: float = 30.0
-    """Degrees that the eye is turned about it."""
-    elevation: float = 15.0
-    """Degrees that the eye is raised."""
-    picture_height: int = 480
-    """Pixels; the width follows from the shape."""
-
-    def __post_init__(self) -> None:
-        check_integer("points", self.points, minimum=1)
-        check_integer("picture_height", self.picture_height, minimum=16)
-        check_share("surface_share", self.surface_share)
-        if not 0 < self.surface_band <= 2:
-            raise UserError(f"surface_band must be above 0 and at most 2, got {self.surface_band!r}")
-        for name in ("azimuth", "elevation"):
-            if not -360 <= getattr(self, name) <= 360:
-                raise UserError(f"{name} must be degrees from -360 to 360, got {getattr(self, name)!r}")
-        check_choice("up", self.up, get_args(Axis))
-        if (self.field.in_features, self.field.out_features) != (3, 1):
-            raise UserError("the network of a shape has in_features 3 and out_features 1")
-
-    def prepare(self) -> "OccupancyProblem":
-        """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
-        import_trimesh()
-        check_memory(resolution=(self.resolution, 1))  # that it is a number
-        # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
-        check_memory(
-            resolution=(self.resolution, lattice_bytes(self.resolution, self.surface_share, self.surface_band)),
-            held_out=(self.held_out, 1),
-            mesh_resolution=(self.mesh_resolution, 8),
-        )
-        return OccupancyProblem(read_mesh(self.source, repair=self.repair), self, name=Path(self.source).stem)
+def prepare(settings: OccupancySettings) -> "OccupancyProblem":
+    """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
+    import_trimesh()
+    n = settings.resolution
+    check_memory(resolution=(n, 1))  # that it is a number
+    # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
+    check_memory(
+        resolution=(n, lattice_bytes(n, settings.surface_share, settings.surface_band)),
+        held_out=(settings.held_out, 1),
+        mesh_resolution=(settings.mesh_resolution, 8),
+    )
+    mesh = read_mesh(settings.source, repair=settings.repair)
+    return OccupancyProblem(mesh, settings, name=Path(settings.source).stem)
 
 
 class OccupancyProblem:

@@ -39,7 +39,8 @@ class FieldMethod:
     rank: int | None = None
     """k of the factored kinds."""
     omega: float | str | None = None
-    """Of the sine: a number, or a published table (`methods.sine.layer.OMEGA_BY_RANK`). None: the problem's own table."""
+    """Frequency of the sine: a number, or a published table (`methods.sine.layer.OMEGA_BY_RANK`). None: the problem's
+    own table."""
     gain: float | None = None
     """g of the sine. None: sqrt(d_in)."""
     init: Init = "kaiming_sqrt5"

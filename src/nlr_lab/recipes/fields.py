@@ -6,13 +6,8 @@ the distance between them come out. Both Kaiming inits are tried for every arm; 
 published table for NeRF.
 """
 
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.nerf import NerfSettings
-from nlr_lab.fields.nerf_model import RadianceConfig
-from nlr_lab.fields.occupancy import OccupancySettings
-from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
+from nlr_lab.fields.settings import ImageSettings, NerfSettings, OccupancySettings, RadianceConfig
 
 from .shared import field_arms, named
 
@@ -30,7 +25,7 @@ def image_demo() -> FieldRecipe:
         FieldRecipe,
         "image-demo",
         problem=ImageSettings(source="china", crop=192, size=64, points=1024),
-        method=FieldMethod(kind="sine", rank=5, omega=50.0),
+        method="sine:rank=5,omega=50",
         train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
         arms=field_arms(1, 5, 20),
         seeds=1,
@@ -49,7 +44,7 @@ def image() -> FieldRecipe:
         FieldRecipe,
         "image",
         problem=ImageSettings(points=16384),
-        method=FieldMethod(kind="sine", rank=20, omega=20.0),
+        method="sine:rank=20,omega=20",
         train=FitConfig(steps=10_000, lr=3e-3, save_every=1000),
         arms=field_arms(1, 2, 5, 20),
         seeds=3,
@@ -74,7 +69,7 @@ def nerf_demo() -> FieldRecipe:
             samples=24,
             field=RadianceConfig(width=128, layers=4, view_width=64, spread=0.15),
         ),
-        method=FieldMethod(kind="sine", rank=8, omega=100.0),
+        method="sine:rank=8,omega=100",
         train=FitConfig(steps=500, lr=2e-3, warmup_steps=25, eval_every=250, save_every=100),
         arms=tuple(f"{arm}{',' if ':' in arm else ':'}init=kaiming_sqrt5" for arm in field_arms(1, 5, 20)),
         seeds=1,
@@ -93,7 +88,7 @@ def nerf_fern() -> FieldRecipe:
         FieldRecipe,
         "nerf-fern",
         problem=NerfSettings(source="fern_252x189.npz", rays=256, samples=32),
-        method=FieldMethod(),
+        method="dense",
         train=FitConfig(steps=3000, lr=1e-3, warmup_steps=150, eval_every=1500, save_every=250),
         arms=field_arms(1, 5, 30),
         seeds=3,
@@ -113,7 +108,7 @@ def nerf_llff() -> FieldRecipe:
         FieldRecipe,
         "nerf-llff",
         problem=NerfSettings(source="nerf_llff_data/fern", downscale=8, rays=1024, samples=64, fine_samples=64),
-        method=FieldMethod(kind="sine", rank=5),
+        method="sine:rank=5",
         train=FitConfig(steps=500_000, lr=5e-4, schedule="exponential", end=0.01, eval_every=50_000, save_every=5_000),
         arms=field_arms(1, 5, 10, 30, 60),
         seeds=1,
@@ -134,7 +129,7 @@ def occupancy_demo() -> FieldRecipe:
         problem=OccupancySettings(
             source="knot", resolution=64, points=1024, held_out=32, mesh_resolution=48, picture_height=240
         ),
-        method=FieldMethod(kind="sine", rank=5, omega=50.0),
+        method="sine:rank=5,omega=50",
         train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
         arms=field_arms(1, 5, 20),
         seeds=1,
@@ -154,7 +149,7 @@ def occupancy() -> FieldRecipe:
         FieldRecipe,
         "occupancy",
         problem=OccupancySettings(resolution=512, points=16384, held_out=128, mesh_resolution=256),
-        method=FieldMethod(kind="sine", rank=1, omega="occupancy"),
+        method="sine:rank=1,omega=occupancy",
         train=FitConfig(steps=20_000, lr=1e-3, save_every=2000),
         arms=field_arms(1, 2, 5, 20),
         seeds=3,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cli_helpers import run
+from cli_helpers import run, run_python
 from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.fit import build
+from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.step import Stepper
 from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
 
@@ -27,6 +28,7 @@ def test_recipe_of_a_field_is_whole(name):
     assert recipe.description == RECIPES[name].summary
     assert is_dataclass(recipe.problem)
     json.dumps(asdict(recipe.problem))
+    assert str(FieldMethod.parse(recipe.method)) == recipe.method
     arms = [FieldArm.parse(text) for text in recipe.arms]
     assert len({arm.name for arm in arms}) == len(arms) > 1
     assert {arm.method.kind for arm in arms} == {"dense", "low-rank", "sine"}
@@ -43,6 +45,15 @@ def test_docstrings_state_command_hardware_time_and_expectation(name):
     words = [shlex.split(command) for command in re.findall(r"`nlr ([^`]+)`", text)]
     assert all(each[0] in ("fit", "compare") and each[1] == name for each in words)
     assert any(each[0] == "fit" for each in words)
+
+
+@pytest.mark.parametrize("command", ["fit", "compare"])
+@pytest.mark.parametrize("name", DEMOS)
+def test_help_needs_no_torch(name, command):
+    script = "import sys\nfrom nlr_lab.cli.main import main\nmain(sys.argv[1:])\nassert 'torch' not in sys.modules"
+    done = run_python(script, command, name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--train.steps" in done.stdout
 
 
 @pytest.mark.parametrize("name", DEMOS)

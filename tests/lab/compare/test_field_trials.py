@@ -50,7 +50,7 @@ def make_recipe(tmp_path):
     return FieldRecipe(
         name="tiny",
         problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
-        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        method="sine:rank=1,omega=30",
         train=FitConfig(steps=10, eval_every=2, save_every=0, threads=1, device="cpu", seed=7),
         arms=ARMS,
         seeds=2,

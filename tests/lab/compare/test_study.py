@@ -28,7 +28,6 @@ from nlr_lab.compare.study import (
 from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.fields.step import FitConfig
 from nlr_lab.tasks.text.data import TextData
@@ -57,7 +56,7 @@ def photo(tmp_path):
     return FieldRecipe(
         name="photo",
         problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
-        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        method="sine:rank=1,omega=30",
         train=FitConfig(steps=4, eval_every=2, save_every=0, threads=1, device="cpu"),
         arms=("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero"),
     )

@@ -16,7 +16,6 @@ from nlr_lab.compare.trial import Measurement
 from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.fields.step import FitConfig, Stepper
 from nlr_lab.runtime.time_limit import OutOfTimeError, duration, shortened
@@ -225,7 +224,7 @@ def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
         problem=ImageSettings(
             source=str(tmp_path / "photo.png"), points=0, field=FieldConfig(in_features=2, out_features=3, width=16)
         ),
-        method=FieldMethod(),
+        method="dense",
         train=FitConfig(steps=300, threads=1, device="cpu"),
         arms=(),
     )

@@ -18,7 +18,6 @@ from nlr_lab.bench.training import TrainBenchConfig
 from nlr_lab.compare import compare
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.fields.step import FitConfig
 from nlr_lab.tasks.text.data import TextData
@@ -83,7 +82,7 @@ def test_a_comparison_of_fields(compiled, tmp_path):
         problem=ImageSettings(
             source=str(tmp_path / "photo.png"), points=16, field=FieldConfig(in_features=2, out_features=3, width=32)
         ),
-        method=FieldMethod(kind="sine", rank=1, omega=30.0),
+        method="sine:rank=1,omega=30",
         train=FitConfig(steps=1, save_every=0, threads=1, device="cpu", compile=True),
         arms=tuple(f"sine:rank={rank}" for rank in RANKS),
         seeds=1,
