@@ -39,7 +39,7 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
         *tensors: what the kernel reads; all must be plain tensors (no DTensor, no fake one) of at most 32 bits on
             one NVIDIA GPU.
     """
-    if not _ENABLED.get() or not tensors or not all(_fits(tensor) for tensor in tensors):
+    if not _ENABLED.get() or not tensors or not all(map(_fits, tensors)):
         return None
     return load(name) if _usable(tensors[0].device) else None
 

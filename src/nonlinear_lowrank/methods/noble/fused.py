@@ -45,7 +45,8 @@ class FusedNoble(nn.Module):
             self._register(layers)
 
     def _register(self, layers: Sequence[Any]) -> None:
-        branches, dense = [layer.branch() for layer in layers], [layer.dense_weight() for layer in layers]
+        branches = [layer.branch() for layer in layers]
+        dense = [layer.weight.t() if isinstance(layer, NobleConv1D) else layer.weight for layer in layers]
         zeros, dtype = dense[0].new_zeros, dense[0].dtype
         cosine = bool(branches[0].frequencies)
         shared = layers[0].noble_shared

@@ -27,7 +27,8 @@ class NobleGroup:
 
     def output(self, x: Tensor, place: int) -> Tensor | None:
         """Return y (..., d_out) of the layer at this place; None where it shall compute its own."""
-        if not all(each.branch_enabled and each.plain_dense() for each in self.layers) or self.hand_off.apart(x):
+        together = all(each.branch_enabled and each.plain_weight() is not None for each in self.layers)
+        if not together or self.hand_off.apart(x):
             return None
         how = circumstances(x, self.layers[0].weight)
         y: Tensor = self.hand_off.take(x, place, self._compute, how)[place]
@@ -35,7 +36,7 @@ class NobleGroup:
 
     def _compute(self, x: Tensor) -> list[Tensor]:
         layers = self.layers
-        dense, biases = [each.dense_weight() for each in layers], [each.whole_bias() for each in layers]
+        dense, biases = [each.plain_weight() for each in layers], [each.whole_bias() for each in layers]
         ys = noble_linears(x, dense, biases, [each.branch() for each in layers])
         scale = layers[0].noble_config.scale
         return ys if scale == 1 else [y * scale for y in ys]

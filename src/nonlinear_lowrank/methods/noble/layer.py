@@ -88,15 +88,15 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def branch(self) -> Branch:
         """Return the branch's tensors; `down` is None where another layer has it."""
-        depth = self.noble_config.depth
-        layers = range(1, depth + 1) if self.noble_config.activation == "cosine" else ()
+        depth, activation = self.noble_config.depth, self.noble_config.activation
+        layers = range(1, depth + 1) if activation == "cosine" else ()
         return Branch(
             self.noble_down,
             self.noble_up,
             [getattr(self, f"noble_mix{k}") for k in range(1, depth)],
             [getattr(self, f"noble_frequency{k}") for k in layers],
             [getattr(self, f"noble_phase{k}") for k in layers],
-            self.noble_config.activation,
+            activation,
         )
 
     def reset_parameters(self) -> None:
@@ -134,21 +134,21 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
             )
         return super()._replicate_for_data_parallel()
 
-    def plain_dense(self) -> bool:
-        """Return whether the dense part is a plain product: nothing was converted or hooked to it."""
-        dense = self.dense
-        own = dense.__dict__  # attributes of modules are slow to read
-        return (
-            type(dense).forward in _PLAIN_FORWARDS
-            and not is_traceable_wrapper_subclass(dense.weight)
-            and not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"])
-            and not (own["_backward_pre_hooks"] or "forward" in own)
-        )
-
-    def dense_weight(self) -> Tensor:
-        """Return the dense weight as (d_out, d_in)."""
+    def plain_weight(self) -> Tensor | None:
+        """Return the dense weight as (d_out, d_in); None where the dense part is converted or hooked."""
         dense: Any = self.dense
-        return dense.weight.t() if isinstance(dense, Conv1D) else dense.weight
+        own, weight = dense.__dict__, dense.weight  # attributes of modules are slow to read
+        if (
+            type(dense).forward not in _PLAIN_FORWARDS
+            or is_traceable_wrapper_subclass(weight)
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
+            return None
+        return weight.t() if isinstance(dense, Conv1D) else weight
 
     def whole_bias(self) -> Tensor | None:
         """Return the bias with the branch's own in it."""
@@ -169,9 +169,9 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         elif self.noble_reduce is not None:
             h = self.noble_reduce(F.linear(x, branch.down))  # type: ignore[arg-type]
         dropped = config.dropout > 0 and self.training
-        plain = self.plain_dense()
-        if config.fusion == "add" and not dropped and plain:
-            y = noble_linear(x, self.dense_weight(), self.whole_bias(), branch, h)
+        weight = self.plain_weight()
+        if config.fusion == "add" and not dropped and weight is not None:
+            y = noble_linear(x, weight, self.whole_bias(), branch, h)
             return y if config.scale == 1 else y * config.scale
         if dropped:
             u = bottleneck(F.linear(x, branch.down) if h is None else h, branch)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
             added = noble_branch(x, branch, h)
         if self.noble_up_bias is not None:
             added = added + self.noble_up_bias.to(added.dtype)
-        y = F.linear(x, self.dense_weight(), self.bias) if plain else self.dense(given)
+        y = self.dense(given) if weight is None else F.linear(x, weight, self.bias)
         added = added.to(y.dtype)
         if self.noble_fusion is None:
             y = y + added

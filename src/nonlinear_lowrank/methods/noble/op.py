@@ -69,12 +69,13 @@ def noble_linears(
         branches = [branch._replace(down=None) for branch in branches]
     if len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return [noble_linear_reference(x, weights[0], biases[0], branches[0], h)]
+    grad = torch.is_grad_enabled()
+    if not grad and not as_one_op():
+        return _forward(x, h, weights, biases, branches)[:-1]
     activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
-    if torch.is_grad_enabled():
-        *ys, _ = _NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)
-        return ys
-    run = _forward_op if as_one_op() else _forward
-    return run(x, h, weights, biases, tensors, activation)[:-1]
+    if grad:
+        return list(_NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)[:-1])
+    return _forward_op(x, h, weights, biases, tensors, activation)[:-1]
 
 
 def noble_linear(
@@ -102,7 +103,7 @@ class _NobleLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(n: Any, activation: Any, x: Any, h: Any, *tensors: Any) -> Any:
-        run = _forward_op if as_one_op() else _forward
+        run = _forward_op if as_one_op() else _forward_body
         return tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
 
     @staticmethod
@@ -118,21 +119,28 @@ class _NobleLinears(torch.autograd.Function):
             raise RuntimeError(
                 "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
             )
+        n = ctx.n
         x, h, *tensors = ctx.saved_tensors
-        weights, tensors = tensors[: ctx.n], tensors[ctx.n :]
-        wanted = list(ctx.needs_input_grad[2 : 4 + 2 * ctx.n])  # x, h, weights, biases
+        weights, tensors = tensors[:n], tensors[n:]
+        wanted = list(ctx.needs_input_grad[2 : 4 + 2 * n])  # x, h, weights, biases
         wanted[0] &= weights[0] is not None or tensors[0] is not None  # else y does not depend on x
-        run = _backward_op if torch.compiler.is_compiling() else _backward
-        found = iter(run(gradients[:-1], x, h, weights, tensors, ctx.activation, wanted))
-        dense = [each if want else None for want, each in zip(wanted, found, strict=False)]
-        return None, None, *dense, *(None if each is None else next(found) for each in tensors)
+        inputs = gradients[:-1], x, h, weights, tensors, ctx.activation, wanted
+        if not torch.compiler.is_compiling():
+            return None, None, *_backward(*inputs)
+        wanted = [*wanted, *(each is not None for each in tensors)]
+        found = zip(_backward_op(*inputs), wanted, strict=True)
+        return None, None, *(each if want else None for each, want in found)
 
 
-def _branches(tensors: Sequence[Tensor | None], n: int, activation: str) -> tuple[list[Branch], list[Tensor]]:
-    """Return the branches of these tensors, and their down projections: n, one that all share, or none."""
+def _branches(tensors: Sequence[Tensor | None], n: int, activation: str) -> list[Branch]:
+    """Return the n branches of these tensors."""
     size = len(tensors) // n
-    branches = [Branch.of_flat(tensors[start : start + size], activation) for start in range(0, n * size, size)]
-    return branches, [branch.down for branch in branches if branch.down is not None]
+    return [Branch.of_flat(tensors[start : start + size], activation) for start in range(0, n * size, size)]
+
+
+def _downs(branches: Sequence[Branch]) -> list[Tensor]:
+    """Return the down projections: one for each branch, one that all share, or none."""
+    return [branch.down for branch in branches if branch.down is not None]
 
 
 def _forward(
@@ -140,12 +148,11 @@ def _forward(
     h: Tensor | None,
     weights: Sequence[Tensor | None],
     biases: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    activation: str,
+    branches: Sequence[Branch],
     training: bool = False,
 ) -> list[Tensor]:
     """Return y (..., d_out) of each linear, then h (T, m r) of the m down projections, empty where it was given."""
-    branches, downs = _branches(tensors, len(weights), activation)
+    downs = _downs(branches)
     x_TI = x.reshape(-1, x.shape[-1])
     us_TR: Iterable[Tensor]
     if len(branches) == 1 and downs and (kernel := _down_kernel(x_TI, branches[0])) is not None:
@@ -178,13 +185,14 @@ def _backward(
     tensors: Sequence[Tensor | None],
     activation: str,
     wanted: Sequence[bool],
-) -> list[Tensor]:
-    """Return the gradients of x, h, weights, biases (empty where `wanted` says no), and of the branches' tensors.
+) -> list[Tensor | None]:
+    """Return the gradients of x, h, weights, biases (None where `wanted` says no), and of the branches' tensors.
 
     A frozen dense weight costs no product.
     """
     n = len(weights)
-    branches, downs = _branches(tensors, n, activation)
+    branches = _branches(tensors, n, activation)
+    downs = _downs(branches)
     x_TI, h_TR = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
     dx_TI: Tensor | None = None
     dweights, dbiases, dhs, dbranches = [], [], [], []
@@ -193,25 +201,24 @@ def _backward(
         dy_TO = dy.reshape(-1, dy.shape[-1])
         u, dh, dinner = _bottleneck_backward(own, dy_TO @ branch.up, branch)
         dhs.append(dh)
-        dbranches.append([dy_TO.t() @ u, *dinner])
+        dbranches.append([None, dy_TO.t() @ u, *dinner])
         del u
         if wanted[0] and weight is not None:
             dx_TI = torch.mm(dy_TO, weight) if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
-        dweights.append(dy_TO.t() @ x_TI if weight_wanted else x.new_empty(0))
-        dbiases.append(dy_TO.sum(0) if bias_wanted else x.new_empty(0))
+        dweights.append(dy_TO.t() @ x_TI if weight_wanted else None)
+        dbiases.append(dy_TO.sum(0) if bias_wanted else None)
     dh_TR = torch.cat(dhs, 1) if len(downs) > 1 else sum(dhs[1:], dhs[0])
-    ddowns: list[Tensor] = []
     if downs:
         if wanted[0]:
             down = _joined(downs)
             dx_TI = dh_TR @ down if dx_TI is None else dx_TI.addmm_(dh_TR, down)
         ddown = dh_TR.t() @ x_TI
         ddowns = [ddown] if len(downs) == 1 else [each.clone() for each in ddown.chunk(n)]
+        for dbranch, own in zip(dbranches, ddowns, strict=False):  # the first alone where it is shared
+            dbranch[0] = own
     # Elementwise steps keep the layout of an h that is given; the op's results are contiguous.
-    dgiven = dh_TR.reshape(h.shape).contiguous() if wanted[1] else x.new_empty(0)
-    dx = x.new_empty(0) if dx_TI is None else dx_TI.view(x.shape)
-    for dbranch, ddown in zip(dbranches, ddowns, strict=False):  # the first alone where it is shared
-        dbranch.insert(0, ddown)
+    dgiven = dh_TR.reshape(h.shape).contiguous() if wanted[1] else None
+    dx = None if dx_TI is None else dx_TI.view(x.shape)
     return [dx, dgiven, *dweights, *dbiases, *itertools.chain(*dbranches)]
 
 
@@ -302,6 +309,18 @@ def _down_kernel(x_TI: Tensor, branch: Branch) -> ModuleType | None:
     return _kernel(x_TI, rank, branch, down) if fuse and rank <= FUSED_DOWN_RANK else None
 
 
+def _forward_body(
+    x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: str, training: bool = False
+) -> list[Tensor]:
+    """Run `_forward` of flat tensors."""
+    return _forward(x, h, weights, biases, _branches(tensors, len(weights), activation), training)
+
+
+def _backward_body(dys: Sequence[Tensor], x: Tensor, *rest: Any) -> list[Tensor]:
+    """Run `_backward` for the opaque op, which returns new empty tensors for None."""
+    return [x.new_empty(0) if each is None else each for each in _backward(dys, x, *rest)]
+
+
 # Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
 # layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinears`'s.
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
@@ -313,17 +332,17 @@ _LIBRARY.define(
     "noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, str activation, "
     "bool[] wanted) -> Tensor[]"
 )
-_LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("noble_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("noble_forward", _forward_body, "CompositeExplicitAutograd")
+_LIBRARY.impl("noble_backward", _backward_body, "CompositeExplicitAutograd")
 _forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
 _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_forward")
 def _(x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: Any, training: Any = False) -> Any:
-    branches, downs = _branches(tensors, len(weights), activation)
+    branches = _branches(tensors, len(weights), activation)
     ys = [x.new_empty(*x.shape[:-1], branch.up.shape[0]) for branch in branches]
-    kept = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in downs))
+    kept = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in _downs(branches)))
     return [*ys, x.new_empty(kept)]
 
 
@@ -333,4 +352,4 @@ def _(dys: Any, x: Any, h: Any, weights: Any, tensors: Any, activation: Any, wan
     shapes += [() if weight is None else weight.shape for weight in weights]
     shapes += [dy.shape[-1:] for dy in dys]  # biases
     dense = [x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True)]
-    return [*dense, *(each.new_empty(each.shape) for each in tensors if each is not None)]
+    return [*dense, *(x.new_empty(0) if each is None else each.new_empty(each.shape) for each in tensors)]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEAKY_SLOPE = 0.01
+_NARROW = (torch.bfloat16, torch.float16)
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "leaky_relu": lambda z: F.leaky_relu(z, LEAKY_SLOPE),
@@ -49,10 +50,9 @@ class Branch(NamedTuple):
     @classmethod
     def of_flat(cls, tensors: Sequence[Tensor | None], activation: str) -> Self:
         """Return the branch whose `flat` this is."""
-        down, up, *rest = tensors
-        assert up is not None
-        n = (len(rest) + 1) // 3 if activation == "cosine" else len(rest) + 1
-        return cls(down, up, rest[: n - 1], rest[n - 1 : 2 * n - 1], rest[2 * n - 1 :], activation)  # type: ignore[arg-type]
+        n = (len(tensors) - 1) // 3 if activation == "cosine" else len(tensors) - 1
+        mixes, frequencies, phases = tensors[2 : n + 1], tensors[n + 1 : 2 * n + 1], tensors[2 * n + 1 :]
+        return cls(tensors[0], tensors[1], mixes, frequencies, phases, activation)  # type: ignore[arg-type]
 
     def with_matrices(self, dtype: torch.dtype) -> Self:
         """Return it with matrices of this type; frequencies and phases stay as they are."""
@@ -62,7 +62,7 @@ class Branch(NamedTuple):
 
 def wide(tensor: Tensor) -> Tensor:
     """Return it in float32 or wider: phases of low-precision arguments lose the cosine entirely."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
