@@ -1,6 +1,8 @@
 """`nlr convert IN OUT`: a trained plain checkpoint, with branches added, or its activations rational functions."""
 
+import argparse
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
@@ -12,16 +14,27 @@ from .options import parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Add branches to a trained checkpoint, or make its activations rational functions; the dense weights stay as
-    they are."""
-
+class _Folders:
     input: Positional[str]
     """A plain model's folder."""
     output: Positional[str]
     """Where the augmented model goes; must be empty or new."""
+    include: tuple[str, ...] = ()
+    """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
+    exclude: tuple[str, ...] = ()
+    """Regular expressions of names to skip."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in the output folder first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(_Folders):
+    """Add branches to a trained checkpoint, or make its activations rational functions; the dense weights stay as
+    they are."""
+
     method: Literal["noble", "rational"] = "noble"
-    """noble: branches beside the linears; rational: activations become rational functions."""
+    """noble: branches beside the linears; rational: activations become rational functions. A method of another
+    distribution has its config's fields for options: nlr convert --method NAME --help."""
     rank: int = 64
     """Width of the bottleneck; must stay below min(d_in, d_out) of every linear."""
     rank_ratio: float | None = None
@@ -48,12 +61,6 @@ class ConvertOptions:
     """rational: how it goes on beyond the range of the fit."""
     fit_range: float = 10.0
     """rational: the fit is good on [-L, L]."""
-    include: tuple[str, ...] = ()
-    """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
-    exclude: tuple[str, ...] = ()
-    """Regular expressions of names to skip."""
-    overwrite: FlagCreatePairsOff[bool] = False
-    """Delete what is in the output folder first."""
 
 
 _FIELDS = {
@@ -65,28 +72,52 @@ _FIELDS = {
 
 def run(arguments: list[str]) -> None:
     """Convert and print by how much the logits moved."""
-    options = parse(ConvertOptions, arguments, command="convert")
-    _check_method(options)
+    name = _method_name(arguments)
+    if name in _FIELDS:
+        options: Any = parse(ConvertOptions, arguments, command="convert")
+        _check_method(options)
+    else:
+        options = _parse_other(name, arguments)
     folder = find_model(options.input)
 
-    from pathlib import Path
-
     from nonlinear_lowrank.hub import convert
-    from nonlinear_lowrank.methods.noble import NobleConfig
-    from nonlinear_lowrank.methods.rational import RationalConfig
+    from nonlinear_lowrank.methods.base import all_methods
 
-    config_class: Any = NobleConfig if options.method == "noble" else RationalConfig
-    config = config_class(**{name: getattr(options, name) for name in _FIELDS[options.method]})
+    config_class = all_methods()[name].config_class
+    known = _FIELDS[name] if name in _FIELDS else [field.name for field in fields(config_class)]
     report = convert(
         folder,
         Path(options.output),
-        config,
-        up_init=options.up_init,
+        config_class(**{each: getattr(options, each) for each in known}),
+        up_init=options.up_init if name in _FIELDS else "zero",
         include=options.include or None,
         exclude=options.exclude or None,
         overwrite=options.overwrite,
     )
     print(report)
+
+
+def _method_name(arguments: list[str]) -> str:
+    """Return the value of --method, on which the other options depend."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", nargs="?")
+    return parser.parse_known_args(arguments)[0].method or "noble"
+
+
+def _parse_other(name: str, arguments: list[str]) -> Any:
+    """Read the options of a method that is registered by an entry point: the fields of its config."""
+    from nonlinear_lowrank.methods.base import all_methods
+
+    able = [each for each, method in all_methods().items() if not (method.replaces_weights or method.wraps)]
+    if name not in able:
+        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(_Folders, all_methods()[name].config_class):  # type: ignore[misc]
+        method: str = name
+        """The method that is added."""
+
+    return parse(Options, arguments, command="convert", description=f"Add {name} to a trained checkpoint.")
 
 
 def _check_method(options: ConvertOptions) -> None:

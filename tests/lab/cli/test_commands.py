@@ -108,6 +108,8 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     assert "--groups is not of" in refused(capsys, "convert", plain, wrong, "--groups", "4")
     err = refused(capsys, "convert", plain, wrong, "--rank", "12", "--rank-ratio", "0.25")
     assert "takes the place of --rank" in err
+    err = refused(capsys, "convert", plain, wrong, "--method", "sine-lowrank", "--rank", "4")
+    assert "--method must be one of noble, rational, which keep the weights" in err
     assert not wrong.exists()
 
 

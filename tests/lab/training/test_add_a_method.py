@@ -96,6 +96,7 @@ adapted = peft.get_peft_model(model, GluAdapterConfig(r=4, target_modules="all-l
 adapted.save_pretrained("adapter")
 torch.save(adapted(tokens).logits, "logits.pt")
 """)
+    assert "bit-equal" in run("convert", "plain", "by-command", "--method", "glu", "--rank", 4)
     run(f"""{MODEL}
 import peft
 base = AutoModelForCausalLM.from_pretrained("plain")
