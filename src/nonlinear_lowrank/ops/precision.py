@@ -21,12 +21,18 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the type that autocast gives a linear of this input, or None."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def autocast_input(x: Tensor) -> Tensor:
     """Return x in autocast's type: cast once, in front of an operator whose backward runs outside autocast."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 _PRECISION_LOCK = threading.Lock()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.methods.attention import SEPARATE
-
-from .op import autocast_dtype
+from nonlinear_lowrank.ops.precision import autocast_dtype
 
 _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import as_one_op, kernels, processors, reshaped
+from nonlinear_lowrank.ops.precision import autocast_dtype
 
 from .reference import LEAKY_SLOPE, Branch, activation_function, argument, bottleneck, noble_linear_reference, wide
 
@@ -88,14 +89,6 @@ def noble_linear(
 def noble_branch(x: Tensor, branch: Branch, h: Tensor | None = None) -> Tensor:
     """Return the branch alone, (..., d_out), for a linear whose weight is not at hand (quantized, hooked)."""
     return noble_linear(x, None, None, branch, h)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the type that autocast gives a linear of this input, or None."""
-    device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 class _NobleLinears(torch.autograd.Function):

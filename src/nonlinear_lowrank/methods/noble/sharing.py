@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.ops.precision import autocast_dtype
 
 from .inputs import HandOff, circumstances, qkv_groups
-from .op import autocast_dtype
 
 
 class SharedDown:

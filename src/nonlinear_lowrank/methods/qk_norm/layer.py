@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_integer
 
 _EPS = 1e-6
@@ -92,7 +93,7 @@ class QKNormProjection(nn.Module):
             return y
         width = weight.shape[0]
         heads = y.unflatten(-1, (y.shape[-1] // width, width))
-        wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
+        wide = heads.to(wide_dtype(heads))
         return F.rms_norm(wide, (width,), weight.to(wide.dtype), _EPS).to(y.dtype).flatten(-2)
 
     def extra_repr(self) -> str:
