@@ -1,16 +1,15 @@
-"""`optimize_for_inference`: what need not be computed again for every token is computed once.
+"""`optimize_for_inference`: compute once what need not be computed again for every token.
 
-| what                                   | becomes                                                              |
+| part                                   | becomes                                                              |
 |----------------------------------------|----------------------------------------------------------------------|
 | sine-LoRA, sine-DoRA, LoRA of peft     | part of the base's weights                                           |
 | NoRA, NoRA++                           | plain coefficients of a rational activation, LoRA in the weights     |
 | sine low-rank weights                  | a plain linear: faster, and as large as the dense one                |
-| NOBLE layers                           | one product for dense output and branch (methods/noble/fused.py)      |
+| NOBLE layers                           | one product for dense output and branch (methods/noble/fused.py)     |
 | NOBLE adapters                         | stay: their branch cannot be merged                                  |
 | dense weights, with dense="int8"       | 8 bits by torchao, under NOBLE branches in the model's own type      |
 """
 
-import importlib.util
 import sys
 from typing import Any, Literal, get_args
 
@@ -20,7 +19,7 @@ from torch import nn
 from .errors import UserError
 from .methods.base import method_of_layer
 from .surgery.targets import output_head_names
-from .validation import one_line
+from .validation import check_choice, one_line, require
 
 Dense = Literal["keep", "int8", "fp8"]
 
@@ -32,7 +31,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
     (save the model before); `.to()`, torch.compile and `generate` work.
 
     Args:
-        model: augmented by this package, or with adapters of peft on it; its own layers are replaced.
+        model: augmented by this package, or with adapters of peft on it; its layers are replaced.
         fuse_shared_inputs: NOBLE's query, key and value projections, and gate and up projections, become one product.
         dense: type of the weights of linears but the output head: "keep" leaves it; "int8" and "fp8" quantize them by
             torchao (weights alone, a scale a row), which halves what a token reads of a bfloat16 model. Branches stay
@@ -45,12 +44,11 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
         UserError: there is no layer that can be made faster and no adapter in it, it is quantized or split over
             devices, or an adapter has weights that are not finite; or torchao is missing for dense.
     """
-    if dense not in get_args(Dense):
-        raise UserError(f"dense must be one of {', '.join(map(repr, get_args(Dense)))}, got {dense!r}")
-    if dense != "keep" and importlib.util.find_spec("torchao") is None:
-        raise UserError(f"dense={dense!r} needs torchao: pip install 'nonlinear-lowrank[quantized]'")
+    check_choice("dense", dense, get_args(Dense))
+    if dense != "keep":
+        require("quantized", "torchao")
     if not isinstance(model, nn.Module):
-        raise UserError(f"optimize_for_inference takes a model (torch.nn.Module), not {type(model).__name__}")
+        raise UserError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     merged, found = _merged(model)
     for name, module in merged.named_modules():
         if _optimizable(module) and any(
@@ -105,7 +103,7 @@ def _merged(model: Any) -> tuple[Any, bool]:
 
 
 def _quantize(model: nn.Module, dense: Dense) -> None:
-    """Weights of linears, of NOBLE's too, but the output head's."""
+    """Quantize the weights of linears in place, NOBLE's dense parts too, but not those of output heads."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     heads = output_head_names(model)

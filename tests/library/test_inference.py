@@ -1,6 +1,7 @@
 """`nlr.optimize_for_inference`: the same outputs, fewer products, nothing lost."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -168,8 +169,14 @@ def test_it_generates_compiles_copies_and_moves():
     torch.testing.assert_close(output(compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_quantizing_names_the_extra_that_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[quantized\]'"):
+        nlr.optimize_for_inference(model_helpers.llama(), dense="int8")
+
+
 def test_wrong_inputs_and_saving(tmp_path):
-    with pytest.raises(UserError, match="takes a model"):
+    with pytest.raises(UserError, match=r"model must be a torch\.nn\.Module, got a str"):
         nlr.optimize_for_inference("model")
     with pytest.raises(UserError, match="nothing to optimize in this LlamaForCausalLM"):
         nlr.optimize_for_inference(model_helpers.llama())
@@ -179,7 +186,7 @@ def test_wrong_inputs_and_saving(tmp_path):
         nlr.optimize_for_inference(queried)
     model = model_helpers.llama()
     nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    with pytest.raises(UserError, match="dense must be one of 'keep', 'int8', 'fp8'"):
+    with pytest.raises(UserError, match="unknown dense 'int4'; choose one of keep, int8, fp8"):
         nlr.optimize_for_inference(model, dense="int4")
     with pytest.raises(UserError, match=r"on meta; optimize the plain model"):
         nlr.optimize_for_inference(copy.deepcopy(model).to("meta"))

@@ -12,7 +12,7 @@ Scores are per weight, so that large and small layers can be compared:
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, KEYS, SEPARATE
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
+from nonlinear_lowrank.validation import check_choice
 
 Score = Literal["gradient", "activation"]
 
@@ -74,8 +75,7 @@ def layer_importance(
         UserError: no linears, no batches, one batch in place of a list, no loss, a score that is not finite, or, by
             gradient, a weight that is computed from others or a model that was made inside torch.inference_mode().
     """
-    if score not in ("gradient", "activation"):
-        raise UserError(f"unknown score {score!r}; choose gradient or activation")
+    check_choice("score", score, get_args(Score))
     if isinstance(batches, Mapping):
         raise UserError("batches is a single batch; put it into a list: layer_importance(model, [batch])")
     heads, inside = output_head_names(model), dense_parts(model)

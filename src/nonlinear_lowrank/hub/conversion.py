@@ -19,7 +19,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import method_of_config
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.report import AugmentReport
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import check_choice, one_line
 
 from .card import Origin, shown_name, write_card
 from .classes import augmented_layers
@@ -96,8 +96,7 @@ def convert(
         UserError: a folder or file is not as it must be, the model is augmented already, or the settings
             do not fit it. Nothing is left in output_dir then.
     """
-    if up_init not in ("zero", "paper"):
-        raise UserError(f"up_init must be 'zero' or 'paper', got {up_init!r}")
+    check_choice("up_init", up_init, ("zero", "paper"))
     method = method_of_config(config)
     if method is not None and (method.replaces_weights or method.wraps):
         raise UserError(
@@ -105,7 +104,7 @@ def convert(
         )
     draws_up = method is not None and method.draws_up
     if up_init == "paper" and not draws_up:
-        raise UserError("up_init='paper' is of NOBLE's up projections; leave it out")
+        raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     if output == source or output in source.parents or source in output.parents:
         raise UserError(f"the output folder {output} overlaps the input {source}; choose another")

@@ -105,7 +105,7 @@ def test_converting_to_rational_activations_keeps_the_weights(name, anchor, tmp_
     assert torch.equal(logits(loaded, inputs), logits(model, inputs)) == report.bit_equal
     state = loaded.state_dict()
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-    with pytest.raises(nlr.UserError, match="up_init='paper' is of NOBLE's"):
+    with pytest.raises(nlr.UserError, match="up_init='paper' is for NOBLE's"):
         convert(tmp_path / "plain", tmp_path / "no", nlr.RationalConfig(), up_init="paper")
     assert not (tmp_path / "no").exists()
 
@@ -184,7 +184,7 @@ def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
         ({"input_dir": tmp_path / "augmented"}, "augmented already"),
         ({"input_dir": tmp_path / "nowhere"}, "does not exist"),
         ({"config": nlr.NobleConfig(rank=32)}, "rank 32 is not low"),
-        ({"up_init": "one"}, "up_init must be"),
+        ({"up_init": "one"}, "unknown up_init 'one'; choose one of zero, paper"),
         ({"include": "nothing"}, "matches no linear"),
         ({"output_dir": plain, "overwrite": True}, "overlaps the input"),
         ({"output_dir": plain / "inside"}, "overlaps the input"),
