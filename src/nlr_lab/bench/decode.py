@@ -1,4 +1,4 @@
-"""`nlr bench decode`: what a method adds to the time of generating one token (noble_notes_zh.md, section 6.3).
+"""`nlr bench decode`: time of generating one token over the plain model's (noble_notes_zh.md, section 6.3).
 
 Every sequence of a batch has the same context in its cache of keys and values; a step is the forward pass of one more
 token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal.
@@ -34,7 +34,7 @@ class DecodeRow(TimedRow):
 
     @property
     def panel(self) -> str:
-        """Where a picture shows it."""
+        """Panel of a picture."""
         return f"{self.mode}, batch {self.batch_size}"
 
     def own_cells(self) -> dict[str, str]:

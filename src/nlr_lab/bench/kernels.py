@@ -1,4 +1,4 @@
-"""`nlr bench kernels`: what the compiler made of every Triton kernel, in every block shape that is launched; no GPU."""
+"""`nlr bench kernels`: compiled code of every Triton kernel in every block shape that is launched; no GPU."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ class KernelReport(Row):
     """Its compile-time arguments."""
     warps: int
     registers: int
-    """Of a thread; at most 255."""
+    """Registers of a thread, at most 255."""
     stack: int
     """Bytes of a thread's stack frame."""
     spill_stores: int
@@ -36,13 +36,13 @@ class KernelReport(Row):
     spill_loads: int
     """Bytes."""
     shared: int
-    """Bytes of a block."""
+    """Bytes of shared memory of a block."""
     matrix_instructions: dict[str, int]
     """Instruction -> how often it stands in the code."""
     products: int
     """tl.dot calls in the source."""
     problems: list[str] = field(default_factory=list, init=False)
-    """What must not be in a configuration that is launched."""
+    """Spills, stack, and products off the tensor cores: none may be launched."""
 
     def __post_init__(self) -> None:
         memory = {"spill stores": self.spill_stores, "spill loads": self.spill_loads, "stack": self.stack}

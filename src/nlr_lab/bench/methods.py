@@ -1,4 +1,4 @@
-"""What `nlr bench` puts on its model: every registered method, its adapters, and peft's that they compare with.
+"""Arms of `nlr bench`: every registered method, its adapters, and peft's that they compare with.
 
 A method that swaps modules trains everything, and its ratios are over the plain model; one that replaces weights goes
 on the feed-forwards, others where they go by default. Adapters train alone, on every linear but the head, and their

@@ -58,7 +58,7 @@ class OpRow(TimedRow):
 
     @property
     def panel(self) -> str:
-        """Where a picture shows it."""
+        """Panel of a picture."""
         return f"{self.operator}, {self.mode}"
 
     def cells(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class OpRow(TimedRow):
 
 @dataclass(frozen=True)
 class OpArm:
-    """A function and what it reads."""
+    """A function and its inputs."""
 
     name: str
     over: str | None
@@ -84,7 +84,7 @@ class OpArm:
     inputs: tuple[Tensor, ...]
     """Those whose gradients are formed require them."""
     parameters: tuple[Tensor, ...] = ()
-    """What a model has anyhow: weights and factors, also where they are among the inputs."""
+    """Weights and factors, also those among the inputs; not counted as saved."""
 
 
 def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:

@@ -1,4 +1,4 @@
-"""What every benchmark returns: rows, which print as a table, are saved as JSON and drawn as marks."""
+"""Result of every benchmark: rows, which print as a table, are saved as JSON and drawn as marks."""
 
 import json
 import statistics
@@ -44,7 +44,7 @@ class TimedRow(Row):
     over: str
     """The arm that it is measured against."""
     step: Ratio
-    """Of step times."""
+    """Ratio of step times."""
     over_seconds: float
     """Median step of `over`."""
 
@@ -57,7 +57,7 @@ class TimedRow(Row):
 
     @property
     def panel(self) -> str:
-        """Where a picture shows it."""
+        """Panel of a picture."""
         return self.mode
 
     def own_cells(self) -> dict[str, str]:
@@ -84,17 +84,17 @@ class TimedRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """What was measured; `print(result)` gives its table."""
+    """Rows and conditions of a benchmark; `print(result)` gives its table."""
 
     config: Any
     rows: Sequence[Any]
     """Each a `Row`."""
     about: str
-    """What was measured and how, shown below the table."""
+    """Sizes and conditions, shown below the table."""
     axis: str = ""
     """Name of the axis of a picture."""
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """What was measured -> arm -> seconds of its steps."""
+    """Mode, operator or batch size -> arm -> seconds of its steps."""
     flops: dict[str, int] = field(default_factory=dict)
     """Arm -> FLOPs of the matrix products of one forward and backward pass."""
     machine: dict[str, Any]

@@ -104,7 +104,7 @@ class ModelBenchConfig(BenchConfig):
     depth: int = 2
     """Activations in the bottleneck."""
     fusion: Literal["add", "gated"] = "add"
-    """How the branch joins the linear."""
+    """add: the sum of linear and branch; gated: a learned mixture."""
     share_down: Literal["none", "qkv"] = "none"
     """qkv: query, key and value share one down projection."""
     fuse_shared_inputs: bool = False

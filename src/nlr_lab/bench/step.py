@@ -1,4 +1,4 @@
-"""`nlr bench step`: what a method adds to the time of a training step, beside what it adds in FLOPs."""
+"""`nlr bench step`: time of a training step over the baseline's, beside the ratio of FLOPs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class StepRow(TimedRow):
     method: str
     rank: int | None
     parameter_ratio: float
-    """Of trained parameters."""
+    """Trained parameters over those of `over`."""
     flop_ratio: float
-    """Of the matrix products of forward and backward, as eager mode calls them."""
+    """FLOPs of the matrix products of forward and backward, as eager mode calls them, over those of `over`."""
 
     step_over_flops: float = field(init=False)
     """step.median / flop_ratio: 1 where a method costs just what its FLOPs do."""

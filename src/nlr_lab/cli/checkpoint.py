@@ -1,4 +1,4 @@
-"""Where a trained model lies and how it is opened, for the commands on trained models."""
+"""Finding and opening a trained model, for the commands on trained models."""
 
 from pathlib import Path
 from typing import Any

@@ -36,7 +36,7 @@ class CompareOptions(_Options, Generic[Task, Train]):
     """Options of `nlr compare`; the recipe's own settings are the nested ones."""
 
     arms: tuple[str, ...]
-    """What is compared; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
+    """Arms; the first is the baseline. Each: baseline, baseline:init=noble, noble:rank=64,
     noble:rank=64,activation=gelu,depth=1, noble:budget=5%, nonlinear-query+noble:rank=64 (both in one model),
     wide-mlp:match=noble-r64 (a plain model with as many parameters as that arm; by=flops: as many FLOPs), any of them
     with optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head,
@@ -63,7 +63,7 @@ class CompareFieldOptions(_Options, Generic[Problem, Train]):
     """Options of `nlr compare` for neural fields; the recipe's own settings are the nested ones."""
 
     arms: tuple[str, ...]
-    """What is compared: dense, low-rank:rank=5, sine:rank=5,omega=50 and the like. Each may add init= (otherwise both
+    """Arms: dense, low-rank:rank=5, sine:rank=5,omega=50 and the like. Each may add init= (otherwise both
     are tried), lr= (otherwise tuned), gain= and name=."""
     tune_lr: tuple[float, ...]
     """Learning rates to try for each arm and init, on a seed of their own; where an arm's best is at the edge, more of
@@ -71,7 +71,7 @@ class CompareFieldOptions(_Options, Generic[Problem, Train]):
     timing_rounds: int = 20
     """Interleaved steps of each arm for the step times; 0 leaves them out."""
     problem: Problem
-    """What is fitted, and the network."""
+    """The signal that is fitted, and the network."""
     train: Train
     """The optimization, shared by all arms."""
 

@@ -18,7 +18,7 @@ class _Folders:
     input: Positional[str]
     """A plain model's folder."""
     output: Positional[str]
-    """Where the augmented model goes; must be empty or new."""
+    """Folder of the augmented model; must be empty or new."""
     include: tuple[str, ...] = ()
     """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()

@@ -38,17 +38,17 @@ class EvaluateOptions:
     data: str | None = None
     """The folder of the local tasks' files; with both kinds, it holds mmlu and commonsense."""
     format: Literal["choices", "generate"] = "choices"
-    """How the local commonsense tests are asked: choices compared by log-likelihood, as lm-eval does, or the
+    """Form of the local commonsense tests: choices compared by log-likelihood, as lm-eval does, or the
     answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do."""
     prompt: Literal["alpaca", "llm-adapters"] = "alpaca"
-    """For --format generate: the prompt that the model was tuned with, that of nlr finetune or that of LLM-Adapters'
+    """With --format generate: the prompt that the model was tuned with, that of nlr finetune or that of LLM-Adapters'
     release, which is indented."""
     beams: int = 4
-    """For --format generate: beams of the search; 1 is greedy."""
+    """With --format generate: beams of the search; 1 is greedy."""
     num_fewshot: int | None = None
     """Answered examples in front of each question; default: 5 for mmlu_local, else as the task has it."""
     split: Literal["dev", "test"] | None = None
-    """Of a model tuned on GLUE: the labelled split that is scored; default: that of its recipe."""
+    """The labelled split of GLUE on which a tuned model is scored; default: that of its recipe."""
     include_path: str | None = None
     """A folder with lm-eval task files of your own."""
     limit: int | None = None

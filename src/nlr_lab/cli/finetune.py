@@ -17,7 +17,7 @@ class FinetuneOptions(RunOptions[Task, Train]):
     """Options of `nlr finetune`; the recipe's own settings are the nested ones."""
 
     arm: str
-    """How it is tuned: full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200, sine-dora:r=4,omega=200,
+    """Way of tuning: full, head, lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200, sine-dora:r=4,omega=200,
     nora:r=2,groups=8, nora++:r=2,lora_r=8, noble-adapter:r=16; low-rank ones may add plus=16 (LoRA+), and all of
     them lr=3e-4 and target_modules=q_proj/v_proj."""
 
@@ -31,7 +31,9 @@ def run(arguments: list[str]) -> None:
 
     arm = recipe.arm
     if arm.grid:
-        raise UserError(f"grid= is for nlr compare, which tries several rates; give the arm one: {arm.method}:lr=1e-4")
+        raise UserError(
+            f"grid= is for nlr compare, which tries several learning rates; give the arm one: {arm.method}:lr=1e-4"
+        )
     if arm.method == "baseline":
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")

@@ -25,7 +25,7 @@ class FitOptions(Generic[Problem, Train]):
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
     problem: Problem
-    """What is fitted, and the network."""
+    """The signal that is fitted, and the network."""
     train: Train
     """The optimization."""
 

@@ -26,11 +26,11 @@ class GenerateOptions:
     max_new_tokens: int | None = None
     """Stop after this many tokens, or at the end-of-text token; default: 128, or as many as fit."""
     classes: tuple[str, ...] = ()
-    """Of image tokens: the classes to draw, by name or number; default: the first ten."""
+    """Image tokens: the classes to draw, by name or number; default: the first ten."""
     images: int | None = None
-    """Of image tokens: images of each class; default: 8."""
+    """Image tokens: images of each class; default: 8."""
     out: str | None = None
-    """Of image tokens: the picture, a row for each class; default: samples.png."""
+    """Image tokens: the picture, a row for each class; default: samples.png."""
     temperature: float | None = None
     """Divides the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
     top_k: int | None = None

@@ -93,7 +93,7 @@ def _print_cost(arguments: list[str]) -> None:
 
 
 def _take(arguments: list[str], option: str) -> list[str] | None:
-    """The arguments without an option, and its value first; None where it is not there."""
+    """Return the arguments without an option, and its value first; None where it is not there."""
     for index, argument in enumerate(arguments):
         if argument == option:
             return [*arguments[:index], *arguments[index + 1 :]]
@@ -103,7 +103,7 @@ def _take(arguments: list[str], option: str) -> list[str] | None:
 
 
 def _take_checkpoint(arguments: list[str]) -> list[str] | None:
-    """What follows `nlr inspect` of `--rank CHECKPOINT`; None for `--rank 64`, NOBLE branches of that rank."""
+    """Return the arguments of `--rank CHECKPOINT`; None for `--rank 64`, NOBLE branches of that rank."""
     index = next((i for i, each in enumerate(arguments) if re.match(r"--rank(=|$)", each)), None)
     if index is None:
         return None
@@ -115,7 +115,7 @@ def _take_checkpoint(arguments: list[str]) -> list[str] | None:
 
 
 def _from_config(path: Path) -> Any:
-    """The model on meta that a config.json, or the one in a folder, describes."""
+    """Return the model on meta that a config.json, or the one in a folder, describes."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from nlr_lab.plan.inspect import build_on_meta

@@ -33,7 +33,7 @@ class RankOptions:
     exact_up_to: int = 2048
     """All singular values up to so many a matrix; above, the leading 256 by a sketch."""
     device: str = ""
-    """Where the spectra are computed; default: the GPU if there is one."""
+    """Device that computes the spectra; default: the GPU if there is one."""
     every_layer: FlagCreatePairsOff[bool] = False
     """One row a matrix; default: repeated layers share a row with medians."""
     json: FlagCreatePairsOff[bool] = False

@@ -107,7 +107,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _how_to_resume(arguments: Sequence[str]) -> str:
-    """What to type after Ctrl-C: the same command, with --resume where there is such a thing."""
+    """Return what to type after Ctrl-C: the same command, with --resume where there is such a thing."""
     if not arguments or arguments[0] not in (*KINDS, "compare"):
         return "nothing was kept"
     again = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]

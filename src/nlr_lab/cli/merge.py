@@ -16,7 +16,7 @@ class MergeOptions:
     adapter: Positional[str]
     """An adapter's folder, or the run folder that `nlr finetune` wrote."""
     output: Positional[str]
-    """Where the merged model goes; must be empty or new."""
+    """Folder of the merged model; must be empty or new."""
     base: str | None = None
     """Folder or name of the base model, where it is not what the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -14,7 +14,7 @@ from .options import parse, table_width
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What training takes: parameters, FLOPs, bytes, traffic and hours of every arm, from shapes alone.
+    """Cost of training: parameters, FLOPs, bytes, traffic and hours of every arm, from shapes alone.
 
     The smallest sharding that fits is found, and how many sequences a GPU then takes at once. Assumptions are printed.
     """
@@ -22,7 +22,7 @@ class PlanOptions:
     model: Positional[str]
     """A recipe's name, or a size: 124m, 350m, 1.3b, 7b, 13b, 70b."""
     gpus: int = 1
-    """How many."""
+    """Number of GPUs."""
     hardware: str = "h100"
     """a100, h100, h200, b200 or rtx4090."""
     memory: float | None = None
@@ -30,7 +30,7 @@ class PlanOptions:
     utilization: float = 0.4
     """Share of the data sheet's rate that matrix products reach."""
     arms: tuple[str, ...] = ()
-    """What is planned; default: the recipe's arms, of a size baseline, noble:rank=64 and noble:rank=256."""
+    """Arms that are planned; default: the recipe's arms, of a size baseline, noble:rank=64 and noble:rank=256."""
     batch_size: int | None = None
     """Sequences of a step, over all GPUs; default: the recipe's or the size's."""
     steps: int | None = None
@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is planned, from a recipe or a size."""
+    """A model and its training, from a recipe or a size."""
 
     build: Any
     """Arm -> model on meta."""

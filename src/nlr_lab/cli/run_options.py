@@ -1,4 +1,4 @@
-"""What `nlr train` and `nlr finetune` have in common: the options of one run, `--from RUN`, and the run."""
+"""The common part of `nlr train` and `nlr finetune`: the options of one run, `--from RUN`, and the run."""
 
 import sys
 from dataclasses import dataclass, replace

@@ -13,7 +13,7 @@ class TrainOptions(RunOptions[Task, Train]):
     """Options of `nlr train`; the recipe's own settings are the nested ones."""
 
     arm: str
-    """What is trained: baseline, baseline:init=noble, noble:rank=64,activation=gelu,depth=1, or your own
+    """Arm that is trained: baseline, baseline:init=noble, noble:rank=64,activation=gelu,depth=1, or your own
     module:function (model in, model out)."""
 
 

@@ -1,4 +1,4 @@
-"""What a trained language model is worth.
+"""Evaluation of trained models.
 
 text         perplexity and bits per byte
 harness      tasks of EleutherAI's lm-evaluation-harness, by name or over files of one's own

@@ -27,7 +27,7 @@ NAMES = (ALL, *TESTS)
 
 
 def answers_of(name: str) -> Sequence[str]:
-    """What a generated answer to a test may be; the first that occurs counts."""
+    """Generated answers to a test, by pattern; the first that occurs counts."""
     about = TESTS[name]["metadata"]
     return _numbered(about["word"], about["most"]) if "word" in about else ("true", "false")
 

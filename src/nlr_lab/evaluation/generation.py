@@ -14,7 +14,7 @@ from nonlinear_lowrank.validation import check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Settings by which the next token is drawn."""
 
     max_new_tokens: int | None = None
     """Stop after this many tokens, or at the end-of-text token; None: 128, or fewer where the model's

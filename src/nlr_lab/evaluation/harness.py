@@ -19,7 +19,7 @@ from .task_file import LocalGroup, LocalTask, LocalTasks
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, first wins
 
 Metrics = dict[str, Any]
-"""As lm-eval names them: "acc,none", "acc_stderr,none"; "n" is the number of questions that were scored."""
+"""Numbers by lm-eval's names: "acc,none", "acc_stderr,none"; "n" is the number of questions that were scored."""
 
 
 def score_tasks(

@@ -20,12 +20,12 @@ _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """What a result says of a file that it was made from."""
+    """Record of a file that a result was made from."""
 
     name: str
     bytes: int
     sha256: str
-    """Of the file as it lies there, compressed or not."""
+    """Hash of the file as it lies there, compressed or not."""
     rows: int
 
 

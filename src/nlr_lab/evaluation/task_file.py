@@ -25,7 +25,7 @@ class LocalTask:
     published: int
     """Questions of the published test; with another number, a score is not comparable with published ones."""
     files: Sequence[DataFile]
-    """What the questions and examples were read from."""
+    """Files of the questions and examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class LocalGroup:
     members: Sequence[str]
     """Names of tasks, or of groups that come before this one."""
     pooled: bool
-    """Whether to report the share of right answers over all questions, not the mean of the members' shares."""
+    """Report the share of right answers over all questions, not the mean of the members' shares."""
     published: int
     """Questions of the published tests, also of members that have none here."""
     metric: str = "acc"

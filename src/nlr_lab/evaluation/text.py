@@ -1,4 +1,4 @@
-"""How well a language model predicts a text: perplexity and bits per byte.
+"""Perplexity and bits per byte of a text.
 
 Bits per byte compare models with different tokenizers; perplexity does not. Both follow from the same mean
 loss L in nats a token: perplexity = exp(L), bits per byte = L / ln 2 * tokens / bytes, bytes counted in UTF-8.
@@ -22,12 +22,12 @@ from .batches import check_batch
 
 @dataclass(frozen=True, kw_only=True)
 class TextScore:
-    """How well a model predicts a text."""
+    """Perplexity and bits per byte of a text."""
 
     loss: float
     """Mean loss in nats over the predicted tokens."""
     tokens: int
-    """How many tokens were predicted."""
+    """Predicted tokens."""
     bytes_per_token: float | None
     """UTF-8 bytes of text that a token stands for, on average; None: the tokens are no text."""
 

@@ -1,4 +1,4 @@
-"""What training a model takes on given GPUs: bytes, FLOPs, communication, hours. Only shapes are needed.
+"""Cost of training a model on given GPUs: bytes, FLOPs, communication, hours. Only shapes are needed.
 
 Counted exactly, from the model's modules on the meta device and one traced pass (`cost`, `inspect`):
 
@@ -90,12 +90,12 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes kept for backward, a straight line in the number of sequences: (at none, for each)."""
+    """Bytes saved for backward, a straight line in the number of sequences: (at none, for each)."""
 
     blocks: tuple[tuple[float, float], ...]
-    """Of each block of the stack."""
+    """Bytes of each block of the stack."""
     outside: tuple[float, float]
-    """Of all else."""
+    """Bytes of all else."""
     loss: tuple[float, float]
     """The part of `outside` that follows the last layer."""
     stream: float
@@ -112,7 +112,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmCost:
-    """What one arm costs wherever it runs."""
+    """Cost of one arm wherever it runs."""
 
     name: str
     parameters: int
@@ -120,7 +120,7 @@ class ArmCost:
     """Those that methods added."""
     trainable: int
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     forward_flops: int
     """Per token."""
     training_flops: int
@@ -129,14 +129,14 @@ class ArmCost:
     gradient_bytes: int
     optimizer_bytes: int
     copy_bytes: int
-    """Of the linears' weights in 16 bits, which autocast makes."""
+    """Bytes of the linears' weights in 16 bits, which autocast makes."""
     block_parameters: int
-    """Of the largest block."""
+    """Parameters of the largest block."""
     outside_parameters: int
-    """Outside of all blocks."""
+    """Parameters outside of all blocks."""
     activations: Activations
     notes: tuple[str, ...] = ()
-    """What could not be counted."""
+    """Parts that could not be counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +156,11 @@ class Layout:
     moved: float
     """Bytes that each GPU sends in a step."""
     compute_seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     communication_seconds: float
     optimizer_seconds: float
     hours: float
-    """Of all steps."""
+    """Hours of all steps."""
 
     @property
     def total(self) -> float:
@@ -169,7 +169,7 @@ class Layout:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step: computing or communicating, whichever is longer, and the optimizer."""
+        """Seconds of a step: computing or communicating, whichever is longer, and the optimizer."""
         return max(self.compute_seconds, self.communication_seconds) + self.optimizer_seconds
 
 

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a GPU, from NVIDIA's data sheets (dense rates, without sparsity)."""
+"""Facts of a GPU for plans, from NVIDIA's data sheets (dense rates, without sparsity)."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Hardware:
     float32: float
     """The same in float32 (no TF32, which PyTorch does not use unless told to), FLOP/s."""
     bandwidth: float
-    """Of the memory, bytes/s."""
+    """Bytes/s of the memory."""
     link: float
     """To the other GPUs of a node, bytes/s in each direction."""
     network: float

@@ -1,4 +1,4 @@
-"""What `nlr inspect` shows: parameters, FLOPs and bytes saved for backward of every layer, without the memory.
+"""`nlr inspect`: parameters, FLOPs and bytes saved for backward of every layer, without the memory.
 
 The model is built on the meta device (or given, on any device: it is neither run nor changed), and one training forward
 pass is traced on fake CPU tensors, which have shapes and storages but no contents. On fake CPU tensors, unlike on meta

@@ -35,7 +35,7 @@ class SineBounds:
     lemma_2: float
     """omega ||sqrt|A|||_op^2."""
     stable_rank: float
-    """Of sin(omega A); NaN where that is zero."""
+    """Stable rank of sin(omega A); NaN where that is zero."""
     proposition_1: float
     """(omega / 4) (A_min / ||sqrt|A|||_op)^2."""
     proposition_1_printed: float

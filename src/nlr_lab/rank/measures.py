@@ -1,4 +1,4 @@
-"""How much rank a matrix has: its singular values, and what low-rank products gain by an activation.
+"""Ranks of a matrix: its singular values, and what low-rank products gain by an activation.
 
 A matrix (m, n) with singular values s_1 >= s_2 >= ... has
 
@@ -28,7 +28,7 @@ DIRECT = 512
 EXACT = 2048
 """Up to so many from the float64 Gram matrix of the smaller side; above, only the leading ones."""
 LEADING = 256
-"""How many a sketch finds."""
+"""Singular values that a sketch finds."""
 LEAST_TOLERANCE = 1e-7
 """Gram matrices square the singular values, so float64 tells them apart down to about 1e-8 of the largest."""
 

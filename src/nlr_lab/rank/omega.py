@@ -29,12 +29,12 @@ _SMALL = 2**18  # entries up to which several draws are averaged
 
 @dataclass(frozen=True, kw_only=True)
 class OmegaGuess:
-    """What the rule says for one shape and target."""
+    """Result of the rule for one shape and target."""
 
     omega: float | None
     """None where plain low rank has the target's stable rank already."""
     saturated: bool
-    """Whether the target was out of reach: cut to `SATURATED` of what independent entries have, or omega to 1e6."""
+    """True where the target was out of reach: cut to `SATURATED` of what independent entries have, or omega to 1e6."""
     target: float
     """The stable rank that was asked for."""
     low_rank: float

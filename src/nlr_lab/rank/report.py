@@ -1,4 +1,4 @@
-"""What `nlr inspect --rank` shows: how much rank every matrix of a checkpoint has, and where to begin with omega."""
+"""`nlr inspect --rank`: ranks of every matrix of a checkpoint, and a first guess of omega."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class LayerRank:
     rank: int | None
     """k of a factored weight."""
     omega: float | None
-    """Of a factored weight with a frequency."""
+    """Frequency of a factored weight that has one."""
     norm: float
     """The largest singular value."""
     stable_rank: float
@@ -44,7 +44,7 @@ class LayerRank:
     spectrum: list[tuple[int, float]]
     """(i, s_i / s_1) at up to 64 places i from 1."""
     omega_guess: dict[str, Any] | None = None
-    """Of `omega.guess_omega`, for the layer's group."""
+    """Result of `omega.guess_omega` for the layer's group."""
 
     @property
     def group(self) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""What is trained: text, language models."""
+"""Tasks: data and models of text, images and fine-tuning."""

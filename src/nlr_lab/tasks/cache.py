@@ -47,7 +47,7 @@ def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path
 
 
 def are_whole(folder: Path, facts: dict[str, Any]) -> bool:
-    """Whether train.npy and valid.npy hold as many tokens as the facts say; raises ValueError where one is cut off."""
+    """Return whether train.npy and valid.npy hold as many tokens as the facts say; raise ValueError for one cut off."""
     sides = ("train", "valid")
     return all(len(np.load(folder / f"{side}.npy", mmap_mode="r")) == facts[side]["tokens"] for side in sides)
 

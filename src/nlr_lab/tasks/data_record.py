@@ -1,4 +1,4 @@
-"""Which data a run read: what each of its settings names, file by file with sizes and hashes.
+"""Record of the data a run read: what each of its settings names, file by file with sizes and hashes.
 
     {"fingerprint": ...,                                       of the data as trained on
      "sources": {"text.source": {"name": "corpus", "bytes": ..., "sha256": ...,
@@ -26,7 +26,7 @@ _MOST_BYTES = 64 << 30  # of a source that is hashed; reading more would delay t
 
 
 def data_record(task: Any, fingerprint: str) -> dict[str, Any]:
-    """What a task's settings name, as this file's docstring shows it.
+    """Return what a task's settings name, as this file's docstring shows it.
 
     Args:
         task: a recipe's.
@@ -104,5 +104,5 @@ def _hashed(root: Path, files: Iterable[Path]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _sha256(file: Path, size: int, modified: int) -> str:
-    """Of the content; the runs of a comparison share one reading."""
+    """Return the hash of a file's content; the runs of a comparison share one reading."""
     return hash_file(file)

@@ -1,4 +1,4 @@
-"""What training and comparing know of a task and of its data.
+"""Interface of a task and of its data for training and comparing.
 
 A task is a frozen dataclass of settings that derives from `Task`. Importing it needs no torch: what it prepares and
 builds is imported when it is asked for.
@@ -25,7 +25,7 @@ Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What the runs of a task are judged by."""
+    """The number by which the runs of a task are judged."""
 
     name: str = "loss"
     """The name that the number has among the scores."""
@@ -53,7 +53,7 @@ ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSetup:
-    """What a way of tuning needs to know of the task's pretrained model."""
+    """Facts of the task's pretrained model that adapters need."""
 
     head: tuple[str, ...] = ()
     """Modules that the checkpoint does not have: drawn anew, trained in every arm, saved with the adapter."""
@@ -68,7 +68,7 @@ class Examples:
     """Examples by index, each a dict of tensors; the defaults are those of examples of one shape that draw nothing."""
 
     counts_passes: bool = False
-    """Whether an index also tells the pass over the data: i + N * pass."""
+    """True where an index also tells the pass over the data: i + N * pass."""
     lengths: Sequence[int] | None = None
     """Tokens of each example, where they differ."""
     unreadable: int = 0
@@ -104,11 +104,11 @@ class Prepared:
     plain: Examples | None = None
     """Training examples without augmentation, whose loss is reported too."""
     tokenizer: Any = None
-    """What is saved beside the model: anything with `save_pretrained`, or None."""
+    """Saved beside the model: anything with `save_pretrained`, or None."""
     fingerprint: str
     """Hash of what training sees."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For the record."""
+    """Written to result.json."""
     vocab_size: int = 0
     """Rows of the embedding."""
     classes: tuple[str, ...] = ()
@@ -116,9 +116,9 @@ class Prepared:
     valid_bytes_per_token: float | None = None
     """UTF-8 bytes of held-out text per predicted token; None: the data are no text."""
     predicts_next: bool = True
-    """Whether a token's label is the token after it, so that a sequence's first one is not predicted."""
+    """True where a token's label is the token after it, so that a sequence's first one is not predicted."""
     lengths_vary: bool = False
-    """Whether training meets batches of different lengths."""
+    """True where training meets batches of different lengths."""
     score: Score | None = None
     """None: the evaluation is a mean over tokens."""
     collate: Collate = stack
@@ -140,14 +140,14 @@ class Prepared:
 
 
 class Task(Protocol):
-    """What is trained on what."""
+    """A model and the data it is trained on."""
 
     pretrained: ClassVar[bool] = False
-    """Whether a checkpoint is tuned, and not a model trained from scratch."""
+    """True where a checkpoint is tuned, false where a model is trained from scratch."""
 
     @property
     def measure(self) -> Measure:
-        """What runs are judged by."""
+        """The number by which runs are judged."""
         return LOSS
 
     @property

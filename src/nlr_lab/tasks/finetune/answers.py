@@ -1,4 +1,4 @@
-"""Which tokens of an instruction are learned: those of the answers."""
+"""The tokens of an instruction that are learned: those of the answers."""
 
 import re
 from collections import Counter

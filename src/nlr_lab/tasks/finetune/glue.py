@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GlueData:
-    """Which task, from where, and how it is split."""
+    """Settings of a GLUE task: name, source and split."""
 
     task: str
     """cola, mrpc, rte, stsb, sst2, qnli, qqp, mnli or wnli; auto: the one whose folder the source is, by its name or

@@ -19,12 +19,12 @@ from nonlinear_lowrank.validation import one_line
 
 @dataclass(frozen=True, kw_only=True)
 class GlueInfo:
-    """What is known of one task."""
+    """Facts of one task."""
 
     folder: str
-    """Of GLUE's download."""
+    """Its folder in GLUE's download."""
     texts: tuple[tuple[str, ...], ...]
-    """For each text the names that its column goes by."""
+    """Names of each text's column."""
     label: tuple[str, ...] = ("label",)
     """The names that the label's column goes by."""
     classes: tuple[str, ...] | None = ("0", "1")

@@ -24,7 +24,7 @@ _PADDING = 8  # a crop is moved by up to 1 / 8 of the side, as 4 pixels of 32
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData(ImageSource):
-    """Which images, how they are split, and how they are varied."""
+    """Settings of the images: source, split and random changes."""
 
     augment: Literal["none", "flip", "crop-flip"] = "none"
     """Mirror half of the training images; also move them by up to an eighth. The same in every arm."""

@@ -18,7 +18,7 @@ from .pretrained import FinetuneTask, Pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionData:
-    """Which instructions, and how they become tokens."""
+    """Settings of instructions: source, template and length."""
 
     source: str = "stdlib"
     """A .json or .jsonl file (also .xz), a dataset's name, or "stdlib": docstrings of Python's own library."""

@@ -68,7 +68,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Which pretrained model, and what adapters go on."""
+    """A pretrained model, and the modules that adapters go on."""
 
     checkpoint: str
     """"minilm" (a packaged sentence encoder), "digits-vit" (a tiny ViT that is trained here on first use), a

@@ -1,4 +1,4 @@
-"""What training images go through: crop, mirror, RandAugment on each image; then Mixup or CutMix on pairs of them.
+"""Random changes of training images: crop, mirror, RandAugment on each image; then Mixup or CutMix on pairs of them.
 
 Written here on PIL and tensors: every draw must follow from the run's seed and the image's place alone, so that runs
 resume bit-exactly and all arms see the same pictures, and the operations of RandAugment are drawn for each image.
@@ -28,7 +28,7 @@ _AREA, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of "resized", as ever
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """How training images are varied; evaluation sees them as they are."""
+    """Random changes of training images; evaluation sees them as they are."""
 
     crop: Literal["none", "shift", "resized"] = "none"
     """"shift": moved by up to an eighth of the side; "resized": a part of 8 to 100 % of the area, stretched."""
@@ -37,7 +37,7 @@ class Augmentation:
     randaugment: int = 2
     """Operations of RandAugment on each image; 0: none."""
     magnitude: int = 9
-    """Of these operations, 0 to 30."""
+    """Strength of these operations, 0 to 30."""
     mixup: float = 0.8
     """alpha of Mixup: pairs of images are averaged with a weight from Beta(alpha, alpha); 0: no Mixup."""
     cutmix: float = 1.0

@@ -99,7 +99,7 @@ class ConvNextBackbone:
     drop_path: float = 0.0
     """Stochastic depth: the share of images whose last block is skipped; earlier blocks in proportion."""
     layer_scale: float = 1e-6
-    """What each block's output starts multiplied with, channel by channel; 0: no such scales."""
+    """Initial factor of each block's output, channel by channel; 0: no such scales."""
 
     model_class: ClassVar[str] = "ConvNextForImageClassification"
 

@@ -1,4 +1,4 @@
-"""Which labelled images are used, and how they are split."""
+"""Settings of labelled images: source and split."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .files import Images, read_images
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSource:
-    """Which images, and how they are split."""
+    """Settings of labelled images: source and split."""
 
     source: str = "digits"
     """"digits" (scikit-learn's), a .npz file (also .npz.xz), a folder of classes, or a dataset's name."""
@@ -30,7 +30,7 @@ class ImageSource:
     size: int | None = None
     """Pixels of a side; None: the model's."""
     mean: tuple[float, ...] = ()
-    """Of the pixels (0 to 1), by channel; empty: the checkpoint's, else 0.5."""
+    """Mean of the pixels (0 to 1), by channel; empty: the checkpoint's, else 0.5."""
     std: tuple[float, ...] = ()
     """Likewise."""
 
@@ -95,7 +95,7 @@ class FoundImages:
 
     train: Images
     kept: Sequence[int]
-    """Of `train`, those that are trained on."""
+    """Indices of `train` that are trained on."""
     held: Sequence[int]
     """Those held out of them."""
     test: Images

@@ -152,7 +152,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], ImageCodec] | None:
 
 
 class _Encoding:
-    """What fills a folder of the cache; see the file's documentation."""
+    """Writer of a folder of the cache; see the file's documentation."""
 
     def __init__(
         self, config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None, folder: Path, progress: bool

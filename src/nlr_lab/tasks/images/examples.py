@@ -27,7 +27,7 @@ UNREADABLE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Pixels:
-    """How an image becomes numbers."""
+    """Settings by which an image becomes numbers."""
 
     size: int
     channels: int
@@ -111,7 +111,7 @@ class ImageExamples(Examples):
 
     @property
     def unreadable(self) -> int:  # type: ignore[override]
-        """How many images could not be read so far, here or where these are a part."""
+        """Images that could not be read so far, here or where these are a part."""
         return int(self._unreadable.sum())
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageSplits:
-    """What a source holds."""
+    """Content of a source."""
 
     train: Images
     test: Images

@@ -37,7 +37,7 @@ class ImagePretrainingTask(Task):
     backbone: ImageBackbone
     """The model without branches."""
     augmentation: Augmentation = field(default_factory=Augmentation)
-    """How training images are varied."""
+    """Random changes of training images."""
     shorter: int | None = None
     """Evaluation brings the shorter side to so many pixels and cuts the middle out (ImageNet: 256); None: the whole
     image, squeezed into the square."""

@@ -39,7 +39,7 @@ _VQ_BATCH = 16  # images that a VQModel takes at once
 
 
 class ImageTokenizer:
-    """What encodes and decodes."""
+    """The encoder and decoder."""
 
     kind: str
     codes: int

@@ -17,7 +17,7 @@ _CLASSES = 10  # on meta, where the source has not been read
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTokenData:
-    """Which images, and how they become tokens."""
+    """Settings of image tokens: source and tokenizer."""
 
     source: str = "digits"
     """"digits" (scikit-learn's), a .npz file (also .npz.xz), a folder of classes, or a dataset's name."""
@@ -37,7 +37,7 @@ class ImageTokenData:
     eval_images: int = 1024
     """Held-out images that are evaluated, chosen likewise; fewer where there are fewer."""
     cache_dir: str | None = None
-    """Where tokens are cached; None: $NLR_CACHE, else the user's cache folder."""
+    """Folder of cached tokens; None: $NLR_CACHE, else the user's cache folder."""
 
     def __post_init__(self) -> None:
         for name, least in (("size", 1), ("patch", 1), ("codes", 2), ("eval_images", 1)):
@@ -63,7 +63,7 @@ class ImageTokenTask(Task):
     """Next-token prediction on image tokens, given the class."""
 
     tokens: ImageTokenData
-    """Where the images come from, and their tokenizer."""
+    """Source of the images, and their tokenizer."""
     backbone: GlmBackbone
     """The model without branches; each head is a multiple of 4 wide."""
     rope_theta: float = 10_000.0

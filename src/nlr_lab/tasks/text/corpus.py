@@ -35,7 +35,7 @@ _BLOCK = 8 << 20  # bytes read at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Where documents come from; may be iterated again and again, always in the same order."""
+    """A source of documents; may be iterated again and again, always in the same order."""
 
     source: str
     """"stdlib", a file, a folder, or a dataset's name: "owner/name", "owner/name:config", "...@split"."""

@@ -1,4 +1,4 @@
-"""Which text is trained on, how it is tokenized, and how it is cut."""
+"""Settings of a text: source, tokenizer, and sequences."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ LEARNED = ("bpe", "wordpiece")
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Which text, how it is tokenized, and how it is cut."""
+    """Settings of a text: source, tokenizer, and sequences."""
 
     source: str = "stdlib"
     """"stdlib" (the running Python's own library sources), a file or folder (.txt .md .py .jsonl .parquet, also
@@ -36,13 +36,13 @@ class TextData:
     """"bpe" (a byte-level BPE trained on the training documents), "wordpiece" (of BERT's kind, likewise), a folder
     with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name."""
     vocab_size: int = 2048
-    """Of "bpe" and "wordpiece"."""
+    """Entries of the vocabulary that "bpe" and "wordpiece" learn."""
     sequence_length: int = 256
     """Tokens a sequence, T; the model predicts T - 1 of them."""
     eval_sequences: int = 256
     """Held-out sequences that are evaluated, the first ones; fewer where there are fewer."""
     cache_dir: str | None = None
-    """Where tokens are cached; None: $NLR_CACHE, else the user's cache folder."""
+    """Folder of cached tokens; None: $NLR_CACHE, else the user's cache folder."""
 
     def __post_init__(self) -> None:
         check_integer("sequence_length", self.sequence_length, minimum=2)

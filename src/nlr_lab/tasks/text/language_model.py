@@ -57,7 +57,7 @@ class Backbone:
     """Dropout on the attention weights, the only one these backbones have (OPT: also on what each block adds)."""
 
     _head_multiple: ClassVar[int] = 2
-    """What a head's width must be a multiple of."""
+    """Factor of a head's width."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):
@@ -147,7 +147,7 @@ class NextTokenTask(Task):
     """Next-token prediction on packed text, by a backbone of any class."""
 
     text: TextData
-    """Where the text comes from, its tokenizer, and the sequence length."""
+    """Source of the text, tokenizer, and sequence length."""
     backbone: Any
     """The model that is not changed."""
 
@@ -195,7 +195,7 @@ class OptLanguageModelTask(NextTokenTask):
     backbone: OptBackbone
     """The model that is not changed."""
     tie_embeddings: bool = True
-    """Whether the output head is the input embedding."""
+    """Use the input embedding as the output head."""
 
     _model_class = "OPTForCausalLM"
 

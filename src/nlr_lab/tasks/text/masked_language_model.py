@@ -71,11 +71,11 @@ class MaskedLanguageModelTask(Task):
     """Prediction of hidden tokens in packed text."""
 
     text: TextData
-    """Where the text comes from, its tokenizer, and the sequence length."""
+    """Source of the text, tokenizer, and sequence length."""
     backbone: EncoderBackbone
     """The model without branches."""
     masking: Masking = Masking()
-    """What is hidden."""
+    """Shares of the tokens that are hidden."""
 
     def __post_init__(self) -> None:
         if self.text.tokenizer == "bpe":

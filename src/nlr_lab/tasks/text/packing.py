@@ -126,7 +126,7 @@ def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """Which documents are held out."""
+    """Choice of the documents that are held out."""
 
     size: int
     """Characters of the source."""
