@@ -251,7 +251,7 @@ def compare_pair(
 
 
 def _diverged_note(arm: Sequence[RunCurve], reference: Sequence[RunCurve]) -> str:
-    """Which of the two diverged, as it stands in the arm's row."""
+    """Return which of the two diverged, as it stands in the arm's row."""
     own, other = (sum(run.final_loss is None for run in runs) for runs in (arm, reference))
     where = f"of {len(arm)} seeds"
     if not own:

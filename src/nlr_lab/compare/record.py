@@ -27,7 +27,7 @@ Times = Mapping[str, Sequence[float]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """One arm with all that was found out about it."""
+    """One arm with all that is known of it."""
 
     name: str
     settings: Mapping[str, Any]
@@ -148,7 +148,7 @@ def _ratio(times: Times, arm: str, reference: str) -> Ratio | None:
 
 
 def _stability_notes(arm: ArmRecord) -> list[str]:
-    """Where the arm's runs diverged, or spiked."""
+    """Seeds and steps where the arm's runs diverged, or spiked."""
     notes = []
     for run in arm.runs.values():
         if run.diverged_at is not None:

@@ -102,7 +102,7 @@ class Runs:
         return sum(expected(arm) for arm in arms)
 
     def have_time_for(self, arms: Sequence[Any]) -> bool:
-        """Whether one more run of each arm ends in time; clocks differ between processes, so rank 0 decides for all."""
+        """Return whether one more run of each arm ends in time; clocks differ, so rank 0 decides for all processes."""
         return on_rank_0(lambda: self.expected_seconds(arms) < self.limit.left)
 
     def missing(self, seeds: Sequence[int], choices: int | None = None, *, anew: bool = False) -> list[Any]:

@@ -46,7 +46,7 @@ def study_parser(
     if sized:
         parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu")
         parser.add_argument("--smoke", action="store_true", help="a few steps of everything; copies nothing")
-    parser.add_argument("--seeds", type=int, default=seeds, help="beside the one that rates are tuned on")
+    parser.add_argument("--seeds", type=int, default=seeds, help="beside the one that learning rates are tuned on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("runs") / name, help="where finished runs are kept")
     return parser
@@ -109,12 +109,13 @@ def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
 
 
 def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
-    """The arms of a finished comparison of fields, each at the init and rate that were best there, to run for longer.
+    """Return the arms of a comparison of fields, each at the init and learning rate that were best there.
 
     Args:
-        record: the comparison's record, results.json or a copy of it; arms that diverged at every rate are left out.
-        rates: whether the rates are taken too; if not, the arms keep their inits and are tuned over rates again, which
-            a run many times as long may need.
+        record: the comparison's record, results.json or a copy of it; arms that diverged at every learning rate are
+            skipped.
+        rates: keep the learning rates too; False: keep the inits alone, so that learning rates are tuned again, as a
+            run many times as long may need.
 
     Raises:
         UserError: there is no such file, or it is no record.

@@ -79,16 +79,16 @@ class Run:
 
     @property
     def judged(self) -> float | None:
-        """What the run is compared by."""
+        """The number that the run is compared by."""
         return self.final_loss if self.score is None or self.final_loss is None else self.score
 
     @property
     def chosen_by(self) -> float | None:
-        """What a choice is made by."""
+        """The number that a choice is made by."""
         return self.judged if self.selection is None or self.final_loss is None else self.selection
 
     def as_curve(self) -> RunCurve:
-        """For the statistics; the final loss closes the curve when the last evaluation lies before the end."""
+        """Return the curve for the statistics; the final loss closes it where no evaluation lies at the end."""
         points = list(self.curve)
         if self.final_loss is not None and (not points or points[-1][0] < self.steps):
             points.append((self.steps, self.final_loss))

@@ -36,7 +36,7 @@ def check_workers(workers: int | None) -> None:
 
 
 class Workers:
-    """At most so many runs at once. Made by `open_workers`."""
+    """Workers for a number of runs at once, made by `open_workers`."""
 
     def __init__(self, number: int, console: Console) -> None:
         self._number, self._console = number, console

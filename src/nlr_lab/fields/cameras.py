@@ -31,13 +31,13 @@ class Cameras:
     def __post_init__(self) -> None:
         if self.poses.shape != (len(self.poses), 3, 4) or self.intrinsics.shape != (len(self.poses), 4):
             raise UserError(
-                f"cameras need poses (N, 3, 4) and intrinsics (N, 4), not {self.poses.shape} and "
+                f"cameras need poses (N, 3, 4) and intrinsics (N, 4), got {self.poses.shape} and "
                 f"{self.intrinsics.shape}"
             )
         for name, values in (("pose", self.poses), ("focal length or centre", self.intrinsics)):
             if not np.isfinite(values).all():
                 view = int(np.argwhere(~np.isfinite(values))[0][0])
-                raise UserError(f"the {name} of view {view} holds a value that is not finite; mend or remove that view")
+                raise UserError(f"the {name} of view {view} holds a value that is not finite; fix or remove that view")
         if len(self.poses) and (self.intrinsics[:, :2] <= 0).any():
             view = int(np.argmax((self.intrinsics[:, :2] <= 0).any(-1)))
             raise UserError(f"the focal length of view {view} must be above 0, got {self.intrinsics[view, :2].min():g}")

@@ -70,8 +70,8 @@ class FitFolder:
                     f"the fit in {self.path} was started on other data; bring it back or choose another folder"
                 )
             raise UserError(
-                f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
-                "go on with that, or choose another folder"
+                f"the fit in {self.path} was started with {name} {before.get(name)!r}, got {value!r}; "
+                "resume with the former, or choose another folder"
             )
         kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
         return read_json(self.path / RESULT, **kinds) if (self.path / RESULT).is_file() else None

@@ -93,7 +93,7 @@ class ImageProblem:
     def __init__(self, pixels: np.ndarray, *, name: str = "image", field: FieldConfig | None = None, points: int = 0):
         pixels = np.asarray(pixels)
         if pixels.ndim != 3 or pixels.shape[2] != 3:
-            raise UserError(f"an image is an array (height, width, 3), not {pixels.shape}")
+            raise UserError(f"an image must be an array (height, width, 3), got {pixels.shape}")
         if not pixels.size:
             raise UserError(f"{name} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
         if pixels.dtype != np.uint8:
@@ -113,7 +113,7 @@ class ImageProblem:
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """Build the network; an omega left open is that published for shapes at this rank."""
-        return Field(self.field, method.settled("occupancy"), generator)
+        return Field(self.field, method.resolved("occupancy"), generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return positions (points, 2) and values (points, 3)."""

@@ -65,7 +65,7 @@ def llff_scene(
         )
     if not np.isfinite(bounds).all():
         view = int(np.argwhere(~np.isfinite(bounds))[0][0])
-        raise UserError(f"{name}: the pose of view {view} holds a value that is not finite; mend or remove that view")
+        raise UserError(f"{name}: the pose of view {view} holds a value that is not finite; fix or remove that view")
     table = bounds[:, :15].astype(np.float64).reshape(-1, 3, 5)
     depths = bounds[:, 15:].astype(np.float64)
     if not (depths[:, 0] > 0).all() or not (depths[:, 0] < depths[:, 1]).all():

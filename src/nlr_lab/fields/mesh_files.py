@@ -122,12 +122,12 @@ def _check_counts(path: Path) -> None:
 def _check_arrays(path: Path, points: np.ndarray, faces: np.ndarray) -> None:
     if not faces.size:
         raise UserError(f"{path} has no faces; give a surface, not points")
-    for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "whole numbers")):
+    for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "integers")):
         if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in kinds:
             found = f"{tuple(array.shape)} of {array.dtype}"
             raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; triangulate the mesh")
     if bad := int((~np.isfinite(points)).any(1).sum()):
-        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; mend them")
+        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; fix them")
     if faces.min() < 0 or faces.max() >= len(points):
         raise UserError(f"{path}: faces name point {faces.max()}, or one below 0, of {len(points):,} points")
 

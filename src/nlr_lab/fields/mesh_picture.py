@@ -27,7 +27,7 @@ _CREASE = np.cos(np.radians(35))  # facets that turn further from their surround
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """From where a mesh is seen.
+    """The place from which a mesh is seen.
 
     `azimuth` turns the eye about the axis that points up, `elevation` raises it; degrees. At 0, 0 the eye looks
     against z with y up, against x with z up, and against y with x up.

@@ -74,7 +74,7 @@ class NerfProblem:
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """Build a `Radiance`; omega, where it was left open, is the one published for NeRF at this rank."""
-        return Radiance(self.settings.field, method.settled("nerf"), self.settings.fine_samples > 0, generator)
+        return Radiance(self.settings.field, method.resolved("nerf"), self.settings.fine_samples > 0, generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Draw rays through random pixels of training views: origins, directions, views, colours (rays, 3); places.
@@ -168,7 +168,7 @@ class NerfProblem:
             ) from error
 
     def _rays(self, cameras: Cameras, view: Tensor, row: Tensor, column: Tensor) -> Rays:
-        """In the coordinates that the network sees, float32."""
+        """Return rays through pixels in the coordinates that the network sees, float32."""
         rays = pixel_rays(cameras, view, row, column)
         if self.scene.ndc:
             # The views' own cameras say what the box is, so that all pictures of the scene share it.

@@ -68,7 +68,7 @@ class Radiance(nn.Module):
         self.fine = RadianceNet(config, method, generator) if fine else None
 
     def forward(self, points: Tensor, views: Tensor, fine: bool = False) -> tuple[Tensor, Tensor]:
-        """As `RadianceNet`, of the coarse or of the fine field."""
+        """Return `RadianceNet`'s density (...) and colour (..., 3), of the coarse or of the fine field."""
         net = self.fine if fine else self.coarse
         assert net is not None
         return net(points, views)

@@ -95,7 +95,7 @@ class OccupancyProblem:
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """Build the network; an omega left open is the published one for this rank."""
-        return Field(self.settings.field, method.settled("occupancy"), generator)
+        return Field(self.settings.field, method.resolved("occupancy"), generator)
 
     def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Draw points of the lattice (points, 3), whether they are inside, 0 or 1 (points,), and weights (points,)."""

@@ -1,8 +1,8 @@
 """Problems that are fitted (`Problem`), and the linears that fit them (`FieldMethod`).
 
-A problem is pure: whatever is random in it comes from the generators it is handed, so that a fit can be killed and
-taken up bit by bit. Settings, as a user gives them, are a frozen dataclass with `prepare()` (`ProblemSettings`);
-reading and checking data is done there.
+A problem is pure: whatever is random in it comes from the generators it is handed, so that a fit resumes bit-exactly.
+Settings, as a user gives them, are a frozen dataclass with `prepare()` (`ProblemSettings`); reading and checking data
+is done there.
 """
 
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ class FieldMethod:
             options.append(f"init={self.init}")
         return ":".join(filter(None, (self.kind, ",".join(options))))
 
-    def settled(self, table: str) -> "FieldMethod":
+    def resolved(self, table: str) -> "FieldMethod":
         """Return the method with omega as a number, where it was left open taken from a published table."""
         if self.kind != "sine":
             return self

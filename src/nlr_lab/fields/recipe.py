@@ -1,4 +1,4 @@
-"""How a neural field (coordinate network) is fitted, and the whole of it as a recipe: a problem, and its methods."""
+"""A neural field (coordinate network) as a recipe: the problem, its methods, and the optimization."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Schedule = Literal["cosine", "linear", "exponential", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How a field is fitted: Adam, all parameters at one learning rate, no weight decay."""
+    """The optimization of a fit: Adam, all parameters at one learning rate, no weight decay."""
 
     steps: int = 2000
     """Optimizer steps."""

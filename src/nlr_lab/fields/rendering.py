@@ -37,7 +37,7 @@ class Rays(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """What R rays see."""
+    """Colours and depths that R rays see."""
 
     colour: Tensor
     """(R, 3)."""

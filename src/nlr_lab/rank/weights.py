@@ -55,7 +55,7 @@ class Weight:
     """One matrix of a checkpoint."""
 
     name: str
-    """Of the layer as the file has it, or of the tensor."""
+    """Name of the layer as the file has it, or of the tensor."""
     kind: str
     """"dense", "table" (embeddings, output heads), "kernel" (a convolution's), "branch" (a tensor of a method), "sine",
     "low-rank", "LoRA", ..."""
@@ -64,7 +64,7 @@ class Weight:
     rank: int | None = None
     """k of a factored weight."""
     omega: float | None = None
-    """Of a factored weight with a frequency."""
+    """Frequency of a factored weight that has one."""
     load: Callable[[], Tensor | tuple[Tensor, Tensor, float]]
     """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
 
@@ -225,8 +225,8 @@ def _sine_settings(config: Mapping[str, Any]) -> list[tuple[set[str], SineLowRan
 
 
 def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
-    """For a fitted field, given as the fit's `model`, a checkpoint or their file: the config of its factored layers of
-    n inputs."""
+    """Return, by the number of inputs, the config of the factored layers of a neural field (coordinate network), given
+    as the fit's `model`, a checkpoint or their file; None for other models."""
     folder = (path if path.is_dir() else path.parent).absolute().parent
     fit = (folder.parent if folder.name == CHECKPOINTS else folder) / FIT
     if not fit.is_file():
@@ -238,7 +238,7 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
         if method.kind == "sine" and method.omega is None and "field" not in problem:
             return None
         table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
-        config = method.settled(table).factors_config()
+        config = method.resolved(table).factors_config()
         if config is None or config.activation != "sine" or field["activation"] != "siren":
             return None if config is None else lambda n: config
         frequency = float(field["frequency"])  # the activation multiplies by it, and the weight has it in its gain

@@ -14,7 +14,7 @@ from nonlinear_lowrank.errors import UserError
 
 
 class RecipeEntry(NamedTuple):
-    """Where a recipe is, and what `nlr --help` says of it."""
+    """A recipe's place, and its line in `nlr --help`."""
 
     command: str
     """"train" from scratch, "finetune" a pretrained model, or "fit" a field; `nlr compare` takes all."""
@@ -48,7 +48,7 @@ _TABLE = {
             "gpt3-demo": "tiny GPT-3 with nonlinear queries; 2 CPU cores, minutes",
             "gpt3-small": "GPT-3 small with nonlinear queries on OpenWebText; 8 large GPUs",
             "gpt3-stability": "which arm of GPT-3 small diverges at weight decay 0.05",
-            "gpt3-stability-high-lr": "the same at weight decay 0.03 and five times the rate",
+            "gpt3-stability-high-lr": "the same at weight decay 0.03 and five times the learning rate",
         },
         "vit": {
             "vit-demo": "a tiny ViT from scratch on embedded digits; 2 CPU cores, minutes",

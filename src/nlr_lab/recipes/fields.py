@@ -137,7 +137,7 @@ def occupancy_demo() -> FieldRecipe:
 
 
 def occupancy() -> FieldRecipe:
-    """The paper's setting: 512^3 lattice, two hidden 256 x 256 linears, s = 0.05, rate 1e-3 (A.2.5).
+    """The paper's setting: 512^3 lattice, two hidden 256 x 256 linears, s = 0.05, learning rate 1e-3 (A.2.5).
 
     Command: `nlr fit occupancy --source lucy.ply`, or `nlr compare occupancy --source lucy.ply` for table 13. The
     paper's 200 epochs are over an unstated batch; here 20,000 steps of 16,384 points.

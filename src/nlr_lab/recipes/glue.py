@@ -3,9 +3,9 @@
 Adapters go on the query and value projections. At its zero start the gradient of sine-LoRA's up factor is
 omega / sqrt(d_in) times LoRA's, and a step of Adam moves the weight that many times as far: the learning rates that
 suit LoRA do not suit it, so arms have learning-rate grids of their own. In the small recipe the new head has one
-rate in all of them, or it would learn little beside the arms with low rates.
+learning rate in all of them, or it would learn little beside the arms with low ones.
 
-Table 4 prints rates and epochs without the tasks' names. Its rows are taken in the order CoLA, SST-2, MRPC,
+Table 4 prints learning rates and epochs without the tasks' names. Its rows are taken in the order CoLA, SST-2, MRPC,
 QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 epochs, small ones 20, and RTE
 1.2e-3 for 50, as other work on this model has it.
 """

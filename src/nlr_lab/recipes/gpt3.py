@@ -6,8 +6,9 @@ AdamW(0.9, 0.95) with weight decay 0.1, warm-up and cosine decay. The learning r
 
 The controls separate what the nonlinear query brings from what its surroundings do: the identity query (no query
 weights at all), the residual linear query (the same parameters and norms, no GELU), and the MLP widened to 4.75
-(12.5 % more parameters), at the rate of the others and at 4 / 4.75 of it (the document says "scaled LR" and not how).
-An independent audit found no gain over a linear query at a rate of its own: compare with `--tune-lr`.
+(12.5 % more parameters), at the learning rate of the others and at 4 / 4.75
+of it (the document says "scaled LR" and not how).
+An independent audit found no gain over a linear query at a learning rate of its own: compare with `--tune-lr`.
 """
 
 from typing import Any
@@ -51,8 +52,8 @@ def gpt3_small() -> Recipe:
     GPT-2's tokenizer is about 18 GB in the cache.
     Time: not measured by us; 29 billion tokens an arm.
     Expect: the paper's validation losses at 59,000 steps, 2.956 for the baseline, 2.919 for the nonlinear query
-    (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled rate. One seed, rates
-    not tuned, and not repeated by us.
+    (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled learning rate. One
+    seed, learning rates not tuned, and not repeated by us.
     """
     scaled = f"wide-mlp:ratio=4.75,lr={6e-4 * 4 / 4.75:.3g},name=wide-mlp-4.75-scaled-lr"
     return _small("gpt3-small", (*_ARMS, scaled), lr=6e-4)

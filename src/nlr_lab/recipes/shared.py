@@ -1,4 +1,4 @@
-"""What several recipes share."""
+"""Arms, data and settings that several recipes share."""
 
 from typing import Any, TypeVar
 

@@ -1,1 +1,1 @@
-"""What a run takes of its machine: devices, threads, time, files, and a record of versions."""
+"""Parts of the machine that a run takes: devices, threads, time, files, and a record of versions."""

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, and a file that is whole or absent.
+"""The shared parts of all pictures: colours, and a file that is whole or absent.
 
 Figures are plain `Figure` objects on the Agg canvas, so nothing here touches pyplot or the user's backend.
 """

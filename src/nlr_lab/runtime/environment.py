@@ -1,5 +1,5 @@
-"""What a result depends on beside its settings: versions, the kind of machine, the state of the user's code, how
-many threads compute, and whether every kernel repeats its bits.
+"""Surroundings that a result depends on beside its settings: versions, the kind of machine, the state of the user's
+code, how many threads compute, and whether every kernel repeats its bits.
 """
 
 import os

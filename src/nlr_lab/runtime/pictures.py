@@ -13,7 +13,7 @@ def eight_bits(image: Any) -> Any:
     Grey of 16 bits is divided by 257, so that white stays white.
 
     Raises:
-        UserError: there is no image, or nothing says which value is white: whole numbers of 32 bits, or real ones.
+        UserError: there is no image, or nothing says which value is white: integers of 32 bits, or real ones.
     """
     from PIL import Image
 
@@ -21,7 +21,7 @@ def eight_bits(image: Any) -> Any:
         raise UserError("there is no image")
     if isinstance(image, np.ndarray):
         return Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
-    # Pillow before 11 has 16-bit PNGs in 32-bit whole numbers.
+    # Pillow before 11 has 16-bit PNGs in 32-bit integers.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -1,4 +1,4 @@
-"""What this machine lets a process use: its devices and its memory. Asked before anything is taken or written."""
+"""Devices and memory that this machine lets a process use, asked for before anything is taken or written."""
 
 import contextlib
 import re

@@ -57,16 +57,16 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
     Raises:
         UserError: it is damaged, or another file of that name.
     """
-    mend = "use another folder, or --overwrite"
+    hint = "use another folder, or --overwrite"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged, {one_line(error)}; {mend}") from error
+        raise UserError(f"{path} is damaged, {one_line(error)}; {hint}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object, as ours does; {mend}")
+        raise UserError(f"{path} holds no JSON object, as ours does; {hint}")
     for key, kind in kinds.items():
         if not isinstance(found.get(key), kind):
-            raise UserError(f"{path} has no {key!r}, as ours has; {mend}")
+            raise UserError(f"{path} has no {key!r}, as ours has; {hint}")
     return found
 
 

@@ -139,7 +139,7 @@ class TooLongError(Exception):
 
 
 class Lengths:
-    """How many steps the runs of a comparison have, so that those it cannot do without end within the limit.
+    """Numbers of steps at which the runs that a comparison cannot do without end within the limit.
 
     A length is None where it is the one that was asked for.
 

@@ -47,7 +47,7 @@ class Arm:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.method, str):
-            raise UserError(f"an arm's name and method are texts, not {self.name!r} and {self.method!r}")
+            raise UserError(f"an arm's name and method must be texts, got {self.name!r} and {self.method!r}")
         if not isinstance(self.settings, Mapping):
             raise UserError(f"settings of the arm {self.method!r} must be names with values, got {self.settings!r}")
         if self.dense_init is not None:
@@ -62,7 +62,9 @@ class Arm:
         for rate in self.grid:
             check_number("grid", rate, above=0)
         if self.grid and (self.lr is not None or len(set(self.grid)) < 2):
-            raise UserError(f"grid of the arm {self.method!r} needs at least two different rates, and no lr beside it")
+            raise UserError(
+                f"grid of the arm {self.method!r} needs at least two different learning rates, and no lr beside it"
+            )
         kind = find_method(self.method)
         settings = kind.read(self.settings)
         parts = self.settings if isinstance(kind, Composed) else {"": self.settings}

@@ -1,4 +1,4 @@
-"""When a run logs, evaluates, saves and stops, and what its dropout starts from."""
+"""Callbacks that say when a run logs, evaluates, saves and stops, and that seed its dropout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .state_files import seed_all
 
 
 class Schedule(TrainerCallback):
-    """When to log, evaluate and save.
+    """Decide when to log, evaluate and save.
 
     Every evaluation and checkpoint also closes an entry of the training curve: a resumed run then has the same entries
     as one that was never killed.

@@ -176,7 +176,7 @@ class CheckpointedTrainer(Trainer):
             write_weights(folder, self._plain(), weights, everything=True)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside, and rename it when it is whole. All processes call it."""
+        """Write a checkpoint under a temporary name, and rename it when it is whole. All processes call it."""
         self.check_finite()
         self.store_flos()
         plain = self._plain()

@@ -1,4 +1,4 @@
-"""What a kind of change to a model is to an arm, and what it may need to know beside the model."""
+"""Kinds of changes to a model, and what one may need to know beside the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nlr_lab.tasks.text.language_model import DenseInit
 
 @dataclass(frozen=True, kw_only=True)
 class ArmContext:
-    """Where an arm's change happens."""
+    """The surroundings of an arm's change."""
 
     setup: AdapterSetup | None = None
     """What the task knows of a pretrained model; None where the model is trained from scratch."""

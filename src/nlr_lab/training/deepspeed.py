@@ -1,4 +1,4 @@
-"""What DeepSpeed needs beside Trainer.
+"""DeepSpeed's needs beside Trainer.
 
 Its engine splits the optimizer's state into flat buffers and can only pickle them. Reading a pickle can run code: its
 checkpoints are written and read with `allow_torch_checkpoints` alone, from the run's own folder, with no link in it,

@@ -1,4 +1,4 @@
-"""Where a training loss rises and does not recover, for losses that stay finite.
+"""Steps where a finite training loss rises and does not recover.
 
 The rule, on the entries of a training curve (means over the steps since the entry before):
 

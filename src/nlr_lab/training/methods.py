@@ -1,4 +1,4 @@
-"""What an arm can be: nothing, a method built into the model before training (or several), a way to tune a pretrained
+"""Kinds of arms: nothing, a method built into the model before training (or several), a way to tune a pretrained
 model, or a function of the user's own. The table at the end follows from the registry of methods.
 """
 

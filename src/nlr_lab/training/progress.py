@@ -1,4 +1,4 @@
-"""What a training run shows while it runs: a bar on a terminal, else lines; with the time to go."""
+"""Progress of a training run: a bar on a terminal, else lines; with the time to go."""
 
 import sys
 import time

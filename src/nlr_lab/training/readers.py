@@ -11,7 +11,7 @@ from torch.utils.data._utils import signal_handling
 def without_signal_handler() -> Iterator[None]:
     """Keep torch from installing its handler of SIGCHLD for the loaders that begin to read in here.
 
-    The handler raises out of whatever the main process is doing: a checkpoint, a message, or another exception's
+    The handler raises out of whatever the parent process is doing: a checkpoint, a message, or another exception's
     handling. Without it torch finds the dead reader when it waits for its next batch, after 5 s at most.
     """
     before = signal_handling._SIGCHLD_handler_set

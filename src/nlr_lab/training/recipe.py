@@ -1,4 +1,4 @@
-"""How a run trains, and the whole of it as a recipe: a task, an arm, and what it is compared with.
+"""A run as a recipe: a task, an arm, its training settings, and what it is compared with.
 
 All are frozen dataclasses of plain fields, so that any field can be given on the command line and a recipe
 survives JSON exactly.
@@ -26,7 +26,7 @@ Schedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained. Nothing here depends on the number of processes."""
+    """Settings of a training. Nothing here depends on the number of processes."""
 
     steps: int = 0
     """Optimizer steps; 0: as many as `epochs` gives."""
@@ -39,7 +39,7 @@ class TrainConfig:
     lr: float
     """Peak learning rate of multiplier 1."""
     head_lr: float | None = None
-    """Of a new head that is trained beside other weights; None: lr. Fixes it while arms have rates of their own."""
+    """Learning rate of a new head beside other weights, the same where arms have others of their own; None: lr."""
     weight_decay: float = 0.01
     """Of the roles that decay."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -144,7 +144,7 @@ class TrainConfig:
 
     @property
     def length(self) -> str:
-        """In words, e.g. "300 steps" or "3 epochs"."""
+        """The length in words, e.g. "300 steps" or "3 epochs"."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
 
 

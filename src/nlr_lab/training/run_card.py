@@ -1,4 +1,4 @@
-"""What a run says on the card of its model: data, recipe and the final numbers."""
+"""A run's part of its model's card: data, recipe and the final numbers."""
 
 import json
 from pathlib import PurePath

@@ -16,7 +16,7 @@ def read_number(name: str, value: str, where: str) -> float:
 
 
 def read_value(text: str) -> Any:
-    """A setting's value: whole number, number, true/false, slash-separated numbers (a list), or text."""
+    """A setting's value: integer, number, true/false, slash-separated numbers (a list), or text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

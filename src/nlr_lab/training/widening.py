@@ -81,7 +81,7 @@ class WideMlp(ArmKind):
             )
         if "match" in settings and "hidden" not in settings:
             raise UserError(
-                f"{self.name}:match={settings['match']} is settled by nlr compare, beside that arm; "
+                f"{self.name}:match={settings['match']} is resolved by nlr compare, beside that arm; "
                 f"elsewhere say how wide it is: {self.name}:hidden=512"
             )
         width = blocks[0][0].get_submodule(blocks[0][1][1]).out_features

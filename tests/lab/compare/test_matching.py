@@ -41,15 +41,15 @@ def test_finds_the_smallest_width_that_is_not_below(name, by, count):
     recipe = get_recipe(name)
     more, fewer = arms("nonlinear-query+noble:rank=8,name=more", "identity-query,name=fewer")
     wanted = arms(*(f"wide-mlp:match={target},by={by}" for target in ("more", "fewer")))
-    settled, matches = resolve_matches(recipe, [*wanted, more, fewer])
-    for target, wide, match in zip((more, fewer), settled, matches, strict=False):
+    resolved, matches = resolve_matches(recipe, [*wanted, more, fewer])
+    for target, wide, match in zip((more, fewer), resolved, matches, strict=False):
         assert (wide.settings["hidden"], match.plain_hidden) == (match.hidden, recipe.task.backbone.hidden)
         assert (wide.name.startswith(f"wide-mlp-as-{target.name}"), wide.control) == (True, True)
         assert count(recipe, Arm.parse(f"wide-mlp:hidden={match.hidden - 1}")) < count(recipe, target)
         assert count(recipe, target) <= count(recipe, wide)
         assert (match.hidden > match.plain_hidden) == (target is more)
         assert Arm.parse(str(wide)) == wide
-    assert resolve_matches(recipe, settled)[0] == settled, "a width that is there already is checked, not changed"
+    assert resolve_matches(recipe, resolved)[0] == resolved, "a width that is there already is checked, not changed"
 
 
 @pytest.mark.parametrize("by", ["parameters", "flops"])
@@ -68,7 +68,7 @@ def test_finds_the_smallest_width_that_is_not_below(name, by, count):
 def test_matches_a_wider_mlp_joined_with_other_methods(joined, step, by):
     recipe = make_recipe()  # MLPs of width 48
     target, wide = arms("noble:rank=12,name=target", f"wide-mlp:match=target,by={by}+{joined}")
-    settled, (match,) = resolve_matches(recipe, [target, wide])
+    resolved, (match,) = resolve_matches(recipe, [target, wide])
     counted = {"parameters": parameters, "flops": flops}[by]
 
     def count(hidden):
@@ -76,10 +76,10 @@ def test_matches_a_wider_mlp_joined_with_other_methods(joined, step, by):
 
     assert match.hidden > match.plain_hidden == 48
     assert match.hidden % step == 0
-    assert counted(recipe, settled[1]) == count(match.hidden) >= counted(recipe, target)
+    assert counted(recipe, resolved[1]) == count(match.hidden) >= counted(recipe, target)
     assert count(match.hidden - step) < counted(recipe, target)
-    assert settled[1].settings["wide-mlp"]["hidden"] == match.hidden
-    assert resolve_matches(recipe, settled)[0] == settled
+    assert resolved[1].settings["wide-mlp"]["hidden"] == match.hidden
+    assert resolve_matches(recipe, resolved)[0] == resolved
 
 
 @pytest.mark.parametrize("hidden", [7, 20, 31, 33, 100])
@@ -111,8 +111,8 @@ def test_matches_where_a_rank_falls_with_the_width(hidden):
 )
 def test_refuses_what_cannot_be_matched_in_one_line(tmp_path, texts, words):
     if words is None:  # a function that knows of no method, on a model without memory
-        settled, _ = resolve_matches(make_recipe(), arms(*texts))
-        assert settled[1].settings["hidden"] == make_recipe().task.backbone.hidden
+        resolved, _ = resolve_matches(make_recipe(), arms(*texts))
+        assert resolved[1].settings["hidden"] == make_recipe().task.backbone.hidden
         return
     with pytest.raises(UserError, match=words) as caught:
         compare(make_recipe(), tmp_path / "out", arms=arms(*texts), quiet=True)
@@ -121,7 +121,7 @@ def test_refuses_what_cannot_be_matched_in_one_line(tmp_path, texts, words):
 
 
 def test_outside_a_comparison_a_width_is_asked_for():
-    with pytest.raises(UserError, match="is settled by nlr compare"):
+    with pytest.raises(UserError, match="is resolved by nlr compare"):
         Arm.parse("wide-mlp:match=noble-r4").apply(make_recipe().task.build_on_meta())
     for text, words in (
         ("wide-mlp:hidden=2.5", "hidden must be a positive integer"),

@@ -59,11 +59,11 @@ def test_keeps_a_linear_dense_where_factors_are_no_smaller():
 
 def test_takes_omega_from_a_published_table():
     open_one = FieldMethod(kind="sine", rank=5)
-    assert open_one.settled("nerf").omega == 800
-    assert open_one.settled("occupancy").omega == 50
-    assert FieldMethod(kind="sine", rank=5, omega=7.0).settled("nerf").omega == 7
-    assert FieldMethod(kind="sine", rank=5, omega="nerf").settled("occupancy").omega == 800
-    assert FieldMethod(kind="low-rank", rank=5).settled("nerf").omega is None
+    assert open_one.resolved("nerf").omega == 800
+    assert open_one.resolved("occupancy").omega == 50
+    assert FieldMethod(kind="sine", rank=5, omega=7.0).resolved("nerf").omega == 7
+    assert FieldMethod(kind="sine", rank=5, omega="nerf").resolved("occupancy").omega == 800
+    assert FieldMethod(kind="low-rank", rank=5).resolved("nerf").omega is None
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_short_names_of_settings_are_spelled_out():
         ("lora:plus=0.5", "plus of lora"),
         ("peanut:plus=2", "no setting 'plus'"),
         ("full:r=2", "full has no setting 'r'"),
-        ("lora:r=2,grid=0.1", "two different rates"),
+        ("lora:r=2,grid=0.1", "two different learning rates"),
         ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
         ("lora:r=2,grid=a/b", "grid must be a number"),
         ("lora:r=2,grid=-1/1", "grid must be"),

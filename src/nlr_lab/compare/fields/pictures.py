@@ -24,7 +24,7 @@ _STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COL
 
 
 def metric_name(metric: str) -> str:
-    """As it is written in words: PSNR for psnr."""
+    """Return a metric's name in words: PSNR for psnr."""
     return _METRICS.get(metric, metric.replace("_", " "))
 
 

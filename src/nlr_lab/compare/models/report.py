@@ -37,7 +37,7 @@ _TRAINING_HEAD = ("arm", "as trained", "delta [95 %]", "p", "without augmentatio
 
 
 def _main_pairs(results: Record) -> Record:
-    """By arm, against the reference."""
+    """Pairs by arm, against the reference."""
     return results["against"].get(results["reference"], {})
 
 
