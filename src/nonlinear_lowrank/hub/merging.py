@@ -15,6 +15,7 @@ import torch
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line, require
 
 from .adapter import CONFIG, base_of, check_weights, head_labels, is_mergeable
@@ -23,7 +24,7 @@ from .conversion import copy_companions, first_output, random_inputs
 from .files import check_folder, read_json
 from .loading import load_model, quiet_loading
 from .registration import FIELD
-from .saving import layer_entries, make_saveable
+from .saving import make_saveable
 from .storage import check_new_or_empty, staged_output
 
 _AUTO = {

@@ -1,15 +1,12 @@
-"""Augmented models become ones that `save_pretrained` and the Auto classes know."""
+"""Turns augmented models into instances of classes that `save_pretrained` and the Auto classes know."""
 
 import copy
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
-from nonlinear_lowrank.methods.base import config_to_dict
 
 from .classes import AugmentedModel, mark_initialized, register, twin_of
 from .names import rename_by_transformers
@@ -34,7 +31,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
         model.__class__ = twin
-    # As it will be read back: JSON has lists, no tuples.
+    # In the form that is read back: JSON has lists, no tuples.
     entry = json.loads(json.dumps(entry))
     setattr(config, FIELD, [*(getattr(plain_config, FIELD, None) or []), entry])
     # Inner modules hold the same config object, or a part of it.
@@ -44,15 +41,3 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
                 setattr(module, name, memo[id(value)])
     rename_by_transformers(model)
     mark_initialized(model)
-
-
-def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an entry, with its "method", "config" and "modules", for each of the configs of layers by name."""
-    entries: list[dict[str, Any]] = []
-    for name, config in configs.items():
-        kind = {"method": config.method, "config": config_to_dict(config)}
-        entry = next((each for each in entries if {**each, **kind} == each), None)
-        if entry is None:
-            entries.append(entry := {**kind, "modules": []})
-        entry["modules"].append(name)
-    return entries

@@ -21,7 +21,8 @@ from nonlinear_lowrank.hub.files import check_folder, check_model_folder, weight
 from nonlinear_lowrank.hub.names import in_memory
 from nonlinear_lowrank.hub.registration import FIELD
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
-from nonlinear_lowrank.methods.base import all_methods, config_from_dict, config_to_dict
+from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+from nonlinear_lowrank.surgery.augment import read_entry
 from nonlinear_lowrank.validation import one_line
 
 # What a layer computes hangs on these; the rest says how it is drawn and trained.
@@ -194,10 +195,7 @@ def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return what each layer computes, by its name."""
     found: dict[str, str] = {}
     for entry in entries:
-        method = all_methods().get(entry["method"])
-        if method is None:
-            raise UserError(f"unknown method {entry['method']!r}; this version knows {', '.join(all_methods())}")
-        config = config_from_dict(method.config_class, entry["config"])
+        method, config = read_entry(entry)
         values = {key: value for key, value in config_to_dict(config).items() if key in _FUNCTION}
         if hasattr(config, "scale"):
             values["output_scale"] = config.scale

@@ -120,13 +120,37 @@ def augment(
     report.parameters_added = sum(p.numel() for p in model.parameters()) - report.parameters_before
     report.flops_added = sum(method.flops(layer) for layer in layers.values())
 
-    for each, having in _by_config(configs):
-        entry = {"method": method.name, "config": config_to_dict(each), "modules": having}
+    for entry in layer_entries(configs):
         for hook in after_augment:
             hook(model, entry)
     if verbose:
         print(report)
     return report
+
+
+def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an entry of "method", "config" and "modules" for each distinct config among those of layers by name."""
+    entries: list[dict[str, Any]] = []
+    for name, config in configs.items():
+        method = method_of_config(config)
+        assert method is not None
+        kind = {"method": method.name, "config": config_to_dict(config)}
+        entry = next((each for each in entries if {**each, **kind} == each), None)
+        if entry is None:
+            entries.append(entry := {**kind, "modules": []})
+        entry["modules"].append(name)
+    return entries
+
+
+def read_entry(entry: Mapping[str, Any]) -> tuple[Method, Any]:
+    """Return the method of a saved entry and its config; raise UserError where this version does not know them."""
+    method = method_named(entry["method"])
+    if method is None:
+        raise UserError(
+            f"unknown method {entry['method']!r} in the model's config; this version knows "
+            f"{', '.join(all_methods())}: update nonlinear-lowrank"
+        )
+    return method, config_from_dict(method.config_class, entry["config"])
 
 
 def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -143,13 +167,7 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
     """
     planned = []
     for entry in entries:
-        method = method_named(entry["method"])
-        if method is None:
-            raise UserError(
-                f"unknown method {entry['method']!r} in the model's config; this version knows "
-                f"{', '.join(all_methods())}: update nonlinear-lowrank"
-            )
-        config = config_from_dict(method.config_class, entry["config"])
+        method, config = read_entry(entry)
         for name in entry["modules"]:
             try:
                 module = model.get_submodule(name)
@@ -243,18 +261,6 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     return dict(layers)
-
-
-def _by_config(configs: Mapping[str, Any]) -> list[tuple[Any, list[str]]]:
-    """Return each config with the names that have it."""
-    groups: list[tuple[Any, list[str]]] = []
-    for name, config in configs.items():
-        same = next((names for known, names in groups if known == config), None)
-        if same is None:
-            groups.append((config, [name]))
-        else:
-            same.append(name)
-    return groups
 
 
 def _was_loaded(model: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from torchtitan.models.llama3.model import Llama3Model
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import Origin
-from nonlinear_lowrank.hub.saving import layer_entries
 from nonlinear_lowrank.integrations import foreign
+from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line
 
 from .layers import Layer, built
