@@ -26,7 +26,7 @@ import nonlinear_lowrank as nlr
 from nonlinear_lowrank.errors import UserError
 
 SECONDS, BYTES, WAITING = 20, 512 << 20, 600
-"""What one case may take: seconds of the processor, bytes it keeps, seconds in all."""
+"""Limits of one case: seconds of the processor, bytes it keeps, seconds in all."""
 
 
 @dataclass(frozen=True)
@@ -321,17 +321,15 @@ def _model(folder: Path) -> Path:
     return whole
 
 
-def _file_of(kind: str, name: str) -> Callable[[Path], list[bytes]]:
-    return lambda folder: [(_model(folder) / kind / name).read_bytes()]
+def _part(target: str, file: str, read: Callable[[Path], Any]) -> Target:
+    """Return the target of one file of a model or an adapter, whose folder is read."""
 
-
-def _read_part(kind: str, name: str, read: Callable[[Path], Any]) -> Callable[[Path, bytes], Any]:
     def replaced(folder: Path, data: bytes) -> Any:
-        place = folder / "copy" / kind
-        (place / name).write_bytes(data)
-        return read(place)
+        place = folder / "copy" / file
+        place.write_bytes(data)
+        return read(place.parent)
 
-    return replaced
+    return Target(target, lambda folder: [(_model(folder) / file).read_bytes()], replaced)
 
 
 def _load_model(place: Path) -> Any:
@@ -518,32 +516,12 @@ TARGETS = [
     Target("recipe", _recipes, _read_recipe),
     Target("arm", _arms, _read_arm),
     Target("overrides", _overrides, _read_overrides),
-    Target("model config", _file_of("branches", "config.json"), _read_part("branches", "config.json", _load_model)),
-    Target(
-        "model weights",
-        _file_of("branches", "model.safetensors"),
-        _read_part("branches", "model.safetensors", _load_model),
-    ),
-    Target(
-        "model verified",
-        _file_of("branches", "model.safetensors"),
-        _read_part("branches", "model.safetensors", _verify),
-    ),
-    Target(
-        "model tokenizer",
-        _file_of("branches", "tokenizer.json"),
-        _read_part("branches", "tokenizer.json", _load_model),
-    ),
-    Target(
-        "adapter config",
-        _file_of("adapter", "adapter_config.json"),
-        _read_part("adapter", "adapter_config.json", _load_adapter),
-    ),
-    Target(
-        "adapter weights",
-        _file_of("adapter", "adapter_model.safetensors"),
-        _read_part("adapter", "adapter_model.safetensors", _load_adapter),
-    ),
+    _part("model config", "branches/config.json", _load_model),
+    _part("model weights", "branches/model.safetensors", _load_model),
+    _part("model verified", "branches/model.safetensors", _verify),
+    _part("model tokenizer", "branches/tokenizer.json", _load_model),
+    _part("adapter config", "adapter/adapter_config.json", _load_adapter),
+    _part("adapter weights", "adapter/adapter_model.safetensors", _load_adapter),
     *(Target(f"mesh {suffix}", _meshes(suffix), _read_mesh(suffix)) for suffix in (".obj", ".ply", ".stl", ".npz")),
     Target("poses", _poses, _read_poses),
     Target("transforms", _transforms, _read_transforms),
