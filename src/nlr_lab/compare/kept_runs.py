@@ -30,7 +30,7 @@ class KeptRuns:
     def __init__(self, file: Path, out: Path) -> None:
         self.file, self.out = file, out
         self.marker: dict[str, Any] = {}
-        """What the file says of its runs; empty where it has none."""
+        """Settings and arms that the file has of its runs; empty where it has none."""
         self._runs: list[dict[str, Any]] = []
 
     def read(self) -> None:

@@ -19,11 +19,11 @@ class Plan:
     tuning_seed: int
     grid: tuple[float, ...]
     choices: dict[str, list[Choice]] = field(repr=False)
-    """What each arm is tuned over, by name; one choice: it is not tuned."""
+    """Choices that each arm is tuned over, by name; one choice: it is not tuned."""
     reference: str
     max_extensions: int
     settings: dict[str, Any] = field(repr=False)
-    """That all runs share."""
+    """Settings that all runs share."""
     arm_settings: dict[str, dict[str, Any]] = field(repr=False)
 
     @classmethod

@@ -32,11 +32,11 @@ class ArmRecord:
     name: str
     settings: Mapping[str, Any]
     control: bool = False
-    """Whether it has no method: the baseline and its other inits, and other people's ways to tune."""
+    """It has no method: the baseline and its other inits, and other people's ways to tune."""
     choice: Choice | None
     """None: it diverged at every choice of its tuning; it has no runs then."""
     source: str
-    """Where the choice comes from."""
+    """Origin of the choice."""
     parameters: int
     trainable: int | None = None
     """None: not counted."""

@@ -65,13 +65,13 @@ class Run:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All numbers after the last step, where there are more than the score."""
     train_loss: float | None = None
-    """On the training examples as they were augmented, averaged over the last tenth of the steps."""
+    """Loss on the training examples as they were augmented, averaged over the last tenth of the steps."""
     plain_loss: float | None = None
-    """On training examples without their augmentation, after the last step."""
+    """Loss on training examples without their augmentation, after the last step."""
     diverged_at: int | None = None
     """The step from which the training loss spiked and did not recover, or was no number."""
     spikes: int = 0
-    """How often it spiked and recovered."""
+    """Number of times that it spiked and recovered."""
 
     @property
     def choice(self) -> Choice:
@@ -117,9 +117,9 @@ class Measurement:
 
     parameters: dict[str, int]
     trainable: dict[str, int] = field(default_factory=dict)
-    """Of the parameters, those that are trained."""
+    """Parameters that are trained."""
     flops: dict[str, float | None] = field(default_factory=dict)
-    """Of matrix products, forward, per token; None where they could not be counted."""
+    """FLOPs of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None = None
     """Seconds of single training steps, all arms in turn; None when not measured."""
     notes: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Trials(ABC):
     report: ModuleType
     """Has `render_report` and `render_tables` of a record, and the sentences `findings`."""
     timing_rounds: ClassVar[int]
-    """By default."""
+    """Interleaved steps of each arm by default."""
     free: ClassVar[frozenset[str]]
     """Settings that may differ between the runs of one folder: learning rate and seed are in each run's path, the
     others change no number, or only by rounding."""

@@ -24,11 +24,11 @@ class FieldArm:
     method: FieldMethod
     """With its first init."""
     inits: tuple[Init, ...] = _INITS
-    """Of which the arm takes its best."""
+    """Inits of which the arm takes its best."""
     lr: float | None = None
     """The arm's learning rate; None: tuned, or the recipe's."""
     name: str = ""
-    """In tables, pictures and folders; empty: made from the method."""
+    """Name in tables, pictures and folders; empty: made from the method."""
 
     def __post_init__(self) -> None:
         if self.lr is not None:

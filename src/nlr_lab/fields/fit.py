@@ -48,9 +48,9 @@ class FitResult:
     """Linears that are factored."""
     steps: int
     seconds: float
-    """Of training and evaluating, those before a resume included."""
+    """Seconds of training and evaluating, those before a resume included."""
     files: list[str] = field(default_factory=list)
-    """What the problem wrote, by its path in the folder."""
+    """Paths, in the folder, of what the problem wrote."""
     model: nn.Module = field(repr=False, compare=False)
 
     @property

@@ -44,7 +44,7 @@ class FieldMethod:
     gain: float | None = None
     """g of the sine. None: sqrt(d_in)."""
     init: Init = "kaiming_sqrt5"
-    """Of dense weights and of factors: Kaiming uniform with a = sqrt(5) or a = 0. Biases are nn.Linear's in either."""
+    """Kaiming uniform with a = sqrt(5) or a = 0, of dense weights and of factors. Biases are nn.Linear's in either."""
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
@@ -161,9 +161,9 @@ class Problem(Protocol):
     """
 
     name: str
-    """Of what is fitted, e.g. "kodim05": for titles and files."""
+    """Name of what is fitted, e.g. "kodim05": for titles and files."""
     score: str
-    """Of what `evaluate` returns, the number by which fits are compared; higher is better."""
+    """The number of `evaluate` by which fits are compared; higher is better."""
     fingerprint: str
     """Hash of the data and of what a model's numbers depend on; a fit goes on with the same one alone."""
 

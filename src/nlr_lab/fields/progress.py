@@ -30,7 +30,7 @@ class FitProgress:
 
     @contextlib.contextmanager
     def shown(self, step: int) -> Iterator[None]:
-        """While training from this step on."""
+        """Show progress while it trains from this step on."""
         self.first, self.started = step, time.monotonic()
         if step and step < self.steps:
             self.console.print(f"{self.title}  going on at step {step}", soft_wrap=True, markup=False)

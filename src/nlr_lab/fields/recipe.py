@@ -31,13 +31,13 @@ class FitConfig:
     max_grad_norm: float = 0.0
     """Gradients are clipped to this norm; 0: not clipped."""
     seed: int = 0
-    """Of the initial draw and of every batch."""
+    """Seed of the initial draw and of every batch."""
     eval_every: int = 0
     """Steps between evaluations; 0: a tenth of all. The last step is always evaluated."""
     save_every: int = 500
     """Steps between checkpoints; 0: none."""
     keep_checkpoints: int = 1
-    """How many of the newest are kept."""
+    """Number of the newest that are kept."""
     compile: bool = False
     """Compile the model by torch.compile; takes half a minute first."""
     threads: int | None = None

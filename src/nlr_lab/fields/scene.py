@@ -34,7 +34,7 @@ class Scene:
     far: float
     """Depth at which they end; in normalised device coordinates 1."""
     ndc: bool
-    """Whether rays are in normalised device coordinates with the near plane at 1."""
+    """Rays are in normalised device coordinates with the near plane at 1."""
     background: float | None
     """Grey of what is behind everything; None: the world goes on."""
     focus: float | None = None

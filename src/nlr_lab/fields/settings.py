@@ -25,11 +25,11 @@ class FieldConfig:
     """Shape of a coordinate network; the paper's for occupancy by default."""
 
     in_features: int = 3
-    """Of a position."""
+    """Coordinates of a position."""
     out_features: int = 1
-    """Of a value."""
+    """Numbers of a value."""
     width: int = 256
-    """Of every hidden layer."""
+    """Width of every hidden layer."""
     hidden_layers: int = 2
     """width x width linears between the first and the last: these are factored."""
     activation: Activation = "gaussian"
@@ -64,19 +64,19 @@ class RadianceConfig:
     """Shape of a radiance field; the paper's by default."""
 
     width: int = 256
-    """Of the layers that see the position."""
+    """Width of the layers that see the position."""
     layers: int = 8
-    """How many there are."""
+    """Number of these layers."""
     view_width: int = 128
-    """Of the layer that sees the direction."""
+    """Width of the layer that sees the direction."""
     activation: RadianceActivation = "gaussian"
     """exp(-z^2 / (2 s^2)), or max(z, 0), which without an encoding blurs."""
     spread: float = 0.2
     """s of the Gaussian. Eight layers as they are drawn vary by about 23,000 rad per unit of position at s = 0.05, 500
     at 0.1, 50 at 0.15, 12 at 0.2 and 3 at 0.3; pixels of a view 252 wide are told apart by up to 400."""
     density: Density = "softplus"
-    """Of alpha's output: log(1 + exp(z)), or NeRF's max(z, 0), of which two draws in eight start all but empty (density
-    at 2 % of the points or fewer) and then learn no depth: nothing passes a gradient there."""
+    """Activation of alpha's output: log(1 + exp(z)), or NeRF's max(z, 0), of which two draws in eight start all but
+    empty (density at 2 % of the points or fewer) and then learn no depth: nothing passes a gradient there."""
     octaves: int = 0
     """Positional encoding of the position, as in NeRF (10 there). 0: none, as in the paper."""
     view_octaves: int = 0
@@ -125,7 +125,7 @@ class NerfSettings:
     source: str = "demo"
     """"demo", three balls in formulas; or a folder or .npz file (`fields.scenes` lists the forms)."""
     downscale: int = 1
-    """How many times smaller pictures get, by side."""
+    """Factor by which pictures get smaller, by side."""
     held_out: tuple[int, ...] | None = None
     """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views; those are never
     trained on, named here or not."""
@@ -136,15 +136,15 @@ class NerfSettings:
     far: float = 6.0
     """Blender scenes: depth at which rays end."""
     rays: int = 256
-    """Of a training step, drawn from all pixels of all training views."""
+    """Rays of a training step, drawn from all pixels of all training views."""
     samples: int = 32
-    """On each ray, stratified."""
+    """Samples on each ray, stratified."""
     fine_samples: int = 0
     """More of them where the coarse ones found something, for a second network. 0: one network, coarse only."""
     frames: int = 12
-    """Of the path of cameras that is rendered at the end; 0: none."""
+    """Frames of the path of cameras that is rendered at the end; 0: none."""
     frame_downscale: int = 2
-    """How many times smaller they are than the views, by side."""
+    """Factor by which frames are smaller than the views, by side."""
     field: RadianceConfig = field(default_factory=RadianceConfig)
     """The network."""
 
@@ -179,7 +179,7 @@ class OccupancySettings:
     """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
     them evenly."""
     surface_band: float = 0.03
-    """How far the band reaches to both sides, along each axis; the box has sides of 2."""
+    """Reach of the band to both sides, along each axis; the box has sides of 2."""
     held_out: int = 96
     """IoU is measured at so many points, cubed, at random places off the lattice."""
     mesh_resolution: int = 128

@@ -21,7 +21,7 @@ class RecipeEntry(NamedTuple):
     module: str
     """Module of this package that holds the function, which has the recipe's name and takes no arguments."""
     summary: str
-    """What is trained, and on what hardware."""
+    """The model, the data and the hardware."""
 
 
 KINDS = {"train": "trains a model from scratch", "finetune": "tunes a pretrained model", "fit": "fits a field"}

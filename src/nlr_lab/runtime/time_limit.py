@@ -76,13 +76,13 @@ class Forecast:
     evaluation: Mapping[str, float]
     """Seconds of an evaluation."""
     evaluations: int
-    """Of a run, whatever its number of steps."""
+    """Evaluations of a run, whatever its number of steps."""
     start: float
     """Seconds before the first step and after the last, such as for building and compiling the model."""
     at_once: int = 1
     """Runs side by side."""
     slower: float = field(default=1.0, init=False)
-    """How much longer runs took than was forecast; at least 1."""
+    """Factor by which runs took longer than was forecast; at least 1."""
 
     def seconds(self, arm: str, steps: int) -> float:
         """Return the seconds of a run of so many steps."""

@@ -15,9 +15,9 @@ class ArmContext:
     """The surroundings of an arm's change."""
 
     setup: AdapterSetup | None = None
-    """What the task knows of a pretrained model; None where the model is trained from scratch."""
+    """The task's facts of a pretrained model; None where the model is trained from scratch."""
     dense_init: DenseInit = "stock"
-    """How the model's linears were drawn, for a change that draws more of them."""
+    """Init that the model's linears were drawn by, for a change that draws more of them."""
     verbose: bool = False
     """Print what was changed."""
 
@@ -26,13 +26,13 @@ class ArmKind:
     """One kind of change to a model; the defaults are those of a way to tune a pretrained one."""
 
     name: str
-    """On the command line."""
+    """Name on the command line."""
     control: bool = False
-    """Whether it is there to be compared with: none of the methods of this library."""
+    """It is there to be compared with: none of the methods of this library."""
     own_init: bool = False
-    """Whether its settings have an `init` of their own; else `init=` is the dense init."""
+    """Its settings have an `init` of their own; else `init=` is the dense init."""
     stage: int | None = None
-    """When it is applied where an arm has several, the lowest first; None: it can only be alone."""
+    """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings with their full names and JSON's types; raise UserError where they do not fit."""

@@ -38,7 +38,7 @@ class Rise:
     peak: float
     """Its highest loss."""
     entries: int = 1
-    """How many entries were up."""
+    """Number of entries that were up."""
 
 
 class LossWatch:

@@ -72,7 +72,7 @@ class Augmented(ArmKind):
     method: Method
     name: str
     fixed: Mapping[str, Any] | None = None
-    """Of a control: the fields of the config that make it what it is."""
+    """The fields of the config that make a control what it is."""
 
     @property
     def control(self) -> bool:  # type: ignore[override]

@@ -41,7 +41,7 @@ class TrainConfig:
     head_lr: float | None = None
     """Learning rate of a new head beside other weights, the same where arms have others of their own; None: lr."""
     weight_decay: float = 0.01
-    """Of the roles that decay."""
+    """Weight decay of the roles that decay."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's."""
     warmup_steps: int = 0
@@ -73,11 +73,11 @@ class TrainConfig:
     save_every: int = 1000
     """Steps between checkpoints; the last step is always saved. 0 with epochs: after each epoch."""
     keep_checkpoints: int = 2
-    """How many of the newest complete checkpoints are kept."""
+    """Number of the newest complete checkpoints that are kept."""
     log_every: int = 10
     """Steps between entries of the training curve (also written at every evaluation and checkpoint)."""
     seed: int = 0
-    """Of the init, the order of the data, and dropout."""
+    """Seed of the init, the order of the data, and dropout."""
     tracker: str = "tensorboard"
     """"tensorboard", "none", or any tracker that transformers knows ("wandb", "mlflow", ...)."""
     threads: int | None = None
@@ -170,15 +170,15 @@ class Recipe:
     """A task, an arm, how it trains, and what it is compared with."""
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe."""
     description: str = ""
     """One line."""
     task: Any
-    """What is trained on what: see `tasks.task`."""
+    """The data and the model: see `tasks.task`."""
     arm: _ArmField = _ArmField()
     """The change to the model, as in "noble:rank=64", "baseline:init=kaiming" or "module:function"."""
     train: TrainConfig
-    """How it trains."""
+    """The optimization."""
     arms: tuple[str, ...] = ("baseline",)
     """The arms of a comparison; the first is the baseline of all deltas."""
     seeds: int = 3

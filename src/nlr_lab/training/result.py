@@ -44,20 +44,20 @@ class TrainResult:
     tokens_per_step: int
     """At most, where examples have different lengths."""
     seconds: float
-    """Of training with evaluation and checkpoints, interruptions left out."""
+    """Seconds of training with evaluation and checkpoints, without interruptions."""
     fingerprint: str
-    """Of the data as trained on."""
+    """Hash of the data as trained on."""
     status: Literal["done", "diverged"] = "done"
     """"diverged": it was stopped."""
     diverged_at: int | None = None
     """The step at which it diverged, stopped or not: the first loss that is no number, or at which the training loss
     spiked and did not recover (`divergence`)."""
     spikes: int = 0
-    """How often the training loss rose and recovered."""
+    """Number of times that the training loss rose and recovered."""
     trainable: int | None = None
     """Parameters that are trained."""
     metric: str = "loss"
-    """What the run is judged by."""
+    """Name of the number that the run is judged by."""
     higher_is_better: bool = False
     score: float | None = None
     """The metric after the last step, on the examples that are only scored (where there are none, on the

@@ -56,7 +56,7 @@ class Tuning(ArmKind):
     """None: no adapter."""
     control: bool = False
     everything: bool = False
-    """Whether every weight is trained."""
+    """Every weight is trained."""
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings under the config's names; module lists as lists.

@@ -45,7 +45,7 @@ class Match:
     hidden: int
     """The MLP's width."""
     plain_hidden: int
-    """That of the recipe's model."""
+    """Width of the MLPs of the recipe's model."""
 
     def describe(self, counts: Mapping[str, float | None]) -> str:
         """Return a sentence for the report, with what was counted of both arms."""

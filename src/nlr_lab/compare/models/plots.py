@@ -26,7 +26,7 @@ class ArmCurves:
     name: str
     dashed: bool
     curves: tuple[tuple[tuple[float, float], ...], ...]
-    """For each seed the points (step, evaluation loss)."""
+    """Points (step, evaluation loss) of each seed."""
 
 
 def draw(out: Path, results: Mapping[str, Any]) -> None:
