@@ -11,7 +11,8 @@ from nonlinear_lowrank.validation import check_choice, check_integer, check_numb
 
 from .fit import RationalFit, check_range
 from .formulas import KIND
-from .layer import Anchor, Form, RationalConfig, Tails
+from .layer import Anchor, RationalConfig, Tails
+from .ratio import Form
 
 ALL_ACTIVATIONS = "all-activations"
 """As `target_modules`: every activation of the network's body."""

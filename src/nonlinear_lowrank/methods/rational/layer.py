@@ -31,9 +31,8 @@ from nonlinear_lowrank.validation import check_choice, check_integer
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
 from .formulas import FORMULAS
 from .op import rational, rational_anchored
-from .ratio import FORMS, LinearTails, denominator_size
+from .ratio import FORMS, Form, LinearTails, denominator_size
 
-Form = Literal["abs_of_sum", "sum_of_abs"]
 Tails = Literal["linear", "rational"]
 Anchor = Literal["none", "exact"]
 

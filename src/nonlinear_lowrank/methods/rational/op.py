@@ -35,7 +35,7 @@ from nonlinear_lowrank.ops.precision import wide_dtype
 
 from .formulas import activation, activation_slope
 from .gpu import gradients_on_gpu, kernel, on_gpu, opaque
-from .ratio import FORMS, LinearTails, Ratio, check, check_anchor, denominator_size
+from .ratio import FORMS, LinearTails, Ratio, anchor, check, denominator_size
 
 __all__ = ["FORMS", "LinearTails", "denominator_size", "rational", "rational_anchored", "rational_gated"]
 
@@ -52,7 +52,7 @@ def rational(
         UserError: unknown form, C not divisible by G, or coefficients of the wrong shape.
     """
     check(x, numerator, denominator, form)
-    return _evaluate(x, None, Ratio(numerator, denominator, form, None if tails is None else tuple(tails)))
+    return _evaluate(x, None, Ratio(numerator, denominator, form, tails))
 
 
 def rational_gated(
@@ -71,10 +71,10 @@ def rational_gated(
     check(gate, numerator, denominator, form)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise UserError(
-            f"gate and up must have one shape and type, not {tuple(gate.shape)} {gate.dtype} "
+            f"gate and up must have one shape and type, got {tuple(gate.shape)} {gate.dtype} "
             f"and {tuple(up.shape)} {up.dtype}"
         )
-    return _evaluate(gate, up, Ratio(numerator, denominator, form, None if tails is None else tuple(tails)))
+    return _evaluate(gate, up, Ratio(numerator, denominator, form, tails))
 
 
 def rational_anchored(
@@ -106,11 +106,8 @@ def rational_anchored(
         UserError: as `rational`, or an unknown formula.
     """
     check(x, numerator, denominator, form)
-    check_anchor(base_numerator, base_denominator, numerator, denominator, formula)
-    limits = None if tails is None else (tails.low, tails.high, 0.0, 0.0)
-    # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
-    base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
-    return _evaluate(x, None, Ratio(numerator, denominator, form, limits, *base, formula))
+    base, flat = anchor(numerator, denominator, base_numerator, base_denominator, formula, tails)
+    return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula))
 
 
 # Autograd.

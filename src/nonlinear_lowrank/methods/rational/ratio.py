@@ -1,7 +1,7 @@
 """A rational function by groups of channels as an operator takes it; shapes in `op`."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -10,7 +10,8 @@ from nonlinear_lowrank.validation import check_choice
 
 from .formulas import FORMULAS
 
-FORMS = ("abs_of_sum", "sum_of_abs")
+Form = Literal["abs_of_sum", "sum_of_abs"]
+FORMS = get_args(Form)
 
 
 class LinearTails(NamedTuple):
@@ -56,13 +57,23 @@ def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
         )
 
 
-def check_anchor(
-    base_numerator: Tensor, base_denominator: Tensor, numerator: Tensor, denominator: Tensor, formula: str
-) -> None:
-    """Raise UserError; see `rational_anchored`."""
+def anchor(
+    numerator: Tensor,
+    denominator: Tensor,
+    base_numerator: Tensor,
+    base_denominator: Tensor,
+    formula: str,
+    tails: LinearTails | None,
+) -> tuple[tuple[Tensor, Tensor], LinearTails | None]:
+    """Return base coefficients and tails of `rational_anchored`; raise UserError where they do not fit.
+
+    Base coefficients take part like the shifted ones, row by row, so that the two round alike.
+    """
     check_choice("activation", formula, FORMULAS)
     for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
         if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
             raise UserError(
                 f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
             )
+    base_rows = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
+    return base_rows, None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)

@@ -6,7 +6,7 @@ from torch import Tensor
 from nonlinear_lowrank.ops.precision import wide_dtype
 
 from .formulas import activation
-from .ratio import LinearTails, check, check_anchor
+from .ratio import LinearTails, anchor, check
 
 
 def rational_reference(
@@ -42,10 +42,8 @@ def rational_anchored_reference(
     tails: LinearTails | None = None,
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)); beyond the tails' limits the difference stays as it is."""
-    check_anchor(base_numerator, base_denominator, numerator, denominator, formula)
+    base, flat = anchor(numerator, denominator, base_numerator, base_denominator, formula, tails)
     z = x.to(wide_dtype(x))
-    flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
-    base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
     shift = rational_reference(z, numerator, denominator, form, flat) - rational_reference(z, *base, form, flat)
     return (activation(x, formula).to(z.dtype) + shift).to(x.dtype)
 
