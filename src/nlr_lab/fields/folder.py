@@ -70,7 +70,7 @@ class FitFolder:
                     f"the fit in {self.path} was started on other data; bring it back or choose another folder"
                 )
             raise UserError(
-                f"the fit in {self.path} was started with {name} {before.get(name)!r}, got {value!r}; "
+                f"the fit in {self.path} was started with {name} {before.get(name)!r}, not {value!r}; "
                 "resume with the former, or choose another folder"
             )
         kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
