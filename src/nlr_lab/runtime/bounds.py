@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import psutil
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
+
+from .resources import free_memory
 
 _PIECE = 16 << 20  # bytes read at a time
 
 
 def check_room(nbytes: int, what: str) -> None:
     """Raise UserError where something would take more memory than is free."""
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if nbytes > free:
         raise UserError(f"{what} takes {nbytes:,} bytes of memory, of which {free:,} are free; give a smaller one")
 
@@ -93,7 +94,7 @@ def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
 
 def half_of_free() -> int:
     """Return the bytes that what is read from a file may take at once."""
-    return psutil.virtual_memory().available // 2
+    return free_memory() // 2
 
 
 def check_held(nbytes: int, most: int, what: str) -> None:

@@ -4,22 +4,27 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from nonlinear_lowrank.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 RESERVE = 100_000_000
 """Bytes that are left free."""
 
 
-def choose_device(name: str, *, dtype: torch.dtype = torch.float32) -> torch.device:
+def choose_device(name: str, *, dtype: "torch.dtype | None" = None) -> "torch.device":
     """Return the device of that name, as torch has it; where it is empty, the GPU if there is one.
 
     Raises:
-        UserError: there is no such device here, or it holds no numbers of that dtype.
+        UserError: there is no such device here, or it holds no numbers of that dtype (None: torch's default).
     """
+    import torch
+
     if not name:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -71,6 +76,8 @@ _NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size ca
 @contextlib.contextmanager
 def told_of_memory(what: str) -> Iterator[None]:
     """Raise UserError, which says in one line what did not fit memory, where it did not."""
+    import torch
+
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
