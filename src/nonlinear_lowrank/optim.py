@@ -2,16 +2,15 @@
 
 Roles of the plain parts, here; each method adds its own in its layer's table.
 
-| role      | what                                   | lr x | decay | with muon=True |
+| role      | tensors                                | lr x | decay | with muon=True |
 |-----------|----------------------------------------|------|-------|----------------|
 | dense     | matrices of linears                    | 1    | yes   | Muon           |
 | embedding | embeddings, output heads               | 1    | yes   | AdamW          |
 | other     | other tensors of 2 or more dimensions  | 1    | yes   | AdamW          |
 | vector    | biases, norm weights, all 1-D tensors  | 1    | no    | AdamW          |
 
-Of the methods' own tensors Muon takes the nonlinear query's two matrices, which stand where a dense one stood; branches
-stay with AdamW, since Muon with their multipliers is known to blow up in the first steps. A fused projection is one
-matrix to Muon.
+Muon also trains the two matrices of a nonlinear query, which replace a dense one. Branches stay with AdamW: Muon with
+their multipliers diverges in the first steps. A fused projection is one matrix to Muon.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +21,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from nonlinear_lowrank.methods.base import Role, method_of_layer
-from nonlinear_lowrank.methods.matrix import is_plain_linear
-from nonlinear_lowrank.surgery.targets import output_head_names
+from nonlinear_lowrank.surgery.targets import is_linear, output_head_names
 
 from .errors import UserError
 
@@ -35,14 +33,14 @@ VECTOR = Role("vector", decay=False)
 
 @runtime_checkable
 class HasRoles(Protocol):
-    """A module that knows the roles of parameters further down in it."""
+    """A module that gives roles to parameters of its children."""
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        """Roles by the parameters' names in this module."""
+        """Return roles by the parameters' names in this module."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every trainable parameter, by its name; tied parameters appear once.
+    """Return the role of every trainable parameter, by its name; tied parameters appear once.
 
     Roles are found through the modules, by name: attributes on parameters do not survive sharding. A module that
     `augment` put in place is asked by its method; an adapter's layer by its own `parameter_roles()`, since it holds
@@ -67,7 +65,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or module_name in heads:
                 role = EMBEDDING
-            elif parameter.ndim == 2 and (isinstance(module, nn.Linear) or is_plain_linear(module) or method):
+            elif parameter.ndim == 2 and (is_linear(module) or method):
                 role = DENSE
             else:
                 role = OTHER
@@ -78,7 +76,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 def param_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.0, *, muon: bool = False, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Optimizer groups with each role's learning-rate and weight-decay multiplier.
+    """Return optimizer groups with each role's learning-rate and weight-decay multiplier.
 
     Args:
         model: augmented or plain.
@@ -93,7 +91,7 @@ def param_groups(
         arguments it is given, so call this anew for every optimizer.
 
     Raises:
-        UserError: a rate or decay is out of range, or nothing is trainable.
+        UserError: lr or weight_decay is out of range, or nothing is trainable.
 
     Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
     """
@@ -101,14 +99,11 @@ def param_groups(
         raise UserError(f"lr must be a finite number above 0, got {lr!r}")
     if not 0 <= weight_decay < float("inf"):
         raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
-    roles = parameter_roles(model)
+    roles, parameters = parameter_roles(model), dict(model.named_parameters())
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")
     groups: dict[Role, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if name not in roles:
-            continue
-        role = roles[name]
+    for name, role in roles.items():
         if role not in groups:
             groups[role] = {
                 "params": [],
@@ -118,19 +113,15 @@ def param_groups(
             }
             if muon:
                 groups[role]["optimizer"] = "muon" if role.muon else "adamw"
-        groups[role]["params"].append((name, parameter))
+        groups[role]["params"].append((name, parameters[name]))
     ordered = sorted(groups.values(), key=lambda group: (group["role"], group["lr"]))
-    claimed = [name for group in ordered for name, _ in group["params"]]
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(claimed) == len(set(claimed)), "a parameter is in two groups"
-    assert set(claimed) == trainable, f"unclaimed parameters: {sorted(trainable - set(claimed))}"
     if verbose:
         print(describe_groups(ordered, lr))
     return ordered
 
 
 def describe_groups(groups: Iterable[dict[str, Any]], lr: float) -> str:
-    """One line a group: role, tensors, parameters, learning rate and multiplier, weight decay."""
+    """Return a line for each group: role, tensors, parameters, learning rate and multiplier, weight decay."""
     lines = []
     for group in groups:
         size = sum(parameter.numel() for _, parameter in group["params"])
@@ -174,7 +165,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         groups = [dict(group) if isinstance(group, dict) else {"params": group} for group in list(params)]
         kinds = {group.get("optimizer") for group in groups}
-        if kinds != {"muon", "adamw"}:
+        if kinds != {*_KINDS}:
             raise UserError("MuonAdamW needs groups of both kinds; make them with param_groups(..., muon=True)")
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         muon = torch.optim.Muon(
@@ -200,11 +191,11 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         kind = param_group.get("optimizer")
         if kind not in _KINDS:
-            raise UserError(f"a group of MuonAdamW must have optimizer 'muon' or 'adamw', not {kind!r}")
+            raise UserError(f"a group of MuonAdamW must have optimizer 'muon' or 'adamw', got {kind!r}")
         super().add_param_group(param_group)
         if kind == "muon" and any(each.ndim != 2 for each in self.param_groups[-1]["params"]):
             self.param_groups.pop()
-            raise UserError("Muon takes matrices; put vectors and kernels into a group with optimizer 'adamw'")
+            raise UserError("Muon is for matrices; put vectors and kernels into a group with optimizer 'adamw'")
         if not hasattr(self, "_inner"):
             return  # it is being made
         added, inner = self.param_groups.pop(), self._inner[_KINDS.index(kind)]
@@ -221,11 +212,11 @@ class MuonAdamW(torch.optim.Optimizer):
             inner.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies."""
+        """Return the state of a copy, with the inner optimizers."""
         return {**super().__getstate__(), "_inner": self._inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by load_state_dict, which replaces groups and state, and for a copy."""
+        """Link the inner optimizers to new groups and state, after load_state_dict or copying."""
         super().__setstate__(state)
         self._link()
 
@@ -237,7 +228,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of both."""
+        """Step both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -248,7 +239,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group as optimizers are given it, whose parameters have their names beside them."""
+    """Return a copy of a group whose params are (name, parameter) pairs, where it has names."""
     group = dict(group)
     if "param_names" in group:
         group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))

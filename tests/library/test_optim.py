@@ -186,8 +186,8 @@ def test_a_group_that_cannot_be_added_changes_nothing():
     before = len(optimizer.param_groups)
     vector = [("late", nn.Parameter(torch.ones(3)))]
     for group, message in (
-        ({"params": vector}, "must have optimizer 'muon' or 'adamw', not None"),
-        ({"params": vector, "optimizer": "muon"}, "Muon takes matrices"),
+        ({"params": vector}, "must have optimizer 'muon' or 'adamw', got None"),
+        ({"params": vector, "optimizer": "muon"}, "Muon is for matrices"),
     ):
         with pytest.raises(UserError, match=message):
             optimizer.add_param_group(group)

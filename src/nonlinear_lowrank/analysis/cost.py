@@ -20,20 +20,19 @@ The backward pass costs twice the forward.
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.surgery.flops import own_flops
+from nonlinear_lowrank.surgery.flops import first_integer, own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
 NUMBERS = ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
-"""What a cost counts, of each module and in all."""
+"""Numbers of each module and of the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class LayerCost:
     """One module. `parameters` and `flops` include the branch's share, which is negative where a method saves some."""
 
     name: str
-    """In the model; "" is the model itself."""
+    """Name in the model; "" is the model itself."""
     kind: str
     """Class of the module, or "head"."""
     parameters: int
@@ -51,21 +50,21 @@ class LayerCost:
     """Forward, per token."""
     branch_flops: int = 0
     kept_bytes: int | None = None
-    """Saved for backward over the whole batch; None where no forward pass was traced."""
+    """Bytes saved for backward over the whole batch; None where no forward pass was traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """What a model costs: rows in the model's order, and totals."""
+    """Cost of a model: rows in the model's order, and totals."""
 
     rows: list[LayerCost]
     sequence_length: int
     batch_size: int | None = None
-    """Of `kept_bytes`."""
+    """Batch size behind `kept_bytes`."""
     kept_dtype: str | None = None
     """Type of the activations behind `kept_bytes`."""
     notes: list[str] = field(default_factory=list)
-    """What could not be counted."""
+    """Modules that could not be counted."""
 
     def _total(self, name: str) -> int:
         return sum(getattr(row, name) or 0 for row in self.rows)
@@ -77,7 +76,7 @@ class ModelCost:
 
     @property
     def branch_parameters(self) -> int:
-        """Those that methods added."""
+        """The part that methods added."""
         return self._total("branch_parameters")
 
     @property
@@ -87,7 +86,7 @@ class ModelCost:
 
     @property
     def branch_flops(self) -> int:
-        """Those that methods added."""
+        """The part that methods added."""
         return self._total("branch_flops")
 
     @property
@@ -191,7 +190,7 @@ def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
 
 
 def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
-    """Give the modules called ...Attention that hold no other such module: where the scores are computed."""
+    """Yield the modules called ...Attention that hold no other such module: those that compute the scores."""
     for module in model.modules():
         if "Attention" in type(module).__name__ and any(True for _ in module.parameters()):
             inner = (type(each).__name__ for each in module.modules() if each is not module)
@@ -204,19 +203,10 @@ def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
     config = getattr(module, "config", None) or getattr(model, "config", None)
-    heads = _first_whole([module, config], ("num_heads", "num_attention_heads", "n_heads", "n_head"))
+    heads = first_integer([module, config], ("num_heads", "num_attention_heads", "n_heads", "n_head"))
     if heads is None:
         return None
-    head_width = _first_whole([module, config], ("head_dim", "attention_head_size"))
+    head_width = first_integer([module, config], ("head_dim", "attention_head_size"))
     if head_width is not None:
         return heads * head_width
-    return _first_whole([config, module], ("hidden_size", "embed_dim", "d_model"))
-
-
-def _first_whole(sources: Sequence[Any], names: Sequence[str]) -> int | None:
-    for source in sources:
-        for name in names:
-            value = getattr(source, name, None)
-            if isinstance(value, int) and not isinstance(value, bool | torch.Tensor):
-                return value
-    return None
+    return first_integer([config, module], ("hidden_size", "embed_dim", "d_model"))

@@ -1,8 +1,8 @@
-"""Bytes kept for backward: distinct storages that autograd holds when a forward pass has ended.
+"""Bytes saved for backward: distinct storages that autograd holds when a forward pass has ended.
 
 Storages are told apart by `untyped_storage()._cdata`, which also works on meta and fake tensors (their
 data pointers are all 0). A saved view counts as its whole storage, since that is what stays in memory.
-Parameters and buffers are left out, and so are autocast's copies of them: a model has these anyhow, and
+Parameters and buffers are excluded, and so are autocast's copies of them: a model has these anyhow, and
 how many there are does not depend on the batch. What is dropped again before the forward pass ends is not
 counted.
 
@@ -14,6 +14,7 @@ hooks, as it should: they are not kept.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,23 +27,23 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(kw_only=True)
 class SavedStorage:
-    """One block of memory that is kept for backward."""
+    """One block of memory that is saved for backward."""
 
     nbytes: int
     dtype: torch.dtype
     label: str
-    """Who saved it first: what `label()` gave at that moment."""
+    """Result of `label()` when it was first saved."""
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """Of the tensors in it that were saved."""
+    """Shapes of the tensors in it that were saved."""
 
 
 def saved_bytes(function: Callable[..., Any], *args: Any, parameters: Iterable[Tensor] = (), **kwargs: Any) -> int:
-    """Bytes that `function(*args, **kwargs)` keeps for backward; see this file's docstring.
+    """Return the bytes that `function(*args, **kwargs)` saves for backward; see this file's docstring.
 
     Args:
         function: a module (its parameters and buffers are known) or any function, eager or compiled.
         *args: its arguments. Those that are saved count, like any other activation.
-        parameters: further tensors to leave out, for functions that are not modules.
+        parameters: further tensors to exclude, for functions that are not modules.
         **kwargs: its keyword arguments.
     """
     return sum(storage.nbytes for storage in saved_storages(function, *args, parameters=parameters, **kwargs))
@@ -55,7 +56,7 @@ def saved_storages(
     label: Callable[[], str] = str,
     **kwargs: Any,
 ) -> list[SavedStorage]:
-    """The storages behind `saved_bytes`, in the order in which they were first saved.
+    """Return the storages behind `saved_bytes`, in the order in which they were first saved.
 
     Args:
         function: as in `saved_bytes`.
@@ -79,12 +80,8 @@ def saved_storages(
     # A dispatch mode would make torch.compile fall back to eager, so it serves fake tensors alone, which
     # have no contents to compare.
     casts = _CastWatch(known) if any(_is_fake(tensor) for tensor in excluded) else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        if casts is None:
-            result = function(*args, **kwargs)
-        else:
-            with casts:
-                result = function(*args, **kwargs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor), casts or nullcontext():
+        result = function(*args, **kwargs)
     saved = [(holder.tensor, holder.label) for holder in (each() for each in held) if holder is not None]
     saved += [(tensor, "") for tensor in _kept_on_contexts(result)]
     storages: dict[int, SavedStorage] = {}
@@ -103,7 +100,7 @@ def saved_storages(
 
 
 class _Held:
-    """What autograd keeps in place of the tensor: gone from memory as soon as the graph lets go of it."""
+    """Stand-in that autograd saves for a tensor; it is freed as soon as the graph lets go of it."""
 
     __slots__ = ("__weakref__", "label", "tensor")
 
@@ -149,7 +146,7 @@ def _is_cast_copy(tensor: Tensor, parameters: Iterable[Tensor]) -> bool:
 
 
 def _kept_on_contexts(result: Any) -> Iterator[Tensor]:
-    """Tensors that functions hold as attributes of their contexts, over the whole graph of the result."""
+    """Yield tensors that functions hold as attributes of their contexts, over the whole graph of the result."""
     pending = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     seen = set(pending)
     while pending:

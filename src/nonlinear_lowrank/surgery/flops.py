@@ -1,5 +1,6 @@
 """Forward FLOPs per token of a module's products; a multiply-add counts 2."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -43,10 +44,13 @@ def _expert_flops(module: nn.Module, model: Any) -> int:
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for source in (module, getattr(module, "config", None), text, getattr(text, "ffn_config", None)):
-        for name in _ACTIVE:
-            active = getattr(source, name, None)
-            if isinstance(active, int) and not isinstance(active, bool):
-                tensors = expert_tensors(module).values()
-                return sum(2 * min(active, each.shape[0]) * each[0].numel() for each in tensors)
-    return 0
+    sources = (module, getattr(module, "config", None), text, getattr(text, "ffn_config", None))
+    if (active := first_integer(sources, _ACTIVE)) is None:
+        return 0
+    return sum(2 * min(active, each.shape[0]) * each[0].numel() for each in expert_tensors(module).values())
+
+
+def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
+    """Return the first attribute of these names that is an integer, source by source; None where none is."""
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)
