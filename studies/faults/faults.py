@@ -24,11 +24,10 @@ from random import Random
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from training_kit import TrainingServer  # noqa: E402
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "lab" / "training")]
 
 from nlr_lab.runtime.storage import newest_valid, step_folders  # noqa: E402
+from training_helpers import TrainingServer  # noqa: E402
 
 SHORT = {"steps": 12, "save_every": 1, "gradient_accumulation": 2, "eval_every": 5}
 KILLED = {
@@ -37,7 +36,7 @@ KILLED = {
     "bf16-workers": {"arm": "noble:rank=4", "bf16": True, "dataloader_workers": 1},
 }
 Outcome = str | None
-"""Why it was not survived."""
+"""Reason why it was not survived."""
 
 
 class Bench:
@@ -63,7 +62,7 @@ class Bench:
         return self._whole[key]
 
     def ends_the_same(self, out: Path, whole: Path, **settings: object) -> Outcome:
-        """Resumes it to its end."""
+        """Resume it to its end."""
         answer = self.server.run(out, **settings)
         if answer != {"exit": 0, "error": ""}:
             return f"does not go on: {answer}"
@@ -123,7 +122,7 @@ def read_only(bench: Bench, number: int) -> Outcome:
 
 def clock(bench: Bench, number: int) -> Outcome:
     """The time of day jumps by up to 400 days, back and on, at every look."""
-    settings = {**SHORT, "arm": "training_kit:jump_clock", "seed": number}
+    settings = {**SHORT, "arm": "training_helpers:jump_clock", "seed": number}
     whole, out = bench.whole(**settings), bench.new()
     if (answer := bench.server.run(out, fault=True, **settings)) != {"exit": 0, "error": ""}:
         return f"{answer}"
@@ -135,7 +134,7 @@ def not_a_number(what: str) -> Callable[[Bench, int], Outcome]:
 
     def one(bench: Bench, number: int) -> Outcome:
         out, at = bench.new(), bench.random.randint(2, 11)
-        settings = {**SHORT, "gradient_accumulation": 1, "arm": f"training_kit:{what},at={at}"}
+        settings = {**SHORT, "gradient_accumulation": 1, "arm": f"training_helpers:{what},at={at}"}
         answer = bench.server.run(out, **settings)
         newest, damaged = newest_valid(out / "checkpoints")
         if answer["exit"] != 2 or f"at step {at}" not in answer["error"] or damaged:
@@ -150,7 +149,7 @@ def not_a_number(what: str) -> Callable[[Bench, int], Outcome]:
 def reader(bench: Bench, number: int) -> Outcome:
     """The process that reads data is killed: the run says so, and goes on from its checkpoint."""
     at = bench.random.randint(1, 11)
-    settings = {**SHORT, "dataloader_workers": 1, "arm": f"training_kit:lose_reader,at={at}"}
+    settings = {**SHORT, "dataloader_workers": 1, "arm": f"training_helpers:lose_reader,at={at}"}
     whole, out = bench.whole(**settings), bench.new()
     answer = bench.server.run(out, fault=True, **settings)
     if answer["exit"] != 2 or "reads data died" not in answer["error"]:
@@ -171,7 +170,7 @@ def rank(bench: Bench, number: int) -> Outcome:
         out = bench.folder / f"rank-{number}-{name}"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "1", str(script), str(out)]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "NLR_TEST_DIES": dies}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS / "helpers"), "NLR_TEST_DIES": dies}
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = subprocess.run(
             command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=900
@@ -200,7 +199,7 @@ KINDS: dict[str, tuple[Callable[[Bench, int], Outcome], int, str]] = {
 
 
 def main() -> int:
-    """Does what is missing; 1 if something was not survived."""
+    """Do what is missing; return 1 if something was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="of each of the three configurations")
     parser.add_argument("--seed", type=int, default=0)

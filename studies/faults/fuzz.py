@@ -2,11 +2,11 @@
 
     python studies/faults/fuzz.py [--cases 2000] [--guided 5000] [--only "mesh .ply" ...]
 
-Targets, examples and the damage are those of tests/fuzz_kit.py. Each target runs in a process of its own, first with
-random damage (--cases), then guided by coverage (--guided, libFuzzer by the package atheris: inputs that reach new
-branches of this library are damaged further). A fault is any exception but UserError, a case of more than 20 CPU s,
-more than 512 MiB of memory kept, or a file written; the process may take --memory GiB. Results: fuzz.json and fuzz.md
-beside this file, written after each target; targets that are there are not done again unless --only names them.
+Targets, examples and the damage are those of tests/helpers/fuzz_helpers.py. Each target runs in a process of its own,
+first with random damage (--cases), then guided by coverage (--guided, libFuzzer by the package atheris: inputs that
+reach new branches of this library are damaged further). A fault is any exception but UserError, a case of more than 20
+CPU s, more than 512 MiB of memory kept, or a file written; the process may take --memory GiB. Results: fuzz.json and
+fuzz.md beside this file, written after each target; targets that are there are not done again unless --only names them.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from pathlib import Path
 from random import Random
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "helpers"))
 
 
 def main() -> int:
-    """Runs what is missing; 1 if there was a fault."""
+    """Run what is missing; return 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000, help="random cases of each target")
     parser.add_argument("--guided", type=int, default=5000, help="cases of each target guided by coverage")
@@ -41,7 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.inside:
         return inside(options, *options.inside)
-    from fuzz_kit import TARGETS
+    from fuzz_helpers import TARGETS
 
     names = [target.name for target in TARGETS]
     if unknown := set(options.only or ()) - set(names):
@@ -83,12 +83,12 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
 
         # To the end: readers are imported when they are first called.
         atheris.instrument_imports(include=["nonlinear_lowrank"]).__enter__()
-    import fuzz_kit
+    import fuzz_helpers
 
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    target = next(each for each in fuzz_kit.TARGETS if each.name == name)
+    target = next(each for each in fuzz_helpers.TARGETS if each.name == name)
     place, random = Path(folder, "work"), Random(f"{options.seed} {name} {phase}")
     place.mkdir()
     examples = target.examples(place)
@@ -105,15 +105,15 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
     def one(data: bytes) -> None:
         found["cases"] += 1
         try:
-            found["taken"] += fuzz_kit.try_one(target, place, data)
-        except fuzz_kit.Fault as fault:
+            found["taken"] += fuzz_helpers.try_one(target, place, data)
+        except fuzz_helpers.Fault as fault:
             name = re.sub(r"\d+", "#", str(fault))[:200]
             found["faults"][name] += 1
             found["inputs"].setdefault(name, base64.b64encode(data[:100_000]).decode())  # the first, to repeat it
 
     if phase == "random":
         while found["cases"] < options.cases and time.monotonic() - began < options.seconds:
-            one(fuzz_kit.damage(random.choice(examples), random))
+            one(fuzz_helpers.damage(random.choice(examples), random))
         write()
         return 0
 
@@ -129,7 +129,7 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
 
     def mutate(data: bytes, longest: int, seed: int) -> bytes:
         own = Random(seed)
-        return (atheris.Mutate(data, longest) if own.random() < 0.3 else fuzz_kit.damage(data, own))[:longest]
+        return (atheris.Mutate(data, longest) if own.random() < 0.3 else fuzz_helpers.damage(data, own))[:longest]
 
     arguments = [sys.argv[0], f"-runs={options.guided}", f"-max_total_time={options.seconds}", "-max_len=65536"]
     arguments += [f"-seed={options.seed + 1}", "-rss_limit_mb=0", str(corpus)]

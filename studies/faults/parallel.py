@@ -2,17 +2,17 @@
 
     python studies/faults/parallel.py [--steps 60]
 
-tests/test_distributed.py, larger: a NOBLE language model of four layers of width 128 (dropout 0), sine-LoRA and NoRA
-on a small Llama; DDP and FSDP2 over 2 and 4 gloo processes on this machine, in float64. The last row of each number of
-processes is the NOBLE run with its first third on one process, the second on several, the last on one again. Of every
-logged and evaluated loss the largest relative difference from one process's goes into parallel.json and parallel.md.
+tests/lab/training/test_distributed.py, larger: a NOBLE language model of four layers of width 128 (dropout 0),
+sine-LoRA and NoRA on a small Llama; DDP and FSDP2 over 2 and 4 gloo processes on this machine, in float64. The last row
+of each number of processes is the NOBLE run with its first third on one process, the second on several, the last on one
+again. Of every logged and evaluated loss the largest relative difference from one process's goes into parallel.json and
+parallel.md.
 """
 
 import argparse
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TESTS = HERE.parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1] / "tests" / "helpers"), str(HERE)]
 
 ADAPTERS = {"sine-lora": "sine-lora:r=4,omega=200", "nora": "nora:r=2,groups=8"}
 
@@ -31,9 +30,9 @@ import os, sys
 import torch
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
-import processes_kit
+import processes_helpers
 if os.environ.get("ACCELERATE_USE_FSDP"):
-    processes_kit.shard_on_cpus()
+    processes_helpers.shard_on_cpus()
 sys.path.insert(0, {here!r})
 import parallel
 parallel.train(*sys.argv[1:])
@@ -42,8 +41,8 @@ parallel.train(*sys.argv[1:])
 
 def recipe_of(root: Path, name: str, steps: int) -> tuple[Any, Any]:
     """The recipe and its prepared data, if they are not the task's own."""
-    import finetune_kit
-    from training_kit import FakeText, make_recipe
+    import finetune_helpers
+    from training_helpers import FakeText, make_recipe
 
     shared = {
         "steps": steps,
@@ -53,7 +52,7 @@ def recipe_of(root: Path, name: str, steps: int) -> tuple[Any, Any]:
         "keep_checkpoints": 9,
     }
     if name in ADAPTERS:
-        return finetune_kit.recipe(finetune_kit.instruction_task(root), ADAPTERS[name], **shared), None
+        return finetune_helpers.recipe(finetune_helpers.instruction_task(root), ADAPTERS[name], **shared), None
     # At 1e-2 this model is chaotic: rounding (its norms are in float32) doubles each step from the thirtieth on.
     recipe = make_recipe("noble:rank=16", dropout=0.0, log_every=2, lr=1e-3, **shared)
     backbone = replace(recipe.task.backbone, layers=4, width=128, heads=4, hidden=352)
@@ -61,7 +60,7 @@ def recipe_of(root: Path, name: str, steps: int) -> tuple[Any, Any]:
 
 
 def train(root: str, mode: str, steps: str, *names: str) -> None:
-    """Runs into root/mode, in a process of a group."""
+    """Train into root/mode, in a process of a group."""
     from nlr_lab.training import run_training
 
     for name in names:
@@ -72,33 +71,34 @@ def train(root: str, mode: str, steps: str, *names: str) -> None:
 
 
 def losses(root: Path, mode: str, name: str) -> list[tuple[int, float]]:
-    """Of training and evaluation, by step."""
+    """Return the losses of training and evaluation, by step."""
     result = json.loads((root / mode / name / "result.json").read_text())
     return [(step, loss) for kind in ("curve", "train_curve") for step, loss in result[kind]]
 
 
 def largest_difference(found: list[tuple[int, float]], want: list[tuple[int, float]]) -> float:
-    """Relative, over all steps."""
+    """Return the largest relative difference over all steps."""
     assert [step for step, _ in found] == [step for step, _ in want]
     return max(abs(one - other) / abs(other) for (_, one), (_, other) in zip(found, want, strict=True))
 
 
 def main() -> int:
-    """1 if a difference is above 1e-6."""
+    """Return 1 if a difference is above 1e-6."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    import finetune_kit
-    from processes_kit import fsdp_environment, run_processes
-    from test_distributed import cut_back
     from transformers import AutoModelForCausalLM
+
+    import finetune_helpers
+    from processes_helpers import fsdp_environment, run_processes
+    from training_helpers import cut_back
 
     names = ("noble", *ADAPTERS)
     script = SCRIPT.format(here=str(HERE))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        finetune_kit.instruction_task(root)
+        finetune_helpers.instruction_task(root)
         AutoModelForCausalLM.from_pretrained(root / "llama").double().save_pretrained(root / "llama")
 
         def run(mode: str, count: int, *which: str) -> None:
@@ -123,12 +123,12 @@ def main() -> int:
             for name in names:
                 note("FSDP2", str(count), name, f"fsdp2-{count}")
             chain, third = f"chain-{count}", options.steps // 3
-            (root / chain).mkdir()
-            shutil.copytree(root / "alone" / "noble", root / chain / "noble")
+            done = root / "alone" / "noble"
             for processes, step in ((count, third), (1, 2 * third)):
-                cut_back(root / chain / "noble", step)
-                run(chain, processes, "noble")
-            note("DDP", f"1, {count}, 1", "noble", chain)
+                mode = f"{chain}-{step}"
+                done = cut_back(done, root / mode / "noble", step)
+                run(mode, processes, "noble")
+            note("DDP", f"1, {count}, 1", "noble", mode)
     return int(any(row["difference"] > 1e-6 for row in rows))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "helpers"))
 EVERY, WARM = 10, 10
 """Seconds between looks; minutes before which memory may grow."""
 
@@ -29,9 +29,9 @@ EVERY, WARM = 10, 10
 def train(out: str) -> None:
     """Far more steps than there is time for."""
     import torch
-    from training_kit import FakeText, make_recipe
 
     from nlr_lab.training import run_training
+    from training_helpers import FakeText, make_recipe
 
     torch.set_num_threads(1)
     recipe = make_recipe(
@@ -41,7 +41,7 @@ def train(out: str) -> None:
 
 
 def look(process: psutil.Process) -> dict[str, float]:
-    """Of a process and its children."""
+    """Return memory, threads and files of a process and its children."""
     family = [process, *process.children(recursive=True)]
     return {
         "mib": sum(each.memory_info().rss for each in family) / 2**20,
@@ -51,7 +51,7 @@ def look(process: psutil.Process) -> dict[str, float]:
 
 
 def main() -> int:
-    """1 if it ended early."""
+    """Return 1 if it ended early."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     options = parser.parse_args()
