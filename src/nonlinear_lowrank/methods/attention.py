@@ -11,6 +11,7 @@ KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "w
 FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
 """Names of projections whose rows are q, k and v, one after another."""
 MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
+QUERY_BESIDE = "holds keys and values only, and the query is beside it; leave it out with exclude="
 BY_HEAD = "query_key_value"
 """A fused projection whose rows are q, k and v of one head after another."""
 _BY_DEVICE = ("CodeGenAttention",)

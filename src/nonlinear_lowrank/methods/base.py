@@ -18,6 +18,8 @@ from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 
+from .matrix import is_plain_linear
+
 ENTRY_POINTS = "nonlinear_lowrank.methods"
 
 
@@ -130,8 +132,8 @@ class Method:
     """Whether its config has a `rank_ratio` and `added` says what layers of it add, so that a budget can be met."""
 
     def is_target(self, module: nn.Module) -> bool:
-        """Return whether the method can replace this module."""
-        raise NotImplementedError
+        """Return whether the method can replace this module: a plain linear, unless overridden."""
+        return is_plain_linear(module)
 
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
         """Return a new, uninitialised layer that holds the parameters of the plain module it keeps."""

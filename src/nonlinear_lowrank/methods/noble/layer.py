@@ -115,7 +115,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         if config.init == "pretrained":
             init.zeros_(self.noble_up)
         else:
-            init.normal_(self.noble_up, std=config.up_scale / self.noble_rank**0.5)
+            self.draw_up()
         branch = self.branch()
         for mix in branch.mixes:
             init.xavier_uniform_(mix)
@@ -125,6 +125,10 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         for zero in (self.noble_up_bias, self.noble_fusion):
             if zero is not None:
                 init.zeros_(zero)
+
+    def draw_up(self) -> None:
+        """Draw the up projection as in a model from scratch."""
+        init.normal_(self.noble_up, std=self.noble_config.up_scale / self.noble_rank**0.5)
 
     def _replicate_for_data_parallel(self) -> Any:
         """Raise where nn.DataParallel's copies could not find their own neighbours."""

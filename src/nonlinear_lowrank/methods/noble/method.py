@@ -6,12 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
-from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape
+from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
 from .layer import NobleConv1D, NobleLinear
@@ -36,9 +35,6 @@ class NobleMethod(Method):
         )
     }
 
-    def is_target(self, module: nn.Module) -> bool:
-        return is_plain_linear(module)
-
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
         reason: str | None = config.check_rank(*linear_shape(module))
         return reason
@@ -56,7 +52,7 @@ class NobleMethod(Method):
 
     @torch.no_grad()
     def draw_up(self, layer: Any) -> None:
-        init.normal_(layer.noble_up, std=layer.noble_config.up_scale / layer.noble_rank**0.5)
+        layer.draw_up()
 
     def initial(self, config: Any, *, pretrained: bool) -> Any:
         if config.init != "auto":

@@ -12,6 +12,7 @@ from nonlinear_lowrank.methods.attention import (
     FUSED,
     KEYS,
     MIXED,
+    QUERY_BESIDE,
     SEPARATE,
     attention_heads,
     holds_keys_and_values,
@@ -57,9 +58,7 @@ class QKNormMethod(Method):
         fused = name.rpartition(".")[2] in FUSED
         if fused and getattr(parent, "is_cross_attention", False) and not holds_keys_and_values(module):
             # Its shape alone, which is all that a saved model tells, would read as queries and narrow keys.
-            raise UserError(
-                f"{name} holds keys and values only, and the query is beside it; leave it out with exclude="
-            )
+            raise UserError(f"{name} {QUERY_BESIDE}")
         if fused and (d_out <= d_in or (heads is not None and width is not None and heads * width != d_in)):
             raise UserError(f"{name} does not hold queries as wide as the model, then keys; leave it out with exclude=")
 

@@ -11,13 +11,14 @@ from nonlinear_lowrank.methods.attention import (
     BY_HEAD,
     FUSED,
     MIXED,
+    QUERY_BESIDE,
     SEPARATE,
     attention_heads,
     holds_keys_and_values,
     mixes_rows,
 )
 from nonlinear_lowrank.methods.base import Method, PlainCost, Role, register
-from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape
+from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NonlinearQueryConfig
 from .layer import NonlinearQKV, NonlinearQuery
@@ -34,9 +35,6 @@ class NonlinearQueryMethod(Method):
     controls: ClassVar = {"identity-query": {"kind": "identity"}, "residual-linear-query": {"kind": "linear"}}
     replaces_weights = True
     tensor_parallel = False
-
-    def is_target(self, module: nn.Module) -> bool:
-        return is_plain_linear(module)
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
         return "holds keys and values only" if holds_keys_and_values(module) else None
@@ -107,7 +105,7 @@ def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str 
     if d_out == d_in and own not in FUSED:
         return None
     if getattr(parent, "is_cross_attention", False):
-        return "holds keys and values only, and the query is beside it; leave it out with exclude="
+        return QUERY_BESIDE
     width = d_out if own in SEPARATE else None if parent is None else _query_width(parent)
     if width is None and parent is not None and d_out != 3 * d_in:
         return (

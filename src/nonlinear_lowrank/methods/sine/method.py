@@ -8,7 +8,7 @@ from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, PlainCost, Role, register
-from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape, replace_modules
+from nonlinear_lowrank.methods.matrix import linear_shape, replace_modules
 
 from .layer import SineLowRankConfig, SineLowRankLinear
 
@@ -36,9 +36,6 @@ class SineLowRankMethod(Method):
     }
     replaces_weights = True
     tensor_parallel = False
-
-    def is_target(self, module: nn.Module) -> bool:
-        return is_plain_linear(module)
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
         reason: str | None = config.check_rank(*linear_shape(module))
