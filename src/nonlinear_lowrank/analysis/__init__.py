@@ -1,4 +1,4 @@
-"""What a model costs: parameters, FLOPs, bytes kept for backward, and the time of a step; and which linears matter.
+"""Cost of a model: parameters, FLOPs and bytes saved for backward; and scores of its linears.
 
     nlr.analysis.model_cost(model, sequence_length=1024)
     nlr.analysis.select_layers(nlr.analysis.layer_importance(model, batches))

@@ -1,4 +1,4 @@
-"""Which linears matter most: scores by name, and choices of where branches go (noble_notes_zh.md, section 4.2).
+"""Scores of linears, and choices of those that get branches by them (noble_notes_zh.md, section 4.2).
 
     scores = layer_importance(model, batches)
     nlr.augment(model, config, select=select_layers(scores, percentile=70))
@@ -38,12 +38,12 @@ _PARTS = {
     r"|dense_(h_to_4h|4h_to_h)|ffn_output|ffw_layer_[12]",
 }
 PARTS = (*_PARTS, "other")
-"""What `part_of` may say."""
+"""Results of `part_of`."""
 _INSIDE = re.compile(r"(?:^|\.)((shared_)?mlp|ffn?\d?|feed_forward\d?|intermediate|DenseReluDense)(\.|$)")
 
 
 def part_of(name: str) -> str:
-    """ "query" (also a fused query, key and value), "key", "value", "feed_forward" or "other", by a linear's name."""
+    """Return "query" (also for a fused one), "key", "value", "feed_forward" or "other", by a linear's name."""
     last = name.rpartition(".")[2]
     if _INSIDE.search(name):
         return "feed_forward"
@@ -58,7 +58,7 @@ def part_of(name: str) -> str:
 def layer_importance(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient"
 ) -> dict[str, float]:
-    """Score every linear of the model's body; the model, its gradients and its modes are left as they were.
+    """Score every linear of the model's body; the model, its gradients and its modes do not change.
 
     Args:
         model: a transformers model, or any module that takes a batch as keyword arguments and, for "gradient",
@@ -69,7 +69,7 @@ def layer_importance(
 
     Returns:
         {name: score}, in the model's order, averaged over the batches; 0 for what no token reached. Output heads are
-        left out.
+        skipped.
 
     Raises:
         UserError: no linears, no batches, one batch in place of a list, no loss, a score that is not finite, or, by
@@ -104,11 +104,11 @@ def layer_importance(
 
 
 def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
-    """Names whose score is at or above a percentile of all scores, in the given order.
+    """Return the names whose score is at or above a percentile of all scores, in the given order.
 
     Args:
         scores: of `layer_importance`.
-        percentile: 0 takes all; 70 about the highest three tenths.
+        percentile: 0 selects all; 70 about the highest three tenths.
 
     Raises:
         UserError: no scores, or a percentile outside 0 to 100.
@@ -124,11 +124,11 @@ def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list
 
 
 def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
-    """The notes' strategy: every query, the keys of the highest scores, every feed-forward linear.
+    """Return the notes' choice: every query, the keys of the highest scores, every feed-forward linear.
 
     Args:
         scores: of `layer_importance`.
-        percentile: of the keys' scores; keys below it are left out.
+        percentile: of the keys' scores; keys below it are skipped.
 
     Raises:
         UserError: no linear of the scores is a query by its name, or none is part of a feed-forward.
@@ -231,7 +231,7 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
 
 
 def _for_backward(tensor: Tensor) -> Tensor:
-    """Autograd refuses what was made inside torch.inference_mode(); a copy of it will do."""
+    """Copy a tensor that was made inside torch.inference_mode(), which autograd refuses."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 

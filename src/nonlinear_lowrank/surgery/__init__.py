@@ -1,1 +1,1 @@
-"""Puts a method's layers into a model: targets, budgets, the swap, the report."""
+"""Swap of a model's modules for a method's layers: targets, budgets, the swap, the report."""

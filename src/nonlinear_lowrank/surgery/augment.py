@@ -26,7 +26,7 @@ from .report import AugmentReport, measure_plain
 from .targets import Patterns, choose_found, choose_linears, holds_numbers
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
-"""Called with (model, entry) once a model was augmented. `hub` adds the one that makes it saveable."""
+"""Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
 
 
 def augment(
@@ -42,21 +42,20 @@ def augment(
 ) -> AugmentReport:
     """Swap a model's linears, or activations, in place, for a method's layers.
 
-    With a `RationalConfig` every activation module is taken, but those of poolers and heads unless `include` names
-    them, and each starts as its own function. With any other config every `nn.Linear` and transformers `Conv1D` is
-    taken, except the output head (anything outside a transformers model's backbone, whatever is tied to an embedding,
-    and what is named like a head) and, unless `include` names it, what another method has taken already or this one
-    has no use for.
-    Checks come first: when an error is raised, the model is as it was. A method that does away with trained
-    weights (of a model that was loaded) warns of it.
+    With a `RationalConfig` every activation module is swapped, except those of poolers and heads unless `include`
+    names them, and each starts as its own function. With any other config every `nn.Linear` and transformers `Conv1D`
+    is swapped, except the output head (anything outside a transformers model's backbone, tied to an embedding, or named
+    like a head) and, unless `include` names it, what another method has replaced already or this one has no use for.
+    Checks come first: when an error is raised, the model is as it was. A method that discards trained weights (of a
+    model that was loaded) warns of it.
 
     Args:
         model: any module; a transformers model also becomes saveable with its branches.
         config: a method's config, e.g. `NobleConfig(rank=64)`.
         include: regular expression(s) that a module's whole name must match; default: the method's own choice,
             mostly all.
-        exclude: regular expression(s) of names to leave alone.
-        select: whole names of the only linears to take, e.g. of `analysis.importance.select_layers`.
+        exclude: regular expression(s) of names to skip.
+        select: whole names of the only linears to swap, e.g. of `analysis.importance.select_layers`.
         budget: "5%" (of the model's parameters) or "5% flops" (of its linears, per token): the ranks are then as high
             as that allows, the same share of each layer's width (`rank_ratio`), in place of the config's.
         fuse_shared_inputs: NOBLE's query, key and value, and gate and up, projections are computed together, as with
@@ -67,7 +66,7 @@ def augment(
         What was swapped and what was skipped, with parameters and FLOPs.
 
     Raises:
-        UserError: a pattern or a name matches nothing, a budget cannot be met, nothing is left to swap, the rank
+        UserError: a pattern or a name matches nothing, a budget cannot be met, there is nothing to swap, the rank
             does not fit or groups do not divide the width, a target is frozen, quantized, hooked, parametrized, not
             called by the model's code, or augmented already.
     """
@@ -185,10 +184,10 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside it every branch of the model is switched off: linears give their dense part alone.
+    """Disable every branch of the model inside a `with` block: layers compute their dense part alone.
 
-    What stands in the place of something plain (sine low-rank weights, nonlinear queries, rational activations) is no
-    branch: there is nothing else to fall back to, and it stays as it is.
+    Layers that replace a plain module (sine low-rank weights, nonlinear queries, rational activations) have no branch
+    and do not change.
 
     Raises:
         UserError: the model has no branches.
@@ -228,7 +227,7 @@ def _check_linear(name: str, module: nn.Module, method: Method) -> None:
         raise UserError(
             f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
         )
-    # A layer of another method, which this one goes around, was looked at when it was put there.
+    # A layer of another method, which this one wraps, was checked when it was put there.
     weight: Any = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
     if not holds_numbers(weight):
         if type(getattr(weight, "data", None)).__name__ == "DTensor":

@@ -1,4 +1,4 @@
-"""Ranks that fit a budget: how low the bottlenecks must be for branches to add at most so much.
+"""Ranks that fit a budget of added parameters or FLOPs.
 
 All layers get the same share of their smaller width (`rank_ratio`), the largest that fits: the paper keeps width over
 rank constant across sizes as well (noble.txt, Table 1).
@@ -18,10 +18,10 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*(?:of\s+)?(parameters|flops)?\s*",
 
 
 def parse_budget(budget: str) -> tuple[float, str]:
-    """ "5%" or "5% parameters", "8 % flops" -> share of the plain model's, and which.
+    """Return the share of the plain model's, and of which: "5%" and "5% parameters" -> (0.05, "parameters").
 
     Raises:
-        UserError: it is written in no such way, or is no share above 0.
+        UserError: it is not of the form "5%", "5% parameters" or "8 % flops", or is 0.
     """
     match = _FORM.fullmatch(budget) if isinstance(budget, str) else None
     if match is None or float(match[1]) == 0:
@@ -32,13 +32,13 @@ def parse_budget(budget: str) -> tuple[float, str]:
 def config_within(
     budget: str, method: Method, config: Any, modules: Mapping[str, nn.Module], parameters: int, flops: int
 ) -> Any:
-    """The config with the largest `rank_ratio` whose branches stay within a budget.
+    """Return the config with the largest `rank_ratio` whose branches stay within a budget.
 
     Args:
         budget: see `parse_budget`.
-        method: whose layers are to go in.
+        method: the one whose layers are put in.
         config: its settings; `rank` is not used.
-        modules: the plain modules that are to be swapped, by name.
+        modules: the plain modules that will be swapped, by name.
         parameters: of the plain model.
         flops: forward, per token, of its linears.
 
@@ -59,7 +59,7 @@ def config_within(
     if least > allowed:
         raise UserError(
             f"the budget {budget!r} cannot be met: rank 1 in {len(modules)} linears adds {100 * least / total:.3g} % "
-            f"of the {kind}; raise it, or take fewer linears with include="
+            f"of the {kind}; raise it, or choose fewer linears with include="
         )
     if added(high) <= allowed:
         return replace(config, rank_ratio=high)

@@ -18,15 +18,15 @@ class AugmentReport:
     method: str
     config: Any
     kind: str = "linear"
-    """What the method's modules are called."""
+    """Word for the method's modules."""
     settings: list[str] = field(default_factory=list)
     """Settings beside the method's name."""
     swapped: list[str] = field(default_factory=list)
     """Names of the modules that were swapped, in the model's order."""
     details: dict[str, str] = field(default_factory=dict)
-    """What was put there, where it is not the same everywhere."""
+    """Replacement of each module, by name, where it is not the same everywhere."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that the method could replace but did not, and why."""
+    """Modules that the method could replace but did not, with the reason."""
     parameters_before: int = 0
     parameters_added: int = 0
     flops_before: int = 0

@@ -1,4 +1,4 @@
-"""Which modules of a model a method takes: by rules, patterns and names, with reasons for what is skipped."""
+"""Choice of the modules that a method replaces, by rules, patterns and names, with reasons for those skipped."""
 
 import re
 import warnings
@@ -14,7 +14,7 @@ from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 Patterns = str | Sequence[str] | None
 
-# Where the model cannot tell which linear is its output head, these names do.
+# For models that do not say which linear is their output head.
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
 _EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
@@ -22,7 +22,7 @@ HELD_AS_TENSORS = "holds weights as 3-D parameters, which are no linears"
 
 
 def output_head_names(model: nn.Module) -> dict[str, str]:
-    """Names of linears that produce the model's output, with the reason: {name: why}."""
+    """Return linears that produce the model's output, with the reason: {name: why}."""
     heads = {}
     backbone = getattr(model, "base_model", None)
     inside = None
@@ -45,7 +45,7 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
 
 
 class _Filter:
-    """`include` and `exclude`, and which of their patterns matched something.
+    """`include` and `exclude`; tracks which of their patterns matched something.
 
     Raises:
         UserError: a pattern is no regular expression.
@@ -56,13 +56,13 @@ class _Filter:
         self._used: set[re.Pattern[str]] = set()
 
     def why_skipped(self, name: str) -> str:
-        """Why the patterns leave a name alone; empty: they do not."""
+        """Return why the patterns skip a name; empty where they do not."""
         if self._included is not None and not self._hits(self._included, name):
             return "not in include"
         return "in exclude" if self._hits(self._excluded or [], name) else ""
 
     def unused(self) -> str | None:
-        """The first pattern that matched nothing."""
+        """Return the first pattern that matched nothing, or None."""
         patterns = [*(self._included or []), *(self._excluded or [])]
         return next((each.pattern for each in patterns if each not in self._used), None)
 
@@ -80,11 +80,11 @@ def choose_linears(
     exclude: Patterns,
     select: Collection[str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Names of the linears to swap, and of those that are skipped, with the reason.
+    """Return the names of the linears to swap, and those that are skipped, with the reason.
 
     Raises:
-        UserError: a pattern or a name matches nothing, one names a linear whose forward is never called, or nothing
-            is skipped to swap.
+        UserError: a pattern or a name matches nothing, one names a linear whose forward is never called, or
+            there is nothing to swap.
     """
     unnamed = include is None and select is None
     _check_selected(model, select)
@@ -139,10 +139,10 @@ def choose_linears(
 def choose_found(
     model: nn.Module, method: Method, found: Findings, include: Patterns, exclude: Patterns
 ) -> tuple[list[str], dict[str, str]]:
-    """The same among what a method has found itself.
+    """Return the names to swap among what a method has found itself, and those that are skipped, with the reason.
 
     Raises:
-        UserError: a pattern matches nothing, nothing is left to swap, or what is chosen cannot be.
+        UserError: a pattern matches nothing, there is nothing to swap, or a chosen module cannot be swapped.
     """
     given = _Filter(include, exclude)
     chosen: list[str] = []
@@ -154,7 +154,7 @@ def choose_found(
         else:
             chosen.append(name)
     for name in found.skipped:
-        given.why_skipped(name)  # a pattern that means it is no slip of the pen
+        given.why_skipped(name)  # marks patterns that match it as used
     skipped |= {name or "the model": why for name, why in found.skipped.items()}
     if (unused := given.unused()) is not None:
         names = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in (*found.targets, *found.skipped) if name})
@@ -171,9 +171,9 @@ def choose_found(
 
 
 def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
-    """A name that is no linear's is an error: a choice that is made by scores must not shrink unseen."""
+    """Raise UserError for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
     if isinstance(select, str):
-        raise UserError(f"select is a list of whole names, not {select!r}; patterns go to include=")
+        raise UserError(f"select must be a list of whole names, got {select!r}; pass patterns as include=")
     modules = dict(model.named_modules()) if select is not None else {}
     for name in select or ():
         if name not in modules or not (is_linear(modules[name]) or linear_method(modules[name])):
@@ -181,7 +181,7 @@ def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
 
 
 def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | None:
-    """Why a module that the user did not name is not swapped."""
+    """Return why a module that the user did not name is not swapped, or None."""
     before = method_of_layer(module)
     if before is not None:
         return f"is {before.name} already" if before is not method and not method.wraps else None
@@ -207,7 +207,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_method(module: nn.Module) -> Method | None:
-    """The method that put this layer in a linear's place."""
+    """Return the method that put this layer in a linear's place, or None."""
     method = method_of_layer(module)
     return method if method and method.kind == "linear" else None
 
@@ -219,7 +219,7 @@ def _wrapping(module: nn.Module) -> Method | None:
 
 
 def dense_parts(model: nn.Module) -> set[nn.Module]:
-    """The plain linears that stand in layers of methods: parts of these, and no linears of the model."""
+    """Return the plain linears inside layers of methods, which are parts of these and not linears of the model."""
     methods = [(module, method_of_layer(module)) for module in model.modules()]
     return {module.get_submodule(method.dense) for module, method in methods if method and method.dense}
 
@@ -257,5 +257,5 @@ def is_unread_pooler(model: nn.Module, name: str) -> bool:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    """Without reading it: a property may compute it."""
+    """Return whether a module has a weight, without reading it: a property may compute it."""
     return module._parameters.get("weight") is not None or hasattr(type(module), "weight")

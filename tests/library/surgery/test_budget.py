@@ -84,7 +84,7 @@ def test_the_chosen_layers_and_only_they_are_swapped():
         (NobleConfig(), {"budget": 0.05}, "write '5%'"),
         (nlr.SineLowRankConfig(rank=4), {"budget": "5%"}, "give the rank itself"),
         (NobleConfig(rank=4), {"select": ["0", "9"]}, "'9', which is no linear"),
-        (NobleConfig(rank=4), {"select": "0"}, "patterns go to include="),
+        (NobleConfig(rank=4), {"select": "0"}, "pass patterns as include="),
         (NobleConfig(rank=4), {"select": []}, "not in select"),
     ],
 )
