@@ -36,6 +36,15 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         raise UserError(f"unknown {name} {value!r}; choose one of {', '.join(known)}")
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raise UserError unless a head's dimension fits 2-D rotary positions (`hub.rotary`)."""
+    if head_dim % 4:
+        raise UserError(
+            f"2-D rotary positions need a head dimension divisible by 4, got {head_dim}; choose width = "
+            "heads x a multiple of 4"
+        )
+
+
 def one_line(error: BaseException, most: int = 300) -> str:
     """Return an exception's message without line breaks, or its class where it has none."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -12,7 +12,7 @@ The sequence is a class token and then the grid in raster order, so a place foll
 import torch
 from torch import nn
 
-from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_head_dim
 
 
 def grid_places(position_ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,15 +31,6 @@ def grid_angles(rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta:
     exponents = torch.arange(pairs, device=rows.device, dtype=rows.dtype) / pairs
     frequencies = theta**-exponents
     return torch.cat((rows[..., None] * frequencies, columns[..., None] * frequencies), dim=-1)
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Raise UserError unless half of a head's dimensions is a whole number of pairs."""
-    if head_dim % 4:
-        raise UserError(
-            f"2-D rotary positions need a head dimension divisible by 4, and it is {head_dim}; choose width = "
-            "heads x a multiple of 4"
-        )
 
 
 class GridRotary(nn.Module):

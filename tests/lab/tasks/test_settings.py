@@ -99,7 +99,7 @@ WRONG = [
     (ImageTokenData, {"codes": 1}, "codes must be an integer of at least 2"),
     (ImageTokenData, {"train_images": 0}, "train_images must be"),
     (ImageTokenData, {"eval_images": True}, "eval_images must be"),
-    (image_tokens, {}, "head dimension divisible by 4, and it is 6"),
+    (image_tokens, {}, "head dimension divisible by 4, got 6"),
     (image_tokens, {"heads": 2, "rope_theta": 1.0}, "rope_theta"),
     (glue, {"task": "sst3"}, "unknown GLUE task 'sst3'; choose one of cola"),
     (glue, {"max_length": 2}, "max_length"),

@@ -95,7 +95,7 @@ def test_rotating_is_exact_in_short_types_and_has_no_tensors():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 10}, "head dimension divisible by 4, and it is 10"),
+        ({"head_dim": 10}, "head dimension divisible by 4, got 10"),
         ({"grid_rows": 0}, "grid_rows must be a positive integer, got 0"),
         ({"num_classes": 0}, "num_classes must be a positive integer, got 0"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be false"),

@@ -10,7 +10,7 @@ from typing import Any
 from nlr_lab.tasks.task import Prepared, Task
 from nlr_lab.tasks.text.language_model import DenseInit, GlmBackbone, build_drawn, build_meta
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.validation import check_head_dim, check_integer
 
 _CLASSES = 10  # on meta, where the source has not been read
 
@@ -70,12 +70,7 @@ class ImageTokenTask(Task):
     """Base of the rotary wavelengths, of rows and of columns alike; the language model's."""
 
     def __post_init__(self) -> None:
-        head = self.backbone.width // self.backbone.heads
-        if head % 4:
-            raise UserError(
-                f"2-D rotary positions need a head dimension divisible by 4, and it is {head}; choose width = "
-                "heads x a multiple of 4"
-            )
+        check_head_dim(self.backbone.width // self.backbone.heads)
         if not 1 < self.rope_theta < float("inf"):
             raise UserError(f"rope_theta must be a finite number above 1, got {self.rope_theta!r}")
 
