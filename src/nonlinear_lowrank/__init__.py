@@ -81,7 +81,7 @@ _FILES = {
     "NoraConfig": "methods.rational.adapter",
     "SineLoraConfig": "methods.sine.adapter",
 }
-"""Where a name of `__all__` is; the others are here, or are files themselves."""
+"""Files of the names of `__all__`; the others are here, or are modules themselves."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,10 @@
-"""The errors that a user is meant to read."""
+"""Errors that a user is meant to read."""
 
 from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input from the user: one line that says what is wrong and how to mend it.
+    """Bad input from the user: one line that says what is wrong and how to fix it.
 
     The command line prints it without a traceback and exits with code 2. Library users can catch
     it as a `ValueError`.
@@ -22,16 +22,16 @@ BUILD_ERRORS = (
     *(RuntimeError, ValueError, TypeError, LookupError, OSError),
     *(AttributeError, ArithmeticError, AssertionError),
 )
-"""What transformers and peft raise where a config's numbers make no model: not only errors that say so."""
+"""Exceptions of transformers and peft where no model can be built from a config."""
 
 
 class DivergedError(UserError):
-    """The loss or the weights are no longer finite numbers, or the loss rose and did not come back."""
+    """The loss or the weights are no longer finite, or the loss spiked and did not recover."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
-        """The first step whose loss was not finite, or was up."""
+        """The first step whose loss was not finite, or spiked."""
 
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.step)  # to travel between processes

@@ -50,7 +50,7 @@ _FILES = {
     "MeanPooledConfig": "pooled",
     "make_saveable": "saving",
 }
-"""Where a name of `__all__` is: imported when it is asked for, for transformers takes seconds."""
+"""Files of the names of `__all__`, imported when first used: transformers takes seconds."""
 
 
 def __getattr__(name: str) -> Any:

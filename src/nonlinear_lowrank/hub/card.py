@@ -1,7 +1,7 @@
-"""The model card of a saved model or adapter: README.md with what was done to it, and how it is loaded.
+"""The model card of a saved model or adapter: README.md with method, settings, results and loading code.
 
 What stands in the folder's own files is read from there (method, settings, class); who made it says the rest. No
-path of the machine is written. peft's own card of an adapter is extended; any other README.md is left alone.
+path of the machine is written. peft's own card of an adapter is extended; any other README.md is kept.
 """
 
 import re
@@ -34,7 +34,7 @@ class Origin:
 
     title: str
     summary: str
-    """One sentence: what was done."""
+    """One sentence about what was done."""
     command: str
     """The call, without paths."""
     base: str | None = None

@@ -41,7 +41,7 @@ class AugmentedModel(PlainNames):
     def initialize_weights(self) -> None:
         """Draw our layers by their own init, before transformers, whose init draws any linear with 0.02.
 
-        Tensors that came from a checkpoint carry a flag and are left alone.
+        Tensors that came from a checkpoint carry a flag and are skipped.
         """
         for layer in augmented_layers(self):
             if not getattr(layer, "_is_hf_initialized", False):
@@ -50,7 +50,7 @@ class AugmentedModel(PlainNames):
         super().initialize_weights()  # type: ignore[misc]
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
-        """transformers', and the tensors that our layers keep in float32 whatever type is loaded."""
+        """Return transformers' plan, and the tensors that our layers keep in float32 whatever type is loaded."""
         plan = super()._get_dtype_plan(dtype)  # type: ignore[misc]
         if dtype in (torch.bfloat16, torch.float16):
             plan |= {name: torch.float32 for method in _methods_in(self) for name in method.float32}
@@ -58,7 +58,7 @@ class AugmentedModel(PlainNames):
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers', for layers that can be split (`tensor_parallel`).
+        """Distribute the model as transformers does, where its layers can be split (`tensor_parallel`).
 
         Raises:
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
@@ -72,12 +72,12 @@ class AugmentedModel(PlainNames):
                 )
             if not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
                 raise UserError(
-                    f"tensor parallelism needs transformers>=5.23, not {transformers.__version__}; upgrade it"
+                    f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}; upgrade it"
                 )
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:
-        """transformers', with the styles of layers that have a branch."""
+        """Return transformers' plans, with the styles of layers that have a branch."""
         tensor, *others = super()._resolve_parallel_plans(distributed_config)  # type: ignore[misc]
         if tensor:
             from nonlinear_lowrank.integrations.tensor_parallel import with_branches
@@ -87,7 +87,7 @@ class AugmentedModel(PlainNames):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """transformers' from_pretrained, which only warns of missing or extra tensors, made strict.
+        """Load as transformers does, but raise for missing or extra tensors, of which it only warns.
 
         A tensor may be new, or stay unread, only where the saved class and this one differ: a language
         model's checkpoint loads into a classifier, whose head is new, and the reverse. With
@@ -117,7 +117,7 @@ def _methods_in(model: Any) -> Iterator[Method]:
 
 
 def mark_initialized(model: Any) -> None:
-    """Tell transformers that our layers are drawn, as it does itself for the modules it draws."""
+    """Mark our layers as drawn, as transformers does for the modules that it draws."""
     for layer in augmented_layers(model):
         layer._is_hf_initialized = True
         method = method_of_layer(layer)
@@ -152,7 +152,7 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def check_loading_info(model: Any, info: dict[str, Any]) -> None:
-    """Raise UserError if a load left out tensors that both the saved and the loaded class have.
+    """Raise UserError if a load skipped tensors that both the saved and the loaded class have.
 
     Args:
         model: the loaded model.

@@ -1,4 +1,4 @@
-"""Up-cycling: a plain checkpoint becomes an augmented one that starts where the plain one stands.
+"""Up-cycling: a plain checkpoint becomes an augmented one that starts from its weights.
 
 The dense weights are kept. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are bit-equal;
 with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the outputs. Rational
@@ -47,11 +47,11 @@ class ConvertReport:
     difference: float
     """Largest absolute difference of the outputs on random inputs, after writing and loading again."""
     bit_equal: bool
-    """Whether every output is the same to the last bit."""
+    """True if every output is the same to the last bit."""
     measured: str
-    """Which output was compared, with its shape."""
+    """Name and shape of the output that was compared."""
     copied: tuple[str, ...]
-    """Files taken over as they are."""
+    """Files that were copied unchanged."""
 
     @property
     def verdict(self) -> str:
@@ -100,7 +100,7 @@ def convert(
     method = method_of_config(config)
     if method is not None and (method.replaces_weights or method.wraps):
         raise UserError(
-            f"{method.name} does away with trained weights, which convert keeps; use NobleConfig or RationalConfig"
+            f"{method.name} discards trained weights, which convert keeps; use NobleConfig or RationalConfig"
         )
     draws_up = method is not None and method.draws_up
     if up_init == "paper" and not draws_up:
@@ -183,7 +183,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
     try:
         outputs = model(**inputs)
     except (RuntimeError, ValueError, TypeError) as error:
-        given = " and ".join(inputs) or "nothing: it takes neither tokens nor pixels"
+        given = " and ".join(inputs) or "nothing: its input is neither tokens nor pixels"
         raise UserError(
             f"cannot measure {type(model).__name__} on random {given} ({one_line(error)}); "
             "use augment and save_pretrained instead"

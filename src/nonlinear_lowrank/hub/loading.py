@@ -73,7 +73,7 @@ def check_causal(path: str | Path) -> None:
 
 
 def check_causal_config(config: dict[str, Any], where: str) -> None:
-    """As `check_causal`, of the content of config.json; `where` names it in the message."""
+    """Raise UserError as `check_causal` does, for the content of config.json; `where` names it in the message."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}

@@ -54,13 +54,13 @@ class MergeReport:
     scale: float
     """Largest absolute output."""
     measured: str
-    """Which output was compared, with its shape."""
+    """Name and shape of the output that was compared."""
     copied: tuple[str, ...]
-    """Files taken over from the base's folder and the adapter's."""
+    """Files that were copied from the base's folder and the adapter's."""
     needs_package: bool
-    """Whether loading it needs this package."""
+    """True if loading it needs this package."""
     untied: bool
-    """Whether output head and embedding no longer share one weight."""
+    """True if output head and embedding no longer share one weight."""
 
     def __str__(self) -> str:
         lines = [
@@ -275,7 +275,7 @@ def _untie(adapted: Any, folder: Path) -> bool:
     """Give layers that are merged a weight of their own where another module has the same one: it stays as it is.
 
     Returns:
-        Whether there was any.
+        True if there was any.
 
     Raises:
         UserError: the model's config cannot say so, for it is no output head that shares the embedding's weight.

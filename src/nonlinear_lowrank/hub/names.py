@@ -73,7 +73,7 @@ class PlainNames:
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
-        """As transformers', which is told of this model's names."""
+        """Load as transformers does, with the renamings of this model."""
         if (ours := dense_names(model)) is not None:
             plain_mapping = load_config.weight_mapping or []
             load_config = replace(load_config, weight_mapping=[*_on_dense(model, ours, plain_mapping), ours])
@@ -85,7 +85,7 @@ def _on_dense(model: Any, ours: DenseNames, conversions: list[WeightTransform]) 
     """Return conversions whose converters, which split a file's tensor over linears, name the dense parts of these.
 
     transformers converts after it renames on loading, and before on saving. A converter that would have to name dense
-    parts in some layers only is left out: the linears then have tensors of their own in files too.
+    parts in some layers only is dropped: the linears then have tensors of their own in files too.
     """
     found: list[WeightTransform] = []
     for each in conversions:

@@ -92,7 +92,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As PreTrainedModel's; a folder without weights takes the encoder's from its checkpoint."""
+        """Load as PreTrainedModel does; without weights in the folder, the encoder's come from its checkpoint."""
         folder = Path(str(pretrained_model_name_or_path))
         if not folder.is_dir() or any(folder.glob("*.safetensors*")):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -151,7 +151,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
 
 def find_encoder(name: str) -> str:
-    """Return where transformers finds an encoder: the folder of a packaged one, else the name itself.
+    """Return an encoder's place for from_pretrained: the folder of a packaged one, else the name itself.
 
     Raises:
         UserError: a packaged one is not installed.

@@ -1,4 +1,4 @@
-"""Make transformers and peft know our types, without importing them, or torch, before anybody else does.
+"""Register our types with transformers and peft, without importing them, or torch, before anybody else does.
 
 Each is told at the moment it is imported, or at once where it already is:
 
@@ -17,7 +17,7 @@ import wrapt
 TYPE_PREFIX = "nonlinear_lowrank_"
 """An augmented config's model_type is this and the base's model_type."""
 CLASS_PREFIX = "NonlinearLowrank"
-"""The same for class names."""
+"""Prefix of augmented class names."""
 FIELD = "nonlinear_lowrank"
 """The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
 OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTokensConfig"}

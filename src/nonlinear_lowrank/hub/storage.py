@@ -22,7 +22,7 @@ from nonlinear_lowrank.errors import UserError
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
 CARD = "README.md"
-"""For people, who go on writing it: no manifest lists it."""
+"""The model card, which users edit: no manifest lists it."""
 
 
 def hash_file(file: Path) -> str:
@@ -138,7 +138,7 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 def describe_disk_error(error: BaseException) -> str:
-    """Return a few words for the message."""
+    """Return a disk error in a few words, for a message."""
     found = re.search(r"os error (\d+)", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

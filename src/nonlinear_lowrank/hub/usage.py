@@ -1,4 +1,4 @@
-"""How a saved model is loaded again: the lines that `nlr finetune` prints, and every model card has."""
+"""Code that loads a saved model, as `nlr finetune` prints it and every model card has it."""
 
 from pathlib import Path
 from typing import Any

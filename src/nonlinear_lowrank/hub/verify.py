@@ -1,6 +1,6 @@
-"""Is a checkpoint whole: every hash, header, number and JSON file under a path, one line for each fault.
+"""Verification of a checkpoint: every hash, header, number and JSON file under a path, one line for each fault.
 
-| what                       | how                                                                          |
+| part                       | check                                                                        |
 |----------------------------|------------------------------------------------------------------------------|
 | files of a manifest        | there, of their size, sha256 equal; names stay inside; nothing beside them   |
 | *.safetensors              | header fits the file, every value finite                                     |

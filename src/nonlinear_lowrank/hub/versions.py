@@ -1,4 +1,4 @@
-"""Versions of what a saved model or a result depends on."""
+"""Versions of the packages that a saved model or a result depends on."""
 
 import platform
 from importlib import metadata
@@ -10,7 +10,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that a loss may depend on."""
+    """Return the versions of Python and of installed packages that a loss may depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
