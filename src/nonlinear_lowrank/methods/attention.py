@@ -27,7 +27,7 @@ def mixes_rows(name: str, parent: nn.Module | None) -> bool:
 
 
 def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
-    """How many heads an attention has for queries, and how wide they are; None where neither it nor its config says."""
+    """Return the number of an attention's query heads and their width; None where neither it nor its config says."""
     sources = [parent, getattr(parent, "config", None)]
 
     def first(*names: str) -> int | None:
@@ -43,5 +43,5 @@ def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
 
 
 def holds_keys_and_values(module: Any) -> bool:
-    """GPT-2's cross-attention, whose queries are in a module beside it."""
+    """Return whether this is the projection of GPT-2's cross-attention, whose queries are in a module beside it."""
     return hasattr(module, "nf") and module.nf == 2 * module.nx  # a Conv1D, or NOBLE's of one

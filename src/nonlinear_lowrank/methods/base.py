@@ -1,4 +1,4 @@
-"""What a method is: how it puts layers into a model, how these are trained, and what they cost.
+"""The base class of methods: how one puts layers into a model, how these are trained, and what they cost.
 
 A method is a folder beside this file with a class of its own under `@register`. Another distribution adds one by an
 entry point in the group `nonlinear_lowrank.methods` that names the module. Surgery, optimizer, files and reports know
@@ -25,7 +25,7 @@ ENTRY_POINTS = "nonlinear_lowrank.methods"
 
 @dataclass(frozen=True)
 class Role:
-    """How one kind of parameter is trained: one row of a method's learning-rate table."""
+    """One row of a method's learning-rate table: the training of one kind of parameter."""
 
     name: str
     """Shown in the printed groups, e.g. "noble.up"."""
@@ -39,7 +39,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainCost:
-    """What the plain layer cost whose weight a method's layer replaces."""
+    """Cost of the plain layer whose weight a method's layer replaces."""
 
     parameters: int
     flops: int
@@ -64,7 +64,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a model has for a method."""
+    """Modules of a model that a method can replace, and those it cannot."""
 
     targets: Mapping[str, Target]
     """By dotted name, in the model's order. Each place is one of its own, also where places share a module."""

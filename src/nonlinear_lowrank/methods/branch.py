@@ -27,12 +27,12 @@ class BranchLayer(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The dense part's, in its own shape."""
+        """The dense part's weight, in its own shape."""
         return self.dense.weight
 
     @property
     def bias(self) -> Any:
-        """The dense part's (d_out), or None."""
+        """The dense part's bias (d_out), or None."""
         return self.dense.bias
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the forwards of a model's modules name, read from their compiled code, which is there also without a source.
+"""Names that forwards of a model's modules use, read from their compiled code, which is there also without a source.
 
 Two questions: which activations does a forward call, and which linears' tensors does it take without calling them.
 """

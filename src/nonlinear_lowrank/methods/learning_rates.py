@@ -67,7 +67,7 @@ def multiplier_roles(module: nn.Module) -> Mapping[str, Role]:
 def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
     """Return the tensors that optimizer groups train without their multiplier, or decay against their role.
 
-    A rate is compared with that of a tensor of multiplier 1 in the same layer: one of the branch's (the down
+    A learning rate is compared with that of a tensor of multiplier 1 in the same layer: one of the branch's (the down
     projection), else the dense weight, else that of any other layer.
     """
     group_of = {id(each): group for group in groups for each in group["params"]}
@@ -104,7 +104,7 @@ def warn_once(layers: Iterable[nn.Module], message: str) -> None:
 
 
 def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the learning rate now and before schedules: at the start of a warm-up every rate is 0."""
+    """Return the learning rate now and before schedules: at the start of a warm-up every one is 0."""
     lr = group.get("lr", 0.0)
     return float(lr), float(group.get("initial_lr", lr))
 

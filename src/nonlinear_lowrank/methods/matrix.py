@@ -13,20 +13,20 @@ Kind = Literal["linear", "conv1d", "conv2d", "embedding"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a module holds its matrix."""
+    """The layout in which a module holds its matrix."""
 
     kind: Kind
     d_out: int
     d_in: int
 
     def of(self, weight: Tensor) -> Tensor:
-        """A module's weight -> (d_out, d_in), a view."""
+        """Return a module's weight as (d_out, d_in), a view."""
         if self.kind == "conv1d":
             return weight.t()
         return weight.flatten(1) if self.kind == "conv2d" else weight
 
     def back(self, matrix: Tensor) -> Tensor:
-        """(d_out, d_in) -> the shape of the module's weight."""
+        """Return a (d_out, d_in) matrix in the shape of the module's weight."""
         if self.kind == "conv1d":
             return matrix.t()
         return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
@@ -73,7 +73,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def matrix_of(module: nn.Module) -> Matrix | str:
-    """What matrix a plain module multiplies by; where there is none, the reason as the end of a sentence."""
+    """Return the matrix a plain module multiplies by; where there is none, the reason as the end of a sentence."""
     if isinstance(module, nn.Linear):
         return Matrix("linear", module.out_features, module.in_features)
     if isinstance(module, Conv1D):

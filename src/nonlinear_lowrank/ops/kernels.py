@@ -1,4 +1,4 @@
-"""How an operator runs: by a method's Triton kernels or by PyTorch, as one op or as many.
+"""Choice of how an operator runs: by a method's Triton kernels or by PyTorch, as one op or as many.
 
 Kernels, a method's `kernel.py`, run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported
 (torch's CUDA builds bring it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice
@@ -72,7 +72,7 @@ def _usable(device: torch.device) -> bool:
 def as_one_op() -> bool:
     """Return whether torch.compile or selective activation checkpointing is watching.
 
-    The compiler would undo what is kept for backward. Selective checkpointing keeps the outputs of products, and
+    The compiler would save other activations for backward. Selective checkpointing keeps the outputs of products, and
     refuses those that were changed in place afterwards, as a lean forward does.
     """
     if torch.compiler.is_compiling():

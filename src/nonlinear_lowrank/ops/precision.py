@@ -65,6 +65,6 @@ def full_precision() -> Iterator[None]:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of wide matrices, in their own type."""
+    """Return left @ right of wide matrices, in their own type."""
     with full_precision():
         return torch.mm(left, right)

@@ -13,9 +13,9 @@ Product, phase and sine are float32 or wider whatever autocast and TF32 settings
 is off by more than 0.1 rad. The sum of W and its deltas is rounded once, to W's type, and everything that uses the
 sum (training, evaluation, merging) forms it by the same functions here, so that the bits agree.
 
-Between forward and backward x is kept and nothing else; every d_out x d_in tensor is formed again. Under
+For backward x is saved and nothing else; every d_out x d_in tensor is formed again. Under
 torch.compile the whole forward and the whole backward are opaque ops: the compiler's partitioner would otherwise
-find that both need `up @ down`, and keep it. On NVIDIA GPUs one delta is formed, rounded and differentiated by the
+find that both need `up @ down`, and save it. On NVIDIA GPUs one delta is formed, rounded and differentiated by the
 kernels of `methods.sine.kernel`, with no d_out x d_in tensor beside the sum and its gradient; several are PyTorch's.
 """
 
@@ -95,7 +95,7 @@ def sine_layer(
     transposed: bool = False,
     stride: tuple[int, int] | None = None,
 ) -> Tensor:
-    """A linear map or 1x1 convolution whose weight carries sine deltas; keeps x only for backward.
+    """Apply a linear map or 1x1 convolution whose weight carries sine deltas; only x is saved for backward.
 
     Under autocast x and the rounded sum are in the autocast type. Second derivatives are refused with a
     RuntimeError (use `methods.sine.reference`).
@@ -104,7 +104,7 @@ def sine_layer(
         x: (..., d_in), or (N, d_in, H, W) with a stride.
         weight: plain weight in its own layout, frozen or trained. Without base it is needed for magnitudes
             only. A function that returns it (a quantized layer's dequantized, frozen weight) is called again
-            in backward, so that the dequantized copy is not kept; under torch.compile it is.
+            in backward, so that the dequantized copy is not saved; under torch.compile it is.
         bias: (d_out) or None.
         factors: the deltas, at least one, added in this order.
         base: whether the weight itself is part of the sum (the merged path).
@@ -129,7 +129,7 @@ def sine_layer(
 
 
 class Layout(NamedTuple):
-    """How x meets the weight."""
+    """The layout in which x meets the weight."""
 
     base: bool
     """Whether the weight itself is part of the sum."""
@@ -282,7 +282,7 @@ def _backward_by_kernel(
     layout: Layout,
     wanted: Sequence[bool],
 ) -> dict[int, Tensor]:
-    """`_backward` of one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
+    """Run `_backward` of one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
     gradients = dict[int, Tensor]()
     matrix = None if weight is None else as_matrix(weight, layout.transposed)
     ratios: Tensor | None = None
@@ -357,7 +357,7 @@ def _backward_body(
     layout: list[int],
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
+    """Return gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
     factors, how = unflatten(ups, downs, magnitudes, settings), Layout.of(layout)
     with torch.no_grad(), no_autocast(x):
         if (fast := _kernel(weight, factors, x, dy)) is not None:

@@ -26,7 +26,7 @@ class SineFactors(NamedTuple):
 
     @property
     def amplitude(self) -> float:
-        """That of the sine."""
+        """Amplitude of the sine."""
         return self.scale / self.gain
 
 
@@ -76,7 +76,7 @@ class Delta:
         self.dora = None if factors.magnitude is None else _Direction(self, weight, factors.magnitude)
 
     def sine(self, *, in_place: bool) -> Tensor:
-        """amplitude * sin(phase); in the phase's memory if in_place."""
+        """Return amplitude * sin(phase); in the phase's memory if in_place."""
         return (self.phase.sin_() if in_place else self.phase.sin()).mul_(self.amplitude)
 
     def rows(self, per_row: Tensor) -> Tensor:

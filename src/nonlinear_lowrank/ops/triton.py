@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The compiler's options."""
+        """Options for triton's compiler."""
         cap = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages} | cap
 

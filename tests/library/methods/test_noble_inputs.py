@@ -28,7 +28,7 @@ ways = pytest.mark.parametrize("options", [SHARED, FUSED, SHARED | FUSED], ids=[
 
 
 class Attention(nn.Module):
-    """What a group needs of an attention: three linears on one input."""
+    """The part of an attention that a group needs: three linears on one input."""
 
     def __init__(self, width=32, others=32, bias=True):
         super().__init__()
@@ -326,7 +326,7 @@ class Cross(nn.Module):
         (gpt2, SHARED, {}, r"a fused one \(c_attn, qkv\) has a single down projection anyway"),
         (FAMILIES["glm"], SHARED, {"include": r".*mlp\..*"}, "needs separate query, key and value projections"),
         (Cross, SHARED, {}, "these read different widths: to_q 32, to_k 48"),
-        (gpt2, SHARED, {"budget": "20%"}, "leave share_down out"),
+        (gpt2, SHARED, {"budget": "20%"}, "omit share_down"),
         (gpt2, FUSED, {}, "needs separate query, key and value"),
     ],
     ids=["fused", "absent", "cross-attention", "budget", "nothing to fuse"],

@@ -90,7 +90,7 @@ class NobleAdapterConfig(AdapterConfig):
         self.frequency_range = checked.frequency_range  # JSON has lists only
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """As in `AdapterConfig`."""
+        """See `AdapterConfig`."""
         check_integer(where, value, minimum=1)
 
 
@@ -111,7 +111,7 @@ class NobleAdapterLinear(WeightLayer):
     nlr_noble_phase: nn.ParameterDict
 
     def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
-        """Undrawn tensors of this file's table."""
+        """Add the tensors of this file's table, undrawn."""
         r, depth = config.r, config.depth
         self.nlr_noble_down[name] = self.parameter(r, self.d_in)
         self.nlr_noble_up[name] = self.parameter(self.d_out, r)
@@ -152,7 +152,7 @@ class NobleAdapterLinear(WeightLayer):
         return y
 
     def _branch(self, name: str, x: Tensor) -> Branch:
-        """The operators' argument. Matrices are in the type of x; frequencies and phases keep theirs."""
+        """Return the operators' argument. Matrices are in the type of x; frequencies and phases keep theirs."""
         config: NobleAdapterConfig = self.configs[name]
         mixes = self.nlr_noble_mix[name].to(x.dtype).unbind() if config.depth > 1 else ()
         cosine = config.activation == "cosine"
@@ -166,7 +166,7 @@ class NobleAdapterLinear(WeightLayer):
         )
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """This file's table."""
+        """Return the roles of this file's table."""
         config: NobleAdapterConfig = self.configs[name]
         ratio = min(self.d_in, self.d_out) / config.r
         roles = {"nlr_noble_down": Role("noble.down"), "nlr_noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}
@@ -184,7 +184,7 @@ class NobleAdapterLinear(WeightLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The base module as it was; raises UserError if asked to merge."""
+        """Return the base module as it was; raise UserError if asked to merge."""
         if merge:
             _refuse_merge()
         return self.get_base_layer()
@@ -217,7 +217,7 @@ class NobleAdapterModel(AdapterModel):
     }
 
     def check_target(self, name: str, base: nn.Module, config: NobleAdapterConfig) -> None:
-        """Also that r is low."""
+        """Check also that r is low."""
         super().check_target(name, base, config)
         matrix = matrix_of(base)
         assert isinstance(matrix, Matrix)

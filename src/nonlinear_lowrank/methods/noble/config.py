@@ -58,7 +58,7 @@ class NobleConfig:
     up_bias: bool = False
     """A bias after the up projection."""
     dropout: float = 0.0
-    """Share of the bottleneck's outputs that are zeroed in training. Above 0 the branch keeps some r-wide tensors
+    """Share of the bottleneck's outputs that are zeroed in training. Above 0 the branch saves some r-wide tensors
     more for backward."""
     share_down: ShareDown = "none"
     """"qkv": query, key and value of an attention, which read the same input, share one noble_down.
@@ -111,7 +111,7 @@ class NobleConfig:
                 raise UserError(f"{name} must be at most {_HIGHEST_POWER}, got {getattr(self, name)!r}")
 
     def rank_of(self, d_in: int, d_out: int) -> int:
-        """r of a layer d_in -> d_out."""
+        """Return r of a layer d_in -> d_out."""
         return self.rank if self.rank_ratio is None else max(1, int(min(d_in, d_out) * self.rank_ratio))
 
     def check_rank(self, d_in: int, d_out: int) -> str | None:
@@ -121,7 +121,7 @@ class NobleConfig:
 
     @property
     def scale(self) -> float:
-        """What the layer's output is multiplied by."""
+        """The factor of the layer's output."""
         if self.output_scale is not None:
             return self.output_scale
         return 2.0 if self.fusion == "gated" and self.init == "pretrained" else 1.0

@@ -1,4 +1,4 @@
-"""Layers that read one input: which they are, and how one of them computes for all."""
+"""Layers that read one input: their groups, and the hand-off of what one of them computes for all."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class HandOff:
-    """What the first of `size` layers makes of an input, until each has taken its part.
+    """Result that the first of `size` layers makes of an input, held until each has taken its part.
 
     It counts for the very tensor it was made of: results are those of the layers alone, whatever is called in which
     order. A layer that comes a second time, or with another tensor (keys of a cross-attention), makes its own.

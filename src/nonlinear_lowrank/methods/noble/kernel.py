@@ -218,7 +218,7 @@ def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel in the block shapes of the common ranks."""
+    """Yield every kernel in the block shapes of the common ranks."""
     for rank in (16, 32, 64, 96, 128, 256):
         yield forward_variant(rank, torch.bfloat16)
         yield from backward_variants(rank, torch.bfloat16)

@@ -22,7 +22,7 @@ With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture ins
 
     output_scale * (w * (x weight^T + bias) + (1 - w) * (branch + noble_up_bias)),    w = sigmoid(noble_fusion)
 
-It keeps both terms, d_out wide, for backward, where the sum keeps neither.
+It saves both terms, d_out wide, for backward, where the sum saves neither.
 
 The dense part is an ordinary linear, the child `dense`, so that what converts linears (torchao's float8 and QAT,
 bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its tensors have the plain layer's names:

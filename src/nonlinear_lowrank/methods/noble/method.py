@@ -1,4 +1,4 @@
-"""How NOBLE branches are put beside linears."""
+"""The method that puts NOBLE branches beside linears."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,12 +4,12 @@
     y_i = x W_i^T + b_i + bottleneck_i(h_i) up_i^T              i = 1 .. n
     dx  = sum_i dy_i W_i + [dh_1 | dh_2 | ...] [D1; D2; ...]    accumulated in place
 
-It keeps x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute.
+It saves x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute.
 Beside n calls, a call for n linears reads x n - 1 times less in forward and in the gradient of D, and autograd has no n
 gradients of x to add up: 12 bytes less a token and input channel for three layers in 16 bits.
 
 On NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under torch.compile the whole forward and the
-whole backward are opaque custom ops: the compiler's partitioner would otherwise decide again what to keep, and keeps
+whole backward are opaque custom ops: the compiler's partitioner would otherwise decide again what to save, and saves
 more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """
 
@@ -62,7 +62,7 @@ def noble_linears(
     """
     if (dtype := autocast_dtype(x)) is not None:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
-        # each keep a copy of their own.
+        # each save a copy of their own.
         x, branches = x.to(dtype), [branch.with_matrices(dtype) for branch in branches]
         h, *dense = (None if each is None else each.to(dtype) for each in (h, *weights, *biases))
         weights, biases = dense[: len(weights)], dense[len(weights) :]
@@ -335,8 +335,8 @@ _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
 def _(x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: Any, training: Any = False) -> Any:
     branches = _branches(tensors, len(weights), activation)
     ys = [x.new_empty(*x.shape[:-1], branch.up.shape[0]) for branch in branches]
-    kept = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in _downs(branches)))
-    return [*ys, x.new_empty(kept)]
+    saved = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in _downs(branches)))
+    return [*ys, x.new_empty(saved)]
 
 
 @torch.library.register_fake("nonlinear_lowrank::noble_backward")

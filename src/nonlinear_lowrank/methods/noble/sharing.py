@@ -57,7 +57,7 @@ def shared_groups(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]
     if not groups:
         raise UserError(
             "share_down='qkv' needs separate query, key and value projections among the linears to swap, and there are "
-            "none; a fused one (c_attn, qkv) has a single down projection anyway: leave share_down out"
+            "none; a fused one (c_attn, qkv) has a single down projection anyway: omit share_down"
         )
     for group in groups:
         widths = {name: shapes[name][0] for name in group}

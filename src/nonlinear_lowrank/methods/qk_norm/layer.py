@@ -97,5 +97,5 @@ class QKNormProjection(nn.Module):
         return F.rms_norm(wide, (width,), weight.to(wide.dtype), _EPS).to(y.dtype).flatten(-2)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         return f"queries={self.queries}, keys={self.keys}, head_width={self.qk_norm_config.head_width}"

@@ -1,4 +1,4 @@
-"""How QK-norm goes around the projections of queries and keys."""
+"""The method that puts QK-norm around the projections of queries and keys."""
 
 from collections.abc import Mapping
 from dataclasses import replace

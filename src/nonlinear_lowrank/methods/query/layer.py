@@ -100,7 +100,7 @@ class NonlinearQuery(nn.Module):
         return ((wide + out) * config.scale).to(mapped.dtype)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         config = self.query_config
         rank = "" if config.kind == "identity" else f", rank={config.rank_for(self.width)}, scale={config.scale:g}"
         return f"width={self.width}, {config.kind}{rank}"
@@ -163,5 +163,5 @@ class NonlinearQKV(NonlinearQuery):
         return torch.cat([super().forward(x).to(others.dtype), others], dim=-1)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         return f"{super().extra_repr()}, keys and values {self.others}, bias={self.bias is not None}"

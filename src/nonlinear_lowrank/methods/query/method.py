@@ -1,4 +1,4 @@
-"""How nonlinear queries take the place of query projections."""
+"""The method that puts nonlinear queries in the place of query projections."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -91,7 +91,7 @@ class NonlinearQueryMethod(Method):
 
 
 def _refusal(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> str | None:
-    """Why the projection cannot have a nonlinear query, or None.
+    """Return why the projection cannot have a nonlinear query, or None.
 
     Args:
         name: of the projection.

@@ -37,7 +37,7 @@ __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
 
 @dataclass(frozen=True)
 class NoraReport:
-    """What a NoRA adapter did to a model. `print(report)` gives the readable form."""
+    """Report of what a NoRA adapter did to a model; `print(report)` gives the readable form."""
 
     adapter: str
     activations: Mapping[str, str]

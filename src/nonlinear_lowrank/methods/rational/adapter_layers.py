@@ -133,7 +133,7 @@ class NoraActivation(AdapterLayer):
                 tensor.add_(_grouped(self._start(name)[index].to(tensor.device), config.groups))
 
     def _falling(self, name: str, count: int, first: int) -> Tensor:
-        """L^-k for k = first, first + 1, ...: (count)."""
+        """Return L^-k for k = first, first + 1, ...: (count)."""
         limit = max(map(abs, check_range(self.configs[name].fit_range)))
         return limit ** -torch.arange(first, first + count, dtype=torch.float32)
 
@@ -187,7 +187,7 @@ class NoraActivation(AdapterLayer):
         return found[0], found[1]
 
     def _shift(self, name: str, side: str, index: int) -> Tensor | None:
-        """(groups, .): what an adapter adds to theta; None: nothing."""
+        """Return what an adapter adds to theta, (groups, .); None: nothing."""
         config: NoraConfig = self.configs[name]
         if not _is_tuned(config, side):
             return None
@@ -204,7 +204,7 @@ class NoraActivation(AdapterLayer):
         return values if config.tuning == "zero_init" else values - _grouped(theta.to(values.device), config.groups)
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`; keeps x and the coefficients for backward."""
+        """See `AdapterLayer`; saves x and the coefficients for backward."""
         settings = self.rational(names[0])
         if self.width is not None and x.shape[settings.dim] != self.width and self.width in x.shape[1:]:
             raise UserError(

@@ -38,7 +38,7 @@ class RationalFit:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Those of numerator and denominator."""
+        """Degrees of numerator and denominator."""
         return len(self.numerator) - 1, len(self.denominator) - (self.form == "abs_of_sum")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""When the kernels of `kernel` are used, and how. `up` is the other factor of the gated form, None for R(x) alone."""
+"""Choice and calls of the kernels of `kernel`. `up` is the other factor of the gated form, None for R(x) alone."""
 
 from types import ModuleType
 
@@ -23,7 +23,7 @@ def kernel(x: Tensor, *others: Tensor | None) -> ModuleType | None:
 
 
 def on_gpu(fast: ModuleType, x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
-    """R(x), times up where given, by the kernel."""
+    """Return R(x), times up where given, by the kernel."""
     rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
     return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
 

@@ -171,7 +171,7 @@ def backward_kernel(x, up, dy, a, b, dx, dup, sums, T, C, x_stride, up_stride, d
                     high_slope, WIDTH: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr,
                     SUM_OF_ABS: tl.constexpr, TAILS: tl.constexpr, GATED: tl.constexpr, NARROW_GROUPS: tl.constexpr,
                     COEFFICIENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """dx, dup, and with COEFFICIENTS the sums of this program: numerator's, then denominator's."""
+    """Write dx, dup, and with COEFFICIENTS the sums of this program: numerator's, then denominator's."""
     rows, channels, exist, group = _place(C, WIDTH, NARROW_GROUPS, BT, BC, V)
     above, below = _coefficients(a, group, TERMS_A), _coefficients(b, group, TERMS_B)
     da = _zeros(TERMS_A, NARROW_GROUPS, BT, BC, V)
@@ -237,7 +237,7 @@ _SCALARS = {"low": "fp32", "high": "fp32", "low_slope": "fp32", "high_slope": "f
 def forward_variant(
     width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, dtype: torch.dtype
 ) -> Variant:
-    """`forward_kernel` as it is launched, for groups of `width` channels."""
+    """Return `forward_kernel` as it is launched, for groups of `width` channels."""
     own = pointer(dtype)
     sizes = {"T": "i32", "C": "i32", "x_stride": "i32", "up_stride": "i32"}
     arguments = {"x": own, "up": own, "a": "*fp32", "b": "*fp32", "y": own, **sizes, **_SCALARS}
@@ -248,7 +248,7 @@ def forward_variant(
 def backward_variant(
     width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, coefficients: bool, dtype: torch.dtype
 ) -> Variant:
-    """`backward_kernel` as it is launched."""
+    """Return `backward_kernel` as it is launched."""
     own = pointer(dtype)
     sizes = {"T": "i32", "C": "i32", "x_stride": "i32", "up_stride": "i32", "dy_stride": "i32"}
     arguments = {"x": own, "up": own, "dy": own, "a": "*fp32", "b": "*fp32", "dx": own, "dup": own, "sums": "*fp32"}
@@ -259,7 +259,7 @@ def backward_variant(
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel for wide groups, narrow ones and single channels, in both forms."""
+    """Yield every kernel for wide groups, narrow ones and single channels, in both forms."""
     for form, terms in (("abs_of_sum", (6, 5)), ("sum_of_abs", (6, 4))):
         for width in (384, 1):
             for gated in (False, True):

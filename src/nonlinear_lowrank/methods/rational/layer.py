@@ -196,7 +196,7 @@ class RationalActivation(nn.Module):
         return super()._apply(kept_float32(fn), recurse)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         config = self.rational_config
         low, high = config.fit_range  # type: ignore[misc]
         m, n = config.degrees

@@ -1,4 +1,4 @@
-"""How rational activations take the place of a model's own."""
+"""The method that puts rational activations in the place of a model's own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -97,6 +97,6 @@ def _target(name: str, site: Site, config: RationalConfig) -> Target:
 
 
 def _device(site: Site) -> torch.device | None:
-    """An activation has no weight to tell its own."""
+    """Return the neighbour's device: an activation has no weight to tell its own."""
     weight = getattr(site.neighbour, "weight", None)
     return weight.device if isinstance(weight, Tensor) else None

@@ -11,7 +11,7 @@ Shapes, here and below: x (..., C), channels last; numerator (G, m + 1); denomin
 C / G, and every channel of group g uses row g of the coefficients.
 
 `rational` is R(x), `rational_gated` R(gate) * up, the gated half of a SwiGLU or GeGLU, and `rational_anchored`
-f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients twice it is f to the bit. All keep
+f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients twice it is f to the bit. All save
 their inputs alone for backward. Polynomials are evaluated in float32 or wider and rounded once to the type of x. At
 b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move otherwise. The plain
 formulas are in `reference`; second derivatives are refused with a RuntimeError.
@@ -387,7 +387,7 @@ def _backward_body(
     limits: list[float] | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients as the fake promises them: contiguous, as the kernels' are; new empty tensors where not wanted."""
+    """Return gradients as the fake promises them: contiguous; new empty tensors where not wanted."""
     found = _gradients(dy, x, up, Ratio(numerator, denominator, form, limits), wanted)
     return [x.new_empty(0) if each is None else each.contiguous() for each in found]
 

@@ -162,7 +162,7 @@ class SineLinear(_SineLayer, SineDeltaLayer):
     """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
     def source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
-        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be kept."""
+        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
         if not any(self.configs[name].use_dora for name in names):
             return None
         return self.original_weight() if self.quantization_backend is None else self.original_weight
@@ -181,7 +181,7 @@ class SineConv2d(SineLinear):
 
     @property
     def stride(self) -> tuple[int, int]:
-        """The convolution's."""
+        """Stride (height, width) of the convolution."""
         base = self.get_base_layer()
         assert isinstance(base, nn.Conv2d)
         return base.stride[0], base.stride[1]

@@ -3,7 +3,7 @@
     y[t] = (W + D1 + D2 + ...)[indices[t]]      D as in `ops.sine`; W (tokens, d), up (tokens, r), down (r, d)
 
 The table is a weight like any other here: its rows are what sine-DoRA's magnitude (tokens) belongs to, so that
-one row needs no other. For backward the indices are kept and nothing else. The product is summed over r in a fixed
+one row needs no other. For backward the indices are saved and nothing else. The product is summed over r in a fixed
 order, element by element: a row has the same bits whether it is looked up alone or merged with all others.
 """
 
@@ -44,7 +44,7 @@ def sine_embedding(
     padding_idx: int | None = None,
     base: bool = True,
 ) -> Tensor:
-    """Rows of a table that carries sine deltas; keeps the indices only for backward.
+    """Return rows of a table that carries sine deltas; only the indices are saved for backward.
 
     Second derivatives are refused with a RuntimeError (use `reference`).
 
@@ -97,7 +97,7 @@ def _run(indices: Any, weight: Any, settings: Any, base: Any, flat: Any) -> Tens
 
 
 def _row_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, each element summed in the same order however many rows there are."""
+    """Return left @ right, each element summed in the same order however many rows there are."""
     total = left[:, :1] * right[:1]
     for k in range(1, left.shape[1]):
         total.addcmul_(left[:, k : k + 1], right[k : k + 1])
@@ -144,7 +144,7 @@ def _backward(
     base: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
+    """Return gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
     rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
     with torch.no_grad(), no_autocast(weight):
         gradient = dy.reshape(-1, dy.shape[-1]).to(compute_type(weight, factors))

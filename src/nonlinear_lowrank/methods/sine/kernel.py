@@ -10,7 +10,7 @@ weight's gradient once and forms the phase again: every program owns a block of 
 of d down in registers, and writes one partial d up for each row tile. No atomics; one sum over parts in a fixed order.
 
 Numbers: product, phase and sine are float32. For a 16-bit weight products are three TF32 ones ("tf32x3": 22 of
-float32's 24 bits), for a float32 weight float32 multiply-adds; likewise sine and cosine, see `common`.
+float32's 24 bits), for a float32 weight float32 multiply-adds; likewise sine and cosine, see `ops.triton`.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def _weight(weight, rows, columns, inside, row_stride, column_stride):
 
 @triton.jit
 def _rounded(value, seed, rows, columns, n):
-    """float32 as a bfloat16 number still in float32's clothes: 16 random bits are added and 16 cut off."""
+    """Round float32 to a bfloat16 number, in float32: 16 random bits are added and 16 cut off."""
     noise = tl.randint(seed, rows[:, None] * n + columns[None, :])
     bits = value.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -136,7 +136,7 @@ def _accuracy(rank: int, dtype: torch.dtype) -> dict[str, object]:
 def form_variant(
     rank: int, dtype: torch.dtype, factors: torch.dtype, *, base: bool, dora: bool, stochastic: bool, out: torch.dtype
 ) -> Variant:
-    """`form_kernel` as it is launched; dtype is the weight's (out's where there is none)."""
+    """Return `form_kernel` as it is launched; dtype is the weight's (out's where there is none)."""
     own, factor = pointer(dtype), pointer(factors)
     arguments = {"up": factor, "down": factor, "weight": own, "magnitude": "*fp32", "ratios": "*fp32"}
     arguments |= {"out": pointer(out), "m": "i32", "n": "i32", "row_stride": "i32", "column_stride": "i32"}
@@ -151,7 +151,7 @@ def form_variant(
 def gradient_variant(
     rank: int, dtype: torch.dtype, factors: torch.dtype, weight: torch.dtype, *, dora: bool
 ) -> Variant:
-    """`gradient_kernel` as it is launched; dtype is the gradient's."""
+    """Return `gradient_kernel` as it is launched; dtype is the gradient's."""
     factor = pointer(factors)
     arguments = {"gradient": pointer(dtype), "up": factor, "down": factor, "weight": pointer(weight)}
     arguments |= dict.fromkeys(("ratios", "dup", "ddown", "projection"), "*fp32")
@@ -166,7 +166,7 @@ def gradient_variant(
 
 
 def variants() -> Iterator[Variant]:
-    """The kernels for a bfloat16 weight with float32 factors, at the published ranks."""
+    """Yield the kernels for a bfloat16 weight with float32 factors, at the published ranks."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for rank in (4, 16, 32):
         for dora in (False, True):

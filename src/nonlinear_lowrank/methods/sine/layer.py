@@ -113,7 +113,7 @@ class SineLowRankConfig:
 class SineLowRankLinear(nn.Module):
     """A linear map with weight `phi(omega * U V) / g`: (..., in_features) -> (..., out_features).
 
-    It holds no m x n tensor, and keeps none between forward and backward. The factors stay float32 when the model is
+    It holds no m x n tensor, and saves none for backward. The factors stay float32 when the model is
     cast to a 16-bit type: a phase of 30 rad from bfloat16 factors is off by 0.1 rad. The arguments are those of
     nn.Linear, and the config; a float64 `dtype` makes the factors float64 too.
 
@@ -180,7 +180,7 @@ class SineLowRankLinear(nn.Module):
         return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 2 else fn(tensor), recurse)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return what print(model) shows."""
         config, (omega, gain) = self.sine_config, self._settings()
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "

@@ -4,15 +4,15 @@
 
 Shapes: x (..., d_in), up (d_out, r), down (r, d_in), bias (d_out) or None, y (..., d_out).
 
-| phi      | how it is computed                                                | kept for backward     |
+| phi      | how it is computed                                                | saved for backward    |
 |----------|-------------------------------------------------------------------|-----------------------|
 | identity | x through down, then through up; W is never formed                | x, x down^T (r wide)  |
 | sine,    | W is formed in float32 or wider, rounded once to x's type, and    | x                     |
 | sigmoid, | formed again in backward, as in `ops.sine`; on a GPU the sine is  |                       |
 | relu     | `ops.sine`, with its kernels                                      |                       |
 
-No d_out x d_in tensor is kept between forward and backward, eager or compiled. The compiler's partitioner would
-find that both need `up @ down`, and keep it. So the product is an opaque op for it, and backward's has the output's
+No d_out x d_in tensor is saved between forward and backward, eager or compiled. The compiler's partitioner would
+find that both need `up @ down`, and save it. So the product is an opaque op for it, and backward's has the output's
 gradient as a third argument: it is another value then, and none that forward could have made. The rest is plain
 formulas, which the compiler fuses (with forward and backward opaque, a small field's step took some 4 % longer).
 """
@@ -62,7 +62,7 @@ def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain
 def lowrank_linear(
     x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
 ) -> Tensor:
-    """`x (phi(omega * up @ down) / gain)^T + bias`; see this file's table for what it keeps.
+    """Return `x (phi(omega * up @ down) / gain)^T + bias`; this file's table names what it saves for backward.
 
     Under autocast x and the rounded weight are in the autocast type. Second derivatives are refused with a
     RuntimeError, but for the identity (use `reference`).
@@ -125,7 +125,7 @@ def _run(
 def _forward(
     x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
 ) -> Tensor:
-    """y of `lowrank_linear`, with the weight formed."""
+    """Return y of `lowrank_linear`, with the weight formed."""
     with torch.no_grad(), no_autocast(x):
         weight = _formed(_product(up, down, omega, None), activation, gain, x.dtype)
         return reshaped(F.linear(x, weight, bias), (*x.shape[:-1], up.shape[0]))
@@ -156,7 +156,7 @@ def _formed(phase: Tensor, activation: str, gain: float, dtype: torch.dtype) -> 
 
 
 def _product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
-    """scale * left @ right in float32 or wider; to the compiler, one op that needs `after` too.
+    """Return scale * left @ right in float32 or wider; to the compiler, one op that needs `after` too.
 
     Nothing has a default: with dynamic shapes dynamo takes a default float for an input, and fails in backward.
     """

@@ -1,4 +1,4 @@
-"""How sine low-rank weights take the place of dense ones."""
+"""The method that puts sine low-rank weights in the place of dense ones."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
