@@ -10,12 +10,12 @@ says so under "failed", what no longer fitted into --minutes under "skipped"):
                 formula in the same type (at most twice it is asked for)
     step        the paper's base model: step time of NOBLE over the baseline at r = 64, 128, 256
     fused       the same with fuse_shared_inputs: query, key and value together
-    memory      the same model: bytes kept for backward and peak of a step
+    memory      the same model: bytes saved for backward and peak of a step
     forms       NOBLE over the plain linear at each shape of `SHAPES`, with its up projection accumulated into y or
                 joined with the main product, and its down projection a product of its own or in the bottleneck's
                 kernel: what `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op` are to be set by
     adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
-    peak        the whole of Llama-3-8B's shape: kept bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
+    peak        the whole of Llama-3-8B's shape: saved bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
     op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
     decode      time of one generated token
     losses      the first steps of each arm of `step` on real text (bytes of the running Python's own sources, the same
@@ -37,13 +37,13 @@ from typing import Any
 
 import torch
 
-from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
+from nlr_lab.bench.decode import bench_decode
 from nlr_lab.bench.memory import bench_memory
 from nlr_lab.bench.methods import bench_arms
-from nlr_lab.bench.op import OpBenchConfig, bench_op
+from nlr_lab.bench.op import bench_op
+from nlr_lab.bench.settings import Clock, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
 from nlr_lab.bench.step import bench_step
-from nlr_lab.bench.timing import Clock
-from nlr_lab.bench.training import TrainBenchConfig, make_stepper
+from nlr_lab.bench.training import make_stepper
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op
@@ -119,7 +119,7 @@ FULL: dict[str, Sizes] = {"step": BASE, "adapters": LLAMA, "op": OP, "decode": D
 
 
 def main() -> int:
-    """Measures, prints JSON, returns 1 if a measurement failed."""
+    """Measure and print JSON; return 1 if a measurement failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes: a rehearsal")
@@ -176,7 +176,7 @@ def main() -> int:
 
 
 def _measure(measure: Callable[..., Any], config: Any) -> dict[str, Any]:
-    """A benchmark of `nlr bench`: its table on standard error, its record back."""
+    """Run a benchmark of `nlr bench`, print its table on standard error, and return its record."""
     result = measure(config, progress=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
     print(result, file=sys.stderr, flush=True)
     return json.loads(result.to_json())
@@ -228,7 +228,7 @@ def fused(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any
 
 
 def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """Of the same model."""
+    """Memory of the same model."""
     return _measure(bench_memory, TrainBenchConfig(**sizes["step"]))
 
 
@@ -262,8 +262,7 @@ def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any
 
 def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
     """Single operators."""
-    operators = ("noble", "sine", "rational", "gated")
-    return _measure(bench_op, OpBenchConfig(**sizes["op"] | {"operators": operators}))
+    return _measure(bench_op, OpBenchConfig(**sizes["op"]))
 
 
 def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
@@ -281,11 +280,11 @@ def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, li
         position = iter(range(options.steps))
         # The mode of the first timed arm; the batch is looked up inside the step.
         stepper = make_stepper(config, config.modes[0], arm, batch=lambda p=position: batches[next(p)], lr=options.lr)
-        rates = [group["lr"] for group in stepper.optimizer.param_groups]
+        peak_lrs = [group["lr"] for group in stepper.optimizer.param_groups]
         values = []
         for index in range(options.steps):
-            for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * min(1.0, (index + 1) / 20)
+            for group, peak_lr in zip(stepper.optimizer.param_groups, peak_lrs, strict=True):
+                group["lr"] = peak_lr * min(1.0, (index + 1) / 20)
             values.append(stepper.step())
         curves[arm.name] = torch.stack(values).tolist()
         print(f"  {arm.name}: {curves[arm.name][0]:.3f} -> {curves[arm.name][-1]:.3f}", file=sys.stderr, flush=True)

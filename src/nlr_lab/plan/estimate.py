@@ -6,7 +6,7 @@ Counted exactly, from the model's modules on the meta device and one traced pass
 |---------------------|-------------------------------------------------------------------------------------------|
 | parameters          | their bytes, in their own type; gradients the same for those that are trained             |
 | optimizer           | AdamW: two moments and a step number a tensor; Muon: one moment of its matrices           |
-| activations         | bytes kept for backward of 1 and of 2 sequences, and a straight line through them         |
+| activations         | bytes saved for backward of 1 and of 2 sequences, and a straight line through them         |
 | FLOPs of training   | forward, as much for the gradient of what goes in, and again for that of trained weights; |
 |                     | attention's scores and values 3 times. Recomputing adds a forward pass                    |
 
@@ -37,7 +37,7 @@ _RUNTIME = GIB  # CUDA's context, cuBLAS's and NCCL's buffers
 
 ASSUMPTIONS = (
     "matrix products reach the stated share of the data sheet's rate, narrow ones too (nlr bench step measures that)",
-    "collectives hide behind computing as far as they are shorter; rings at the link's or the network's full rate",
+    "communication overlaps with computation as far as it is shorter; rings at the link's or the network's full rate",
     "DDP keeps its buckets beside the gradients, and under bfloat16 autocast a 16-bit copy of every linear",
     "FSDP2 gathers one block at a time, and the next while that one computes; once forward, once backward",
     "1 GiB a GPU for the runtime, and the loss's share of the activations once more for their gradients",
