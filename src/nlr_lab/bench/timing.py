@@ -147,17 +147,6 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], *, resamples: in
     )
 
 
-def paired_ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, Ratio]:
-    """Return `paired_ratio` of every arm over the arm `base`.
-
-    Raises:
-        UserError: there is no arm of that name, or see `paired_ratio`.
-    """
-    if base not in times:
-        raise UserError(f"no arm {base!r} was timed; there are {', '.join(times)}")
-    return {name: paired_ratio(seconds, times[base]) for name, seconds in times.items()}
-
-
 def _by_cpu(step: Callable[[], object]) -> float:
     start = time.process_time()
     step()

@@ -32,9 +32,9 @@ class InspectOptions:
     sequence_length: int | None = None
     """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
     batch_size: int = 1
-    """Sequences for the bytes that are kept for backward."""
+    """Sequences of the saved activations."""
     bf16: bool | None = None
-    """Kept bytes as under bfloat16 autocast; default: as the recipe trains."""
+    """Count saved activations as under bfloat16 autocast; default: as the recipe trains."""
     every_layer: FlagCreatePairsOff[bool] = False
     """One row a module; default: repeated layers are folded into one row with their sum."""
     json: FlagCreatePairsOff[bool] = False
