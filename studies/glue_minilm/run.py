@@ -43,7 +43,7 @@ OMEGAS = ("sine-lora:r=1,omega=50,grid=1e-3/3e-3/1e-2", "sine-lora:r=1,omega=800
 
 
 def recipe_of(data: Path, task: str, threads: int) -> Recipe:
-    """What all arms of a task share."""
+    """Return the recipe that all arms of a task share."""
     recipe = get_recipe("glue-minilm")
     glue: Any = recipe.task
     return replace(

@@ -95,7 +95,7 @@ def run(stage: str, recipe: Recipe, size: str, work: Path, arms: Sequence[Arm], 
 
 
 def table_arms(size: str, work: Path) -> dict[str, dict[str, Any]]:
-    """What `table` found, by the arm's name: its rate, its final loss and the rest of its record."""
+    """Return what `table` found, by the arm's name: its learning rate, its final loss and the rest of its record."""
     record = work / f"{size}-table" / "results.json"
     if not record.exists():
         raise UserError("this stage takes its learning rates from the stage 'table'; run that first")
@@ -126,7 +126,7 @@ def ablation(base: Recipe, size: str, work: Path) -> None:
 
 
 def long(base: Recipe, size: str, work: Path) -> None:
-    """Whether the difference lasts: four times the steps of `table`."""
+    """Train longer to see whether the difference lasts: four times the steps of `table`."""
     tuned = table_arms(size, work)
     controls = [tuned[Arm.parse(text).name] for text in CONTROLS]
     best = min(controls, key=lambda arm: arm["final_loss"]["mean"])["name"]

@@ -40,7 +40,7 @@ ARMS = (
 
 
 def recipe(data: Path, steps: int, threads: int | None) -> Recipe:
-    """What all arms share."""
+    """Return the recipe that all arms share."""
     return Recipe(
         name="nonlinear_query",
         description="OPT of width 192 and 4 layers on 19th-century English novels",

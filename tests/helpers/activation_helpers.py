@@ -170,7 +170,7 @@ LAYOUTS = {
 
 
 def liger_like():
-    """What Liger's patch does: a bound forward with a fused function in it, and the module still there."""
+    """Patch as Liger does: a bound forward with a fused function in it, and the module still there."""
 
     def fused(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

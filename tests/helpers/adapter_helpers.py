@@ -27,7 +27,7 @@ PEFT_WARNINGS = (
     "ignore:Could not find a config file in:UserWarning",
     "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
 )
-"""For `pytest.mark.filterwarnings`."""
+"""Argument of `pytest.mark.filterwarnings`."""
 
 
 def bert_classifier() -> PreTrainedModel:
@@ -86,10 +86,10 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     """Its fields; the adapter should be small enough for the tiny model."""
     second: dict[str, Any] = field(default_factory=dict)
-    """What differs in a second adapter beside the first."""
+    """Fields of a second adapter that differ from the first's."""
     merges: bool = True
     starts_equal: bool = True
-    """Whether an adapter with its default init leaves every output bit of the base as it was."""
+    """True where an adapter with its default init leaves every output bit of the base as it was."""
 
     def base(self) -> PreTrainedModel:
         """The tiny model, drawn anew."""

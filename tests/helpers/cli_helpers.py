@@ -15,14 +15,14 @@ def run(capsys, *arguments):
 
 
 def succeed(capsys, *arguments):
-    """What a command prints; it must succeed."""
+    """Return what a command prints; it must succeed."""
     code, out, err = run(capsys, *arguments)
     assert code == 0, err
     return out
 
 
 def refused(capsys, *arguments):
-    """The one line by which a command refuses its input, with nothing else said."""
+    """Return the one line by which a command refuses its input; nothing else may be printed."""
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("nlr: ")
@@ -31,6 +31,6 @@ def refused(capsys, *arguments):
 
 
 def run_python(code, *arguments):
-    """The finished process of a new interpreter."""
+    """Return the finished process of a new interpreter."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -1,4 +1,4 @@
-"""What the tests ask of a family's model: its outputs, its branches, a training step, its row in docs/families.md."""
+"""Checks of a family's model: its outputs, its branches, a training step, its row in docs/families.md."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def branch_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the branches add to the model's parameters."""
+    """Return the parameters that branches add to the model."""
     return {name: value for name, value in model.named_parameters() if name.rpartition(".")[2].startswith("noble_")}
 
 
@@ -60,7 +60,7 @@ def floats(value: Any) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, inputs: Inputs) -> list[torch.Tensor]:
-    """What the model returns, in its present mode."""
+    """Return the model's outputs, in its present mode."""
     torch.manual_seed(0)  # some attentions hash at random
     found = list(floats(model(**inputs)))
     assert found
@@ -69,7 +69,7 @@ def outputs(model: PreTrainedModel, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def same(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
-    """Whether they are bit-equal."""
+    """Return whether they are bit-equal."""
     left, right = list(left), list(right)
     return len(left) == len(right) and all(map(torch.equal, left, right))
 

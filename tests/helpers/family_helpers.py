@@ -24,7 +24,7 @@ class Family:
     auto: str
     """The Auto class that builds and loads it."""
     settings: Mapping[str, Any]
-    """Of its config. Widths are multiples of 16, as float8 needs them."""
+    """Fields of its config. Widths are multiples of 16, as float8 needs them."""
     inputs: Callable[[PreTrainedModel], Inputs]
     """With labels, where the model computes a loss."""
     generates: bool = field(default=False)

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: the way to the kernels on a CPU, and the comparison with the formula."""
+"""Helpers of the tests of the Triton kernels: the way to the kernels on a CPU, and the comparison with the formula."""
 
 import importlib
 

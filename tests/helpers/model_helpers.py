@@ -130,5 +130,5 @@ def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str
 
 
 def parameters(model: torch.nn.Module) -> int:
-    """How many numbers the model has."""
+    """Return the number of the model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())

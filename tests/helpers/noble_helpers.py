@@ -1,4 +1,4 @@
-"""What the tests of NOBLE's operators share: random arguments, and all gradients."""
+"""Helpers of the tests of NOBLE's operators: random arguments, and all gradients."""
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map

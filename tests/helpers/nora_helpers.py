@@ -1,4 +1,4 @@
-"""What the tests of NoRA share."""
+"""Helpers of the tests of NoRA."""
 
 import torch
 

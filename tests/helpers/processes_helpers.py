@@ -1,4 +1,4 @@
-"""Starts a script in several processes that form one group (gloo, on this machine)."""
+"""Start a script in several processes that form one group (gloo, on this machine)."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import sys
 
 
 def run_processes(script, *arguments, count=2, timeout=300):
-    """Runs `script` (Python source) `count` times as torchrun would; fails with the output of the first that fails."""
+    """Run `script` (Python source) `count` times as torchrun would; fail with the output of the first that fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,7 +51,7 @@ def shard_on_cpus():
 
 
 def fsdp_environment(layer):
-    """What `accelerate launch --use_fsdp --fsdp_version 2` sets; `layer` is the class that is wrapped."""
+    """Return what `accelerate launch --use_fsdp --fsdp_version 2` sets; `layer` is the class that is wrapped."""
     return {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",

@@ -1,4 +1,4 @@
-"""What an operator may lose by rounding: about as much as the plain formula, or as the data themselves ask for."""
+"""Bounds of an operator's rounding: about as much as the plain formula, or as the data themselves ask for."""
 
 import torch
 

@@ -108,7 +108,7 @@ def _ends(width, tied):
 
 
 def built(spec, dtype=torch.float32):
-    """As the trainer builds a model: on the meta device, then memory that nobody has written, then the init."""
+    """Build a model as the trainer does: on the meta device, then memory that nobody has written, then the init."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

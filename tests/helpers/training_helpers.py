@@ -237,7 +237,7 @@ class Wrapped(nn.Module):
 
 
 class TrainingServer:
-    """Trains in forks of a process that has imported everything; each is a process to kill."""
+    """Training in forks of a process that has imported everything; each is a process to kill."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -249,7 +249,7 @@ class TrainingServer:
         )
 
     def start(self, out: Path, *, limit: int | None = None, fault: bool = False, **settings: Any) -> int:
-        """Begins or resumes a run; gives its process id. `limit`: bytes a file may have; `fault`: the arm's happens."""
+        """Begin or resume a run; return its process id. `limit`: bytes a file may have; `fault`: the arm's happens."""
         command = {"out": str(out), "limit": limit, "fault": fault, "settings": settings}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
@@ -257,16 +257,16 @@ class TrainingServer:
         return self._answer()["pid"]
 
     def wait(self) -> dict[str, Any]:
-        """Its exit status (negative: the signal that ended it) and, of a UserError, the message."""
+        """Return the exit status (negative: the signal that ended it) and, of a UserError, the message."""
         return self._answer()
 
     def run(self, out: Path, **settings: Any) -> dict[str, Any]:
-        """Both."""
+        """Start and wait."""
         self.start(out, **settings)
         return self.wait()
 
     def kill_when(self, pid: int, condition: Callable[[], bool], delay: float = 0.0) -> bool:
-        """Kills the run some seconds after the condition holds; False if it ended before."""
+        """Kill the run some seconds after the condition holds; False if it ended before."""
         while not condition():
             if select.select([self.process.stdout], [], [], 0.0005)[0]:  # it has ended
                 self.wait()

@@ -1,4 +1,4 @@
-"""What the user types, what comes back, and what is refused."""
+"""The command line: options, errors and help."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What training images go through: RandAugment, crops, Mixup and CutMix."""
+"""Augmentation of training images: RandAugment, crops, Mixup and CutMix."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What a source of images may be: arrays, folders, datasets, labels, pixels of any depth."""
+"""Sources of images: arrays, folders, datasets, labels, pixels of any depth."""
 
 import io
 import json

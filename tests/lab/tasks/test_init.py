@@ -1,4 +1,4 @@
-"""What models that are trained from scratch are made of: their init tables, seeds and architectures."""
+"""Models that are trained from scratch: their init tables, seeds and architectures."""
 
 import math
 from types import SimpleNamespace
