@@ -23,7 +23,7 @@ A method is three classes:
         layer_classes = {"linear": MyLinear, "conv1d": MyLinear}
 
 in the module that its `Method.adapter` names. Several adapters, batches that mix them (`adapter_names`, with `__base__`
-rows), merging from an original that is kept aside, quantized bases, patterns per module, checks before anything is
+rows), merging from a copy of the original, quantized bases, patterns per module, checks before anything is
 changed, saving and loading follow from that.
 
 Rules that peft's own machinery imposes:
@@ -51,7 +51,7 @@ from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
 from .config import AdapterConfig
 
 BASE_ROWS = "__base__"
-"""In `adapter_names`: rows that no adapter touches."""
+"""Name, in `adapter_names`, for rows that no adapter touches."""
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -88,11 +88,11 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         raise NotImplementedError
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """Return learning-rate roles of an adapter's tensors, by ParameterDict; others are trained plainly."""
+        """Return learning-rate roles of an adapter's tensors, by ParameterDict; others have no multipliers."""
         return {}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put adapters into the base module; a method that cannot, says so."""
+        """Put adapters into the base module; raises where a method cannot."""
         raise NotImplementedError
 
     def unmerge(self) -> None:
@@ -173,7 +173,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         return {f"{tensor}.{name}": role for name in self.configs for tensor, role in self.roles(name).items()}
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """As peft's, but the tensors stay the objects they are: their type, and whether they are trained, too."""
+        """Move the tensors as peft does, but keep the objects, their types and `requires_grad`."""
         if device is None:
             device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
         for name in self.adapter_layer_names:

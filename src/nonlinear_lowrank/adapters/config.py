@@ -1,4 +1,4 @@
-"""The fields that every fine-tuning method's config has, and their checks."""
+"""Fields that every fine-tuning method's config has, and their checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,16 +30,16 @@ class AdapterConfig(PeftConfig):
 
     target_modules: list[str] | str | None = None
     """Names of the modules to adapt (ends of dotted names), a regular expression for whole names, or "all-linear"
-    for every linear but the output head. None takes peft's choice for the model's type."""
+    for every linear but the output head. None is peft's choice for the model's type."""
     exclude_modules: list[str] | str | None = None
-    """Names, or a regular expression, of modules to leave out."""
+    """Names, or a regular expression, of modules to skip."""
     layers_to_transform: list[int] | int | None = None
     """Numbers of the layers to adapt; needs target_modules as a list."""
     layers_pattern: list[str] | str | None = None
     """Name of the ModuleList that layers_to_transform counts in, where it is not the first one."""
     bias: str = "none"
-    """Which biases of the base are trained and saved: "none", "all", or "adapter_only", those of the adapted
-    modules ("lora_only" is taken for the same)."""
+    """Biases of the base that are trained and saved: "none", "all", or "adapter_only", those of the adapted
+    modules ("lora_only" is a synonym)."""
     modules_to_save: list[str] | None = None
     """Modules to train whole and to save with the adapter, such as a new classification head."""
     init_weights: bool = True
@@ -83,7 +83,7 @@ class AdapterConfig(PeftConfig):
         return replace(self, **values)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """As peft's; the import line that a reader of the folder needs goes into its README."""
+        """Save as peft does, and add the import line that a reader of the folder needs to its README."""
         super().save_pretrained(save_directory, **kwargs)
         readme = Path(save_directory) / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.exists() else ""

@@ -1,4 +1,4 @@
-"""A sine adapter as a plain LoRA adapter, for tools that know LoRA only; not exact, so it reports the error."""
+"""Conversion of a sine adapter to a plain LoRA adapter, for tools that know LoRA only; it reports the error."""
 
 from collections.abc import Callable
 from pathlib import Path

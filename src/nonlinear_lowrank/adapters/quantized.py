@@ -1,7 +1,7 @@
-"""Weights of wrapped modules, quantized or not: read in float, kept aside, written, and put back bit-equal.
+"""Weights of wrapped modules, quantized or not: read in float, copied, written, and restored bit-equal.
 
 peft's backends (`resolve_quantization_backend`) know the formats; what they get wrong when a weight is merged,
-unmerged and merged again is mended here:
+unmerged and merged again is fixed here:
 
 - bitsandbytes 4-bit: a no-grad forward on a CPU with AVX512-BF16 packs the weight in place, and dequantizing
   the packed form gives garbage. The packed form also has no gradient with respect to the input, and
@@ -58,18 +58,18 @@ def unpack(base: nn.Module) -> None:
 
 
 class Kept:
-    """The weight of a module as it was, on the CPU.
+    """A copy of a module's original weight, on the CPU.
 
     Args:
         base: the module.
         backend: peft's backend for its weight.
-        aside: False to keep no copy of a plain weight, for merges that are never undone.
+        copy_plain: False to refer to a plain weight itself, for merges that are never undone.
 
     Raises:
         UserError: the format cannot be dequantized or quantized again.
     """
 
-    def __init__(self, base: nn.Module, backend: QuantizationBackend | None, aside: bool = True) -> None:
+    def __init__(self, base: nn.Module, backend: QuantizationBackend | None, copy_plain: bool = True) -> None:
         self._kind = backend.backend_name if backend else "plain"
         if backend is not None and (self._kind not in _KINDS or not backend.supports_merge):
             raise UserError(
@@ -91,7 +91,7 @@ class Kept:
             # The tensor is never written to: writing puts another in its place.
             self._data = weight.detach().cpu()
         else:
-            self._data = weight.detach().to("cpu", copy=True) if aside else weight.detach()
+            self._data = weight.detach().to("cpu", copy=True) if copy_plain else weight.detach()
 
     def weight(self) -> Tensor:
         """Return the weight in float, on the module's device; not to be written to."""
@@ -130,7 +130,7 @@ class Kept:
             old.data.copy_(self._data)
 
     def write(self, layer: Any, weight: Tensor) -> None:
-        """Give the module another weight, quantized like its own.
+        """Write another weight to the module, quantized like its own.
 
         Args:
             layer: the adapter layer around the module.

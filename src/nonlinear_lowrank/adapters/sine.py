@@ -1,4 +1,4 @@
-"""A layer of adapters that add a sine delta to a weight: of sine-LoRA, and of NoRA++ with lora_sine."""
+"""Layer of adapters that add a sine delta to a weight: sine-LoRA, and NoRA++ with lora_sine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from .weights import WeightLayer
 
 
 class SineDeltaLayer(WeightLayer):
-    """Around linears and 1x1 convolutions; subclasses have parameters, and give `factors`.
+    """Adapters around linears and 1x1 convolutions; subclasses have parameters, and give `factors`.
 
     With a plain base and no dropout there is one product, with the weight that merging would give. Else there are
-    two, the base's and the delta's; both keep no more for backward than the input.
+    two, the base's and the delta's; both save no more for backward than the input.
     """
 
     @property
     def stride(self) -> tuple[int, int] | None:
-        """That of a convolution, else None."""
+        """Stride of a convolution, else None."""
         return None
 
     def factors(self, name: str) -> SineFactors:
@@ -38,7 +38,7 @@ class SineDeltaLayer(WeightLayer):
         return self.matrix.kind == "conv1d"
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
+        """Return the output with these adapters, see `AdapterLayer`."""
         dropped = [name for name in names if self.training and self.configs[name].lora_dropout > 0]
         rest = [name for name in names if name not in dropped]
         layout: dict[str, Any] = {"transposed": self.transposed, "stride": self.stride}
@@ -56,6 +56,6 @@ class SineDeltaLayer(WeightLayer):
         return y
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `WeightLayer`; formed in the module's layout, in which `adapted` forms it."""
+        """Return the merged matrix, see `WeightLayer`; formed in the module's layout, as `adapted` does."""
         factors = [self.factors(name) for name in names]
         return self.matrix.of(effective_weights(self.matrix.back(weight), factors, transposed=self.transposed))

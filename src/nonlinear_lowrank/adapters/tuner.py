@@ -1,4 +1,4 @@
-"""The tuner base: finds the modules, checks them before anything is changed, and puts the layers in place."""
+"""Base of tuners: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ Tuner = TypeVar("Tuner", bound="type[AdapterModel]")
 
 
 class NoTargetError(UserError, NoMatchingPeftModuleError):
-    """No module is there to adapt; also peft's own class for it."""
+    """Error of a model without a module to adapt; peft's own class too."""
 
 
 def register_adapter(config_class: type[AdapterConfig]) -> Callable[[Tuner], Tuner]:
@@ -58,18 +58,18 @@ class AdapterModel(BaseTuner):
     tuner_layer_cls = AdapterLayer
     target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
-    """The layer for each kind of `methods.matrix.Matrix` that the method takes."""
+    """The layer for each kind of `methods.matrix.Matrix` that the method adapts."""
 
     # What a method may narrow.
 
     def check_target(self, name: str, base: nn.Module, config: Any) -> None:
-        """Raise UserError where the method cannot take a plain module; called for all of them, before any change."""
+        """Raise UserError where the method cannot adapt a plain module; called for all of them, before any change."""
         matrix = matrix_of(base)
         if isinstance(matrix, str):
             raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
         if matrix.kind not in self.layer_classes:
             raise UserError(
-                f"{name} is a {type(base).__name__}, which {type(config).__name__} does not take; it takes "
+                f"{name} is a {type(base).__name__}, which {type(config).__name__} does not adapt; it adapts "
                 f"{', '.join(self.layer_classes)}; take it out of target_modules or name it in exclude_modules"
             )
 
@@ -107,7 +107,7 @@ class AdapterModel(BaseTuner):
     # What peft calls.
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As peft's, after the name was checked."""
+        """Inject an adapter as peft does, after its name was checked."""
         check_adapter_name(adapter_name)
         # The names in a state dict stand above the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
@@ -128,7 +128,7 @@ class AdapterModel(BaseTuner):
         if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
             return
         every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
-        if every and (experts := unreached_experts(model)):  # peft's LoRA takes them by target_parameters
+        if every and (experts := unreached_experts(model)):  # peft's LoRA adapts them by target_parameters
             warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
         targets = self._acting(peft_config, model, every)
@@ -223,7 +223,7 @@ class AdapterModel(BaseTuner):
         return layers
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """As peft's; with safe_merge every layer is checked before the first is changed."""
+        """Merge as peft does; with safe_merge every layer is checked before the first is changed."""
         self._before_merge(adapter_names, safe_merge)
         super().merge_adapter(adapter_names, safe_merge)
 

@@ -3,7 +3,7 @@
 Whatever the module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a
 Conv1D's, a 1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
 
-Merging always starts from the weight as it was before any adapter, kept aside on the CPU, and goes through the
+Merging always starts from the weight as it was before any adapter, kept on the CPU, and goes through the
 adapters sorted by name, in float32, with one rounding at the end. Hence unmerging is bit-equal, and
 merge(A); merge(B) is bit-equal to merge([A, B]).
 """
@@ -41,7 +41,7 @@ class WeightLayer(AdapterLayer):
         if self.quantization_backend is not None:
             keep_unpacked(base_layer)
         self._kept: Kept | None = None
-        # Read by code that takes this for the plain module.
+        # Read by code that expects the plain module.
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
             if hasattr(base_layer, name):
                 setattr(self, name, getattr(base_layer, name))
@@ -56,7 +56,7 @@ class WeightLayer(AdapterLayer):
         raise NotImplementedError
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As in `AdapterLayer`."""
+        """Call the module with its adapters, see `AdapterLayer`."""
         if self.quantization_backend is not None and torch.is_grad_enabled():
             unpack(self.get_base_layer())  # or its gradient with respect to x is lost
         return super().forward(x, *args, **kwargs)
@@ -79,37 +79,37 @@ class WeightLayer(AdapterLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put adapters into the base weight; the original is kept aside until `unmerge`.
+        """Put adapters into the base weight; the original is kept until `unmerge`.
 
         Args:
             safe_merge: check first that the result is finite.
-            adapter_names: which; None takes the active ones. They join those that are merged already.
+            adapter_names: which; None for the active ones. They join those that are merged already.
 
         Raises:
             UserError: the result is not finite, or the base's format cannot be merged into. The weight is
                 unchanged then.
         """
-        self._merge(safe_merge, adapter_names, aside=True)
+        self._merge(safe_merge, adapter_names, keep=True)
 
-    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, aside: bool) -> None:
+    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
         names = self.present(check_adapters_to_merge(self, adapter_names))
         if not names:
             return
-        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, aside)
+        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=keep)
         merged = self._merged(kept, names)
         if safe_merge:
             self._check_finite(merged, names)
         kept.write(self, self.matrix.back(merged))
-        self._kept = kept if aside else None
+        self._kept = kept if keep else None
         self.merged_adapters = [*self.merged_adapters, *names]
 
     @torch.no_grad()
     def check_merge(self, adapter_names: list[str] | None) -> None:
-        """As in `AdapterLayer`."""
+        """Raise UserError where the merged matrix would not be finite."""
         wanted = self.active_adapters if adapter_names is None else adapter_names
         names = [name for name in self.present(wanted) if name not in self.merged_adapters]
         if names:
-            kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, aside=False)
+            kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=False)
             self._check_finite(self._merged(kept, names), names)
 
     def _merged(self, kept: Kept, names: Sequence[str]) -> Tensor:
@@ -137,7 +137,7 @@ class WeightLayer(AdapterLayer):
     ) -> nn.Module:
         """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
         if merge:
-            self._merge(safe_merge, adapter_names, aside=False)
+            self._merge(safe_merge, adapter_names, keep=False)
         else:
             self.unmerge()
         return self.get_base_layer()

@@ -25,7 +25,7 @@ from nonlinear_lowrank.methods.base import all_methods, config_to_dict
 from nonlinear_lowrank.surgery.augment import read_entry
 from nonlinear_lowrank.validation import one_line
 
-# What a layer computes hangs on these; the rest says how it is drawn and trained.
+# Settings that change what a layer computes; the others are of its init and training.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}
 _FUNCTION |= {"omega", "gain"}
 
@@ -181,7 +181,7 @@ def take_rows(value: Tensor, order: Tensor) -> Tensor:
 
 
 def check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
-    """Raise UserError unless a state has the names and shapes of a model's, and no others."""
+    """Raise UserError unless a state has exactly the names and shapes of a model's."""
     problems = {
         "missing": sorted(wanted.keys() - state.keys()),
         "extra": sorted(state.keys() - wanted.keys()),
@@ -192,7 +192,7 @@ def check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: s
 
 
 def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what each layer computes, by its name."""
+    """Return the settings that decide what each layer computes, by its name."""
     found: dict[str, str] = {}
     for entry in entries:
         method, config = read_entry(entry)

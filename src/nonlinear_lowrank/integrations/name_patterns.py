@@ -9,7 +9,7 @@ _BETWEEN = r"\.(?:_\w+\.)*"
 
 
 def name_patterns(classes: list[list[str]]) -> list[str]:
-    """A pattern for each class of names, which matches these of all the classes' names and no other.
+    """Return a pattern for each class of names, which matches its names and no other of all the classes.
 
     Names are told apart by as few of their last parts as will do, and by numbers only where nothing else does.
     """

@@ -37,7 +37,7 @@ _STYLES = {"colwise": COLWISE, "rowwise": ROWWISE}
 
 
 def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[str, str]:
-    """A plan of concrete names in which layers with a branch, and their tensors, have our styles.
+    """Return a plan of concrete names in which layers with a branch, and their tensors, have our styles.
 
     Args:
         model: with layers that `augment` put in.
@@ -74,10 +74,10 @@ def _why_not(layer: Any, style: str, devices: int) -> str:
 
 
 class _NobleStyle(TensorParallelLayer):
-    """What both styles share: where each tensor lies, and a forward on local tensors."""
+    """Base of both styles: the placement of each tensor, and a forward on local tensors."""
 
     split: Callable[[nn.Module, str], int | None]
-    """The dimension in which a tensor is split; None: every device has all of it."""
+    """The dimension in which a tensor is split; None: it is replicated."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Replace a parameter by its distributed form."""
@@ -137,7 +137,7 @@ class NobleRowwise(_NobleStyle):
 
         def whole_h(h: Tensor) -> Tensor:
             h = _SumBoth.apply(h, group)
-            # Without a mix the last step is the first, and takes its own columns.
+            # Without a mix the last step is the first, and uses its own columns.
             return h if module.noble_config.depth > 1 else h[..., rank * share : (rank + 1) * share]
 
         module.noble_reduce = whole_h
@@ -153,7 +153,7 @@ class NobleRowwise(_NobleStyle):
 
 @contextlib.contextmanager
 def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]]:
-    """The layer's own tensors are this device's; in a rowwise layer biases are taken out, and given."""
+    """Put this device's parts in place of the layer's tensors; take out and yield the biases of a rowwise layer."""
     kept = [(each, dict(each._parameters)) for each in (module, module.dense)]
     biases: list[Tensor] = []
     try:
@@ -176,7 +176,7 @@ def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """This device's part."""
+    """Return this device's part."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -187,7 +187,7 @@ def _summed(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _SumGradient(torch.autograd.Function):
-    """The same forward; gradients are summed over the devices."""
+    """Identity whose gradients are summed over the devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -200,7 +200,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Summed over the devices; the gradient of the sum is every part's."""
+    """Sum over the devices; the gradient of the sum is every part's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -212,7 +212,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumBoth(torch.autograd.Function):
-    """Summed over the devices, as are the gradients: each device uses the sum in its own way."""
+    """Sum over the devices, of values and of gradients: each device uses the sum in its own way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """The learning-rate table under transformers' Trainer: a mixin for its class, a callback where that cannot be changed.
 
-Trainer's own groups have one learning rate, and what it decays it finds by names: frequencies and phases with it.
+Trainer's own groups have one learning rate, and it chooses what to decay by names, frequencies and phases included.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -69,9 +69,9 @@ class LearningRateCallback(TrainerCallback):
         Trainer(..., callbacks=[nlr.LearningRateCallback()])
 
     Tensors that the optimizer would train at the plain learning rate, or decay against their role, are put into groups
-    of their own for the length of each step: its group's rate at that step times the multiplier, and no decay.
+    of their own during each step: its group's learning rate at that step times the multiplier, and no decay.
     Between steps the optimizer has Trainer's groups, so that schedules, checkpoints and logs are as without it. A
-    tensor whose rate differs already is left as it is.
+    tensor whose learning rate differs already is unchanged.
 
     Raises:
         UserError: when training begins, the optimizer does not hold the model's tensors (DeepSpeed, FSDP1, layer-wise
@@ -127,7 +127,7 @@ class LearningRateCallback(TrainerCallback):
                 )
 
     def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The group's tensors by what is changed for them, in groups like it; first those that nothing is."""
+        """Split the group by the changes that its tensors need; unchanged tensors come first."""
         tensors: dict[tuple[float, bool], list[torch.Tensor]] = {(1.0, False): []}
         for each in group["params"]:
             found = self._found.get(id(each))
@@ -146,7 +146,7 @@ class LearningRateCallback(TrainerCallback):
 
 
 def _takes_groups(kind: Any, settings: dict[str, Any]) -> bool:
-    """Return whether Trainer makes the optimizer of groups, and not of what its settings bring."""
+    """Return whether the optimizer is made from parameter groups, and not from what its settings bring."""
     brings = {"params", "model", "optimizer_dict"} & settings.keys()
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not brings
 

@@ -194,7 +194,7 @@ def test_config_refuses_values_out_of_range(options, word):
         (nn.Conv2d(8, 8, 3), r"kernel \(3, 3\)"),
         (nn.Conv2d(8, 8, 1, groups=2), "2 groups"),
         (nn.Conv2d(8, 8, 1, padding=1), "padding"),
-        (nn.Embedding(8, 8), "0 is a Embedding.*takes linear"),
+        (nn.Embedding(8, 8), "0 is a Embedding.*adapts linear"),
         (nn.LayerNorm(8), "0 is a LayerNorm"),
     ],
 )

@@ -34,7 +34,7 @@ class AugmentConverter(ModelConfigConverter):
         include: Patterns = None
         """Regular expression(s) that a linear's whole name must match, e.g. r"layers\\.\\d+\\.attention\\..*"."""
         exclude: Patterns = None
-        """The same of names to leave alone."""
+        """Regular expression(s) of names to skip."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
