@@ -14,10 +14,9 @@ from nonlinear_lowrank.methods.qk_norm import QKNormConfig
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.validation import check_choice, check_number
 
-from .composition import Composed, split_parts
-from .context import ArmContext
+from .kinds import ArmContext, Composed, as_text, read_number, read_value, split_parts
 from .methods import ARM_METHODS, Function, find_method
-from .values import Optimizer, as_text, read_number, read_value
+from .recipe import Optimizer
 
 _TEXTS = ("include", "exclude", "match")  # settings that are names, also where they look like a number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

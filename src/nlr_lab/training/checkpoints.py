@@ -16,6 +16,7 @@ must be visible to all processes. With another number of processes a run resumes
 """
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data._utils import signal_handling
 from transformers import Trainer
 
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
@@ -33,7 +35,6 @@ from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
-from .readers import is_dead_reader, without_signal_handler
 from .state_files import (
     random_state,
     read_optimizer,
@@ -94,10 +95,10 @@ class CheckpointedTrainer(Trainer):
             resume_from_checkpoint = str(folder)
         self._started = time.monotonic()
         try:
-            with without_signal_handler():
+            with _without_signal_handler():
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         except (RuntimeError, OSError, EOFError) as error:
-            if not is_dead_reader(error):
+            if not _is_dead_reader(error):
                 raise
             raise UserError(
                 f"a process that reads data died at step {self.state.global_step} ({one_line(error)}); "
@@ -258,3 +259,33 @@ class CheckpointedTrainer(Trainer):
 def _plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+# --- processes that read data may die: memory ran out, or a scheduler killed them --------------------------------
+
+
+@contextmanager
+def _without_signal_handler() -> Iterator[None]:
+    """Keep torch from installing its handler of SIGCHLD for the loaders that begin to read in here.
+
+    The handler raises out of whatever the parent process is doing: a checkpoint, a message, or another exception's
+    handling. Without it torch finds the dead reader when it waits for its next batch, after 5 s at most.
+    """
+    before = signal_handling._SIGCHLD_handler_set
+    signal_handling._SIGCHLD_handler_set = True
+    try:
+        yield
+    finally:
+        signal_handling._SIGCHLD_handler_set = before
+
+
+def _is_dead_reader(error: BaseException) -> bool:
+    """Return whether torch's DataLoader raised this because a process of its own died; torch has no class for it.
+
+    A reader that dies while it hands a batch over breaks the connection first: then the error is the connection's.
+    """
+    if isinstance(error, RuntimeError):
+        return str(error).startswith(("DataLoader worker", "Pin memory thread exited"))
+    frames = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
+    fetching = "_MultiProcessingDataLoaderIter._try_get_data"
+    return isinstance(error, OSError | EOFError) and fetching in frames

@@ -22,10 +22,8 @@ from nonlinear_lowrank.surgery.budget import parse_budget
 from nonlinear_lowrank.surgery.targets import dense_parts
 from nonlinear_lowrank.validation import one_line
 
-from .composition import Composed, split_parts
-from .context import ArmContext, ArmKind
+from .kinds import ArmContext, ArmKind, Composed, as_text, split_parts
 from .tuning import TUNINGS
-from .values import as_text
 from .widening import WideMlp
 
 

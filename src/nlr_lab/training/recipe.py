@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
 
-from .values import Optimizer
-
 if TYPE_CHECKING:
     from .arms import Arm
 
+Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["linear", "cosine", "constant"]
 
 

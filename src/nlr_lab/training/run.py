@@ -26,9 +26,8 @@ from nonlinear_lowrank.errors import DivergedError, UserError
 
 from . import deepspeed
 from .arguments import micro_batch, surroundings, training_arguments
-from .callbacks import Schedule, SeedDropout, Stop
+from .callbacks import ProgressLines, Schedule, SeedDropout, Stop
 from .model import apply_arm, build_model, count_parameters, optimizer_settings, uses_muon
-from .progress import ProgressLines
 from .recipe import Recipe
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder

@@ -34,8 +34,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, all_methods, method_of_layer
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
-from .context import ArmContext, ArmKind
-from .values import as_text
+from .kinds import ArmContext, ArmKind, as_text
 
 _ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 _SHORT = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "target_modules": "on-", "groups": "g"}

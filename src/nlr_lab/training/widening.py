@@ -24,8 +24,7 @@ from nlr_lab.tasks.text.language_model import DenseInit, draw_linear
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number
 
-from .context import ArmContext, ArmKind
-from .values import as_text
+from .kinds import ArmContext, ArmKind, as_text
 
 # Ends of names: those whose outputs are the MLP's width (times the number), and the one whose inputs are.
 _SHAPES = (({"fc1": 1}, "fc2"), ({"gate_up_proj": 2}, "down_proj"), ({"gate_proj": 1, "up_proj": 1}, "down_proj"))
