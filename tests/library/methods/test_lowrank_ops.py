@@ -73,7 +73,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(activation, frozen
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_keeps_no_weight(activation, backend, bf16):
+def test_saves_no_weight(activation, backend, bf16):
     torch.compiler.reset()
     x, up, down, bias = leaves(torch.float32, (64,))
 

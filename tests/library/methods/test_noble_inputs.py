@@ -178,7 +178,7 @@ def test_shared_down_saves_its_parameters_and_flops(family, monkeypatch):
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
-def test_shared_down_keeps_fewer_bytes():
+def test_shared_down_saves_fewer_activations():
     alone, model = FAMILIES["glm"](), FAMILIES["glm"]()
     nlr.augment(alone, NobleConfig(rank=8), verbose=False)
     nlr.augment(model, NobleConfig(rank=8, share_down="qkv"), verbose=False)
@@ -188,7 +188,7 @@ def test_shared_down_keeps_fewer_bytes():
     assert kept[0] - kept[1] == 2 * 2 * (2 * 9) * (8 + 32) * 2  # and their copies of x
 
 
-def test_fused_inputs_keep_no_more_bytes_than_layers_alone():
+def test_fused_inputs_save_no_more_activations_than_layers_alone():
     together, alone = with_branches(llama, FUSED)
     inputs = batch(alone)
     kept = [saved_bytes(model, **inputs, labels=inputs["input_ids"]) for model in (together, alone)]

@@ -89,7 +89,7 @@ def test_error_is_at_most_twice_the_plain_formulas(dtype):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @both
-def test_group_keeps_x_and_h_alone(shared, backend):
+def test_group_saves_x_and_h_alone(shared, backend):
     arguments = make(shared=shared, dtype=torch.float32)
     torch.compiler.reset()
     run = noble_linears if backend is None else torch.compile(noble_linears, backend=backend, fullgraph=True)

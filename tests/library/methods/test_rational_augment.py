@@ -274,7 +274,7 @@ def test_every_coefficient_learns_without_weight_decay(family):
 
 
 @pytest.mark.parametrize("family", model_helpers.ALL)
-def test_costs_are_counted_and_no_more_is_kept_than_by_the_plain_model(family):
+def test_costs_are_counted_and_no_more_is_saved_than_by_the_plain_model(family):
     plain, model = model_helpers.ALL[family](), model_helpers.ALL[family]()
     report = augment(model)
     before, after = (inspect_model(each, 9, 2) for each in (plain, model))

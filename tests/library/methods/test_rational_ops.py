@@ -193,7 +193,7 @@ def test_slopes_of_the_formulas(formula):
 @kinds
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keeps_its_inputs_alone(kind, backend, dtype):
+def test_saves_its_inputs_alone(kind, backend, dtype):
     torch.compiler.reset()
     fast, plain, inputs = make(kind, "sum_of_abs", TAILS, batch=(256,), channels=64, dtype=torch.float32)
     *wide, numerator, denominator = inputs
@@ -201,7 +201,7 @@ def test_keeps_its_inputs_alone(kind, backend, dtype):
     run = fast if backend is None else torch.compile(fast, backend=backend, fullgraph=True)
     kept = saved_bytes(run, *leaves, parameters=[numerator, denominator])
     own = sum(each.nbytes for each in leaves[:-2])
-    # Base coefficients, and under compile |b|, a copy of the coefficients, are kept as well.
+    # Base coefficients, and under compile |b|, a copy of the coefficients, are saved as well.
     assert own <= kept <= own + 2 * (numerator.nbytes + denominator.nbytes)
     assert saved_bytes(plain, *leaves, parameters=[numerator, denominator]) > 3 * kept
 

@@ -1,4 +1,4 @@
-"""Saved activations: what the counter sees, and what a NOBLE branch keeps for backward."""
+"""Saved activations: what the counter sees, and those of a NOBLE branch."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def _branch_over_its_h(activation: str, depth: int, *, bf16: bool, backend: str 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_eager_branch_keeps_h_alone(activation, depth, bf16):
+def test_eager_branch_saves_h_alone(activation, depth, bf16):
     assert _branch_over_its_h(activation, depth, bf16=bf16, backend=None) == 1.0
 
 
@@ -50,26 +50,26 @@ def test_eager_branch_keeps_h_alone(activation, depth, bf16):
     # Compiling takes seconds: every bottleneck once, the default in both types.
     [("cosine", 2, True)] + [(*bottleneck, bool(index % 2)) for index, bottleneck in enumerate(BOTTLENECKS, 1)],
 )
-def test_compiled_branch_keeps_h_alone(activation, depth, bf16):
-    """aot_eager runs the same partitioner as inductor, which decides what is kept."""
+def test_compiled_branch_saves_h_alone(activation, depth, bf16):
+    """aot_eager runs the same partitioner as inductor, which decides what is saved."""
     assert _branch_over_its_h(activation, depth, bf16=bf16, backend="aot_eager") == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("bf16", [False, True])
-def test_inductor_branch_keeps_h_alone(bf16):
+def test_inductor_branch_saves_h_alone(bf16):
     assert _branch_over_its_h("cosine", 2, bf16=bf16, backend="inductor") == 1.0
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_plain_formula_keeps_far_more(monkeypatch, backend):
+def test_plain_formula_saves_far_more(monkeypatch, backend):
     """The counter must be able to say no."""
     monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
     assert _branch_over_its_h("cosine", 2, bf16=False, backend=backend) >= 2
 
 
-def test_conv1d_branch_keeps_h_alone():
+def test_conv1d_branch_saves_h_alone():
     plain, layer = Conv1D(D_OUT, D_IN), NobleConv1D(D_OUT, D_IN, config=NobleConfig(rank=RANK))
     kept = [_kept(each, bf16=False, backend=None) for each in (plain, layer)]
     assert kept[1] - kept[0] == TOKENS * RANK * 4
@@ -77,7 +77,7 @@ def test_conv1d_branch_keeps_h_alone():
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("anchor", ["none", "exact"])
-def test_rational_activation_keeps_its_input_alone(anchor, backend):
+def test_rational_activation_saves_its_input_alone(anchor, backend):
     layer = RationalActivation(RationalConfig(activation="silu", groups=4, anchor=anchor))
     torch._dynamo.reset()
     run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)

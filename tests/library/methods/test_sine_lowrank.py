@@ -1,4 +1,4 @@
-"""Sine low-rank weights: init, counts of the documents, ranks, kept bytes, surgery, arms."""
+"""Sine low-rank weights: init, counts of the documents, ranks, surgery, arms."""
 
 import copy
 import itertools

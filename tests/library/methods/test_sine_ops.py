@@ -1,4 +1,4 @@
-"""The sine operators: bits, gradients, accuracy, kept bytes, against the float64 formula and plain torch."""
+"""The sine operators: bits, gradients, accuracy, saved activations, against the float64 formula and plain torch."""
 
 import math
 
@@ -335,7 +335,7 @@ def test_autocast_gives_bfloat16_and_float32_gradients():
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["merged", "delta", "embedding"])
 @deltas
-def test_keeps_its_input_alone(dora, kind, backend):
+def test_saves_its_input_alone(dora, kind, backend):
     torch.compiler.reset()
     factors = make_factors(dora, d_in=64, d_out=48, dtype=torch.float32)
     weight, bias = torch.randn(48, 64), torch.randn(48)
@@ -351,7 +351,7 @@ def test_keeps_its_input_alone(dora, kind, backend):
 
 
 @pytest.mark.parametrize("base", [True, False], ids=["merged", "delta"])
-def test_a_weight_that_is_made_on_demand_is_not_kept(base):
+def test_a_weight_that_is_made_on_demand_is_not_saved(base):
     factors = make_factors([True, False], d_in=64, d_out=48)
     x, weight, dy = leaf(7, 64), torch.randn(48, 64, dtype=torch.float64), torch.randn(7, 48, dtype=torch.float64)
     calls = []
