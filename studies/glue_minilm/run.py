@@ -5,7 +5,7 @@
 MiniLM, a sentence encoder of 22.6M parameters, on CoLA (3 epochs, Matthews correlation on GLUE's development set) and
 on STS-B (2 epochs, Pearson correlation on its development set, and once more on its labelled test set). DATA holds
 GLUE's files as `nlr finetune --source` takes them. Every arm trains the same new head on the mean of the tokens, from
-the same draw, at one rate (1e-3), so that arms differ in their adapters alone; the arm `head` is that head alone.
+the same draw, at one learning rate (1e-3): arms differ in their adapters alone, and the arm `head` is that head alone.
 
 For every arm three learning rates are tried on one seed and the best is taken on a tenth held out of the training
 data; where it is at the edge, the grid is extended, at most twice. Then it runs with three other seeds.
@@ -31,8 +31,8 @@ from nonlinear_lowrank import UserError
 HERE = Path(__file__).parent
 EPOCHS = {"cola": 3, "stsb": 2}
 # At the zero start a step of Adam moves sine-LoRA's weight omega / sqrt(384) times as far as LoRA's: 10 times at omega
-# 200. LoRA's rates divided by that were too low (Matthews 0.02, Pearson 0.26 at 1e-4), so its grids begin three times
-# higher. The rate of `head` is fixed in every arm and needs no grid.
+# 200. LoRA's learning rates divided by that were too low (Matthews 0.02, Pearson 0.26 at 1e-4), so its grids begin
+# three times higher. The learning rate of `head` is fixed in every arm and needs no grid.
 ARMS = (
     *("lora:r=1,grid=1e-3/3e-3/1e-2", "lora:r=4,grid=1e-3/3e-3/1e-2", "dora:r=1,grid=1e-3/3e-3/1e-2"),
     *("sine-lora:r=1,omega=200,grid=3e-4/1e-3/3e-3", "sine-lora:r=4,omega=200,grid=3e-4/1e-3/3e-3"),

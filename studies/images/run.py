@@ -9,7 +9,7 @@ with Gaussian activations (s = 0.05), its two square linears factored. Every arm
 pixels in them; it runs at the best of two Kaiming inits and three learning rates (at the edge the grid grows, at most
 twice), chosen on a seed of its own, and then with three other seeds. omega is the published one for shapes at the
 rank, 200 and 50. With --inits-from each arm has the init that it had in a record there, of fewer steps, and is tuned
-over rates alone: a third fewer fits.
+over learning rates alone: a third fewer fits.
 
 What is finished is kept in FOLDER and used again: run it again to go on. Each photograph's record, report and pictures
 are copied beside this file, and summary.md has the table of all that are there.

@@ -21,7 +21,7 @@ from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 
 HERE = Path(__file__).parent
-# Around the best rates of a first run on the tuning seed: one epoch is 113 steps, and low rates hardly move.
+# Around the best learning rates of a first run on the tuning seed: one epoch is 113 steps; low ones hardly move.
 ARMS = (
     "lora:r=4",
     "dora:r=4",

@@ -6,11 +6,12 @@ DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, novels j
 '<|endoftext|>', held out by novel. Every stage continues where it was interrupted; what is finished is
 copied to this folder: `<size>-<stage>.json`, its picture and its report. Stages:
 
-    table     baseline with three dense inits and NOBLE at three ranks, at embedding std 1; rates tuned for each
-              arm; 3 seeds
-    ablation  every bottleneck of Table 5 at CosNet's rank and at the rate that was best for CosNet; 3 seeds
-    long      the best control and the smallest NOBLE for four times as many steps, at the rates of `table`; 3 seeds
-    setting   the controls and the smallest NOBLE at embedding std 0.02, rates tuned for each arm; 1 seed
+    table     baseline with three dense inits and NOBLE at three ranks, at embedding std 1; learning rates tuned
+              for each arm; 3 seeds
+    ablation  every bottleneck of Table 5 at CosNet's rank and its best learning rate; 3 seeds
+    long      the best control and the smallest NOBLE for four times as many steps, at the learning rates of `table`;
+              3 seeds
+    setting   the controls and the smallest NOBLE at embedding std 0.02, learning rates tuned for each arm; 1 seed
 
 Size "cpu" is what two cores manage in about four hours; "gpu" is the same design at width 512, and runs
 unchanged on one GPU. Width / rank is 16, 8 and 4 in both, as in the paper.
@@ -103,7 +104,7 @@ def table_arms(size: str, work: Path) -> dict[str, dict[str, Any]]:
 
 
 def setting(base: Recipe, size: str, work: Path) -> None:
-    """Embedding std 0.02, transformers' own: one seed, each arm at its best rate."""
+    """Embedding std 0.02, transformers' own: one seed, each arm at its best learning rate."""
     task = replace(base.task, backbone=replace(base.task.backbone, embedding_std=0.02))
     arms = [Arm.parse(text) for text in (*CONTROLS, f"noble:rank={RANKS[size][0]}")]
     run("setting", replace(base, task=task), size, work, arms, seeds=1, tune_lr=RATES[size], timing_rounds=0)
@@ -116,12 +117,12 @@ def table(base: Recipe, size: str, work: Path) -> None:
 
 
 def ablation(base: Recipe, size: str, work: Path) -> None:
-    """Table 5 in small, at the rate that `table` found best for CosNet of the same rank."""
+    """Table 5 in small, at the learning rate that `table` found best for CosNet of the same rank."""
     rank = RANKS[size][0]
-    rate = table_arms(size, work)[f"noble-r{rank}"]["lr"]
+    lr = table_arms(size, work)[f"noble-r{rank}"]["lr"]
     texts = ["baseline:init=noble,name=baseline", *(f"noble:rank={rank},{each}" for each in BOTTLENECKS)]
     arms = [Arm.parse(text) for text in texts]
-    base = replace(base, train=replace(base.train, lr=rate))
+    base = replace(base, train=replace(base.train, lr=lr))
     run("ablation", base, size, work, arms, seeds=3, timing_rounds=0)
 
 

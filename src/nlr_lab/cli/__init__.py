@@ -9,9 +9,9 @@ COMMANDS = {
     "generate": ("generate CHECKPOINT", "continue a prompt, or draw images"),
     "inspect": ("inspect MODEL", "parameters, FLOPs and saved activations by layer, without building the model"),
     "plan": ("plan RECIPE", "memory, traffic and hours of training on given GPUs, arm by arm"),
-    "convert": ("convert IN OUT", "add branches to a trained checkpoint, outputs unchanged"),
+    "convert": ("convert IN OUT", "put a method into a trained checkpoint, its weights kept"),
     "merge": ("merge ADAPTER OUT", "put an adapter into its base's weights: a plain model"),
     "verify": ("verify CHECKPOINT", "check that it is whole: hashes, headers, NaN, JSON of every file"),
-    "bench": ("bench step|decode|kernels", "time of a step or a token over the baseline's; compiled GPU kernels"),
+    "bench": ("bench WHAT", "time and memory of a step, an operator or a token; compiled GPU kernels"),
 }
 """Usage and summary by command."""

@@ -1,4 +1,4 @@
-"""`nlr convert IN OUT`: a trained plain checkpoint, with branches added, or its activations rational functions."""
+"""`nlr convert IN OUT`: put a method's layers into a trained plain checkpoint."""
 
 import argparse
 from dataclasses import dataclass, fields

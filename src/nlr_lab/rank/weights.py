@@ -110,7 +110,7 @@ def checkpoint_weights(path: Path, *, omega: float | None = None) -> list[Weight
 
 
 class _Tensors:
-    """Names, shapes and contents of safetensors files; packed integers are left out."""
+    """Names, shapes and contents of safetensors files; packed integers are skipped."""
 
     def __init__(self, files: list[Path]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
