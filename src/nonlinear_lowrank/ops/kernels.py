@@ -36,10 +36,10 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
 
     Args:
         name: "noble", "rational" or "sine".
-        *tensors: what the kernel reads; all must be plain tensors (no DTensor, no fake one) of at most 32 bits on
-            one NVIDIA GPU.
+        *tensors: one or more that the kernel reads; all must be plain tensors (no DTensor, no fake one) of at most 32
+            bits on one NVIDIA GPU.
     """
-    if not _ENABLED.get() or not tensors or not all(map(_fits, tensors)):
+    if not _ENABLED.get() or not all(map(_fits, tensors)):
         return None
     return load(name) if _usable(tensors[0].device) else None
 

@@ -120,12 +120,12 @@ class NobleMethod(Method):
 
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Make one product of dense output and branch; layers stay where their dense part is quantized."""
+        if quantized or not any(isinstance(each, NobleLinear | NobleConv1D) for each in model.modules()):
+            return False
         from .fused import fuse
 
-        found = any(isinstance(each, NobleLinear | NobleConv1D) for each in model.modules())
-        if found and not quantized:
-            fuse(model, shared_inputs=shared_inputs)
-        return found
+        fuse(model, shared_inputs=shared_inputs)
+        return True
 
 
 def _layer(module: nn.Module, config: NobleConfig) -> nn.Module:
