@@ -37,7 +37,7 @@ class Target:
     examples: Callable[[Path], list[bytes]]
     """Valid inputs; may put files that stay as they are into the folder."""
     read: Callable[[Path, bytes], Any]
-    """Puts the input into the folder and reads it; raises UserError."""
+    """Function that puts the input into the folder and reads it; raises UserError."""
 
 
 class Fault(AssertionError):
@@ -49,7 +49,7 @@ class _Late(BaseException):
 
 
 def try_one(target: Target, folder: Path, data: bytes) -> bool:
-    """Reads one input; whether it was taken. Raises Fault."""
+    """Read one input and return whether it was taken; raise Fault."""
     process = psutil.Process()
     before, files = process.memory_info().rss, None
     try:

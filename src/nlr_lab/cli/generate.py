@@ -32,7 +32,7 @@ class GenerateOptions:
     out: str | None = None
     """Image tokens: the picture, a row for each class; default: samples.png."""
     temperature: float | None = None
-    """Divides the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
+    """Divisor of the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
     top_k: int | None = None
     """Draw from the k most likely tokens; 0: from all. Default: 50 for text, 0 for images."""
     seed: int = 0
@@ -79,7 +79,7 @@ def _draw(folder: Path, options: GenerateOptions) -> None:
     each = 8 if options.images is None else options.images
     check_parent(out, "--out")
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise UserError(f"--out must end in .png, .jpg or .webp, not {out.name}")
+        raise UserError(f"--out must end in .png, .jpg or .webp, got {out.name}")
 
     from nlr_lab.evaluation.generation import Sampling
     from nlr_lab.tasks.images.sampling import picture, sample_images

@@ -61,7 +61,7 @@ def run_rank(arguments: list[str]) -> None:
     options = parse(RankOptions, arguments, command="inspect --rank")
     path = _checkpoint(options.checkpoint)
     if options.plot is not None and Path(options.plot).suffix != ".png":
-        raise UserError(f"--plot writes PNG; name a file that ends in .png, not {options.plot}")
+        raise UserError(f"--plot must end in .png, got {options.plot}")
     check_parent(options.plot, "--plot")
 
     from nlr_lab.rank.report import format_ranks, rank_report

@@ -20,7 +20,7 @@ class Sampling:
     """Stop after this many tokens, or at the end-of-text token; None: 128, or fewer where the model's
     positions end before."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the most likely token every time."""
+    """Divisor of the logits; 0 takes the most likely token every time."""
     top_k: int = 50
     """Draw from the k most likely tokens; 0: from all."""
     seed: int = 0
@@ -34,7 +34,7 @@ class Sampling:
 
 
 class _Callback(TextStreamer):
-    """Hands every finished piece of text to a function instead of printing it."""
+    """A streamer that hands every finished piece of text to a function instead of printing it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -74,7 +74,7 @@ def read_rows(path: Path) -> tuple[list[Row], DataFile]:
         values = [(place, _json(place, line)) for place, line in lines if line.strip()]
     for place, value in values:
         if not isinstance(value, dict):
-            raise UserError(f"{place}: a JSON object was expected, not {type(value).__name__}")
+            raise UserError(f"{place}: must be a JSON object, got {type(value).__name__}")
     if not values:
         raise UserError(f"{path} has no rows")
     rows = [Row(place=place, values=value) for place, value in values]

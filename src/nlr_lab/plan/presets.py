@@ -23,7 +23,7 @@ class Preset:
     """A size, and how it would be trained."""
 
     config: Callable[[], Any]
-    """Gives the transformers config."""
+    """Function that returns the transformers config."""
     sequence_length: int
     batch_size: int
     """Sequences of a step, over all GPUs."""

@@ -336,8 +336,8 @@ def test_missing_files_are_named(tmp_path):
     [
         ("piqa.jsonl", b"", "has no rows"),
         ("piqa.jsonl", b'{"instruction": "a"', r"line 1: not JSON"),
-        ("piqa.jsonl", b"\n[1]\n", r"row 1: a JSON object was expected, not int"),
-        ("piqa.jsonl", b"7\n", r"line 1: a JSON object was expected, not int"),
+        ("piqa.jsonl", b"\n[1]\n", r"row 1: must be a JSON object, got int"),
+        ("piqa.jsonl", b"7\n", r"line 1: must be a JSON object, got int"),
         ("piqa.json", b'[{"a": 1}, ]', "not JSON"),
         ("piqa.jsonl", b"\xff\xfe", "is not UTF-8"),
         ("piqa.jsonl.xz", lzma.compress(b"x" * 10_000)[:-8], "is damaged or not whole"),

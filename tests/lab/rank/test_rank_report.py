@@ -284,7 +284,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([model, "--include", "("], "is no regular expression"),
         ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
         ([model, "--for-rank", "0"], "must be a positive integer"),
-        ([model, "--plot", "spectra.pdf"], "ends in .png"),
+        ([model, "--plot", "spectra.pdf"], "must end in .png, got"),
     ):
         code, _, err = run(capsys, "inspect", "--rank", *arguments)
         assert code == 2, (arguments, err)

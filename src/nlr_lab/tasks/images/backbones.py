@@ -110,7 +110,7 @@ class ConvNextBackbone:
             for value in getattr(self, name):
                 check_integer(name, value, minimum=1)
         if not self.depths or len(self.depths) != len(self.widths):
-            raise UserError(f"depths and widths need a number for each stage, not {self.depths!r} and {self.widths!r}")
+            raise UserError(f"depths and widths need a number for each stage, got {self.depths!r} and {self.widths!r}")
         check_integer("patch", self.patch, minimum=1)
         _check_channels(self.channels)
         check_share("drop_path", self.drop_path)

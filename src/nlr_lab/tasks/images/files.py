@@ -120,7 +120,7 @@ def _of_array(path: Path, arrays: Mapping[str, np.ndarray], name: str, labelled:
             f"{images.shape} {images.dtype} with {len(labels)} labels"
         )
     if 0 in images.shape or (images.ndim == 4 and images.shape[-1] not in _CHANNELS):
-        raise UserError(f"{path}: {name} must have pixels, of 1, 3 or 4 channels, not {images.shape}")
+        raise UserError(f"{path}: {name} must have pixels, of 1, 3 or 4 channels, got {images.shape}")
     return Images(labels, lambda index: images[index])
 
 
