@@ -19,8 +19,14 @@ class LearningRateWarning(UserWarning):
 
 
 BUILD_ERRORS = (
-    *(RuntimeError, ValueError, TypeError, LookupError, OSError),
-    *(AttributeError, ArithmeticError, AssertionError),
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    OSError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
 )
 """Exceptions of transformers and peft where no model can be built from a config."""
 

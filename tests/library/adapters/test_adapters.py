@@ -280,7 +280,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(row, reentrant):
 
 
 def rounding(model, inputs):
-    """What rounding the weights alone, to bfloat16, does to this draw's outputs, all else being in float32."""
+    """Return the error of this draw's outputs from rounding the weights alone to bfloat16."""
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for value in rounded.parameters():

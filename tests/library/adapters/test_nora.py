@@ -253,7 +253,7 @@ def test_an_exact_anchor_starts_bit_equal_in_training_and_evaluation(family, dty
 
 
 def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
-    """What a later version fits must not change an adapter that was trained."""
+    """A later version's fits must not change a trained adapter."""
     base = model_helpers.llama().eval()
     inputs = model_helpers.batch(base)
     model = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4, init_weights=False)).eval()

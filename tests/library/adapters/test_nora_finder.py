@@ -1,4 +1,4 @@
-"""Which activations NoRA finds in real models, which it skips and names, and what it refuses."""
+"""Activations of real models that NoRA finds, skips by name and refuses."""
 
 import pytest
 import torch

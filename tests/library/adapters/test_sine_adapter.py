@@ -300,7 +300,7 @@ def test_dropout_touches_the_delta_only(dora):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """As Gemma's."""
+    """An embedding like Gemma's."""
 
     def __init__(self, *args, embed_scale):
         super().__init__(*args)

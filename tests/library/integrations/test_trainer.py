@@ -150,7 +150,7 @@ def test_an_optimizer_of_the_users_is_used_as_it_is_and_warned_of(tmp_path):
 
 
 def test_an_optimizer_that_takes_no_groups_is_warned_of(tmp_path, monkeypatch):
-    """As GaLore's: it brings groups of its own."""
+    """An optimizer with groups of its own, like GaLore."""
     model = augmented()
     trainer = MixedTrainer(model, arguments(tmp_path), train_dataset=rows_for(model))
     own = [{"params": list(model.parameters())}]
@@ -164,7 +164,7 @@ def test_an_optimizer_that_takes_no_groups_is_warned_of(tmp_path, monkeypatch):
 
 
 def test_plain_trainer_is_warned_of(tmp_path):
-    """What the mixin and the callback are for."""
+    """A plain Trainer trains branches without multipliers, which the mixin and the callback are for."""
     model = augmented()
     trainer = Trainer(model, arguments(tmp_path), train_dataset=rows_for(model))
     with pytest.warns(nlr.LearningRateWarning, match="AdamW trains 84 tensors.*decays 56 tensors") as caught:

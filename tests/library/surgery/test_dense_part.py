@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 class Doubling(nn.Linear):
-    """As converters make them: of the same tensors, with a forward of its own."""
+    """A converter's linear: the same tensors, with a forward of its own."""
 
     @classmethod
     def of(cls, linear):

@@ -121,7 +121,7 @@ def in_8_bits(name, folder):
 
 
 def runs_in_8_bits(name, folder):
-    """Whether bitsandbytes can run the plain model: it cannot where code takes weights, or reshapes outputs."""
+    """Return whether bitsandbytes can run the plain model: not where code reads weights or reshapes outputs."""
     plain = FAMILIES[name].build()
     plain.save_pretrained(folder)
     try:

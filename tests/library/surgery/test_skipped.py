@@ -1,4 +1,4 @@
-"""What `augment` skips, since a layer there would not act or cannot be, and how it says so."""
+"""Modules that `augment` skips, since a layer there would not act or cannot be, and its messages."""
 
 import copy
 
@@ -129,7 +129,7 @@ class Same(nn.Linear):
 
 
 class Router(nn.Linear):
-    """As some models': more than a linear."""
+    """A linear with more to it, as some models have."""
 
     def forward(self, x):
         y = super().forward(x)
