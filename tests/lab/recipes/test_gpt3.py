@@ -22,7 +22,7 @@ def task(**sizes):
 
 
 @pytest.mark.parametrize("family", ["opt", "vit", "glm", "llama", "eurobert"])
-def test_a_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
+def test_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
     model = FAMILIES[family]().eval()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     changed = Arm.parse("wide-mlp:ratio=2.5").apply(model)
@@ -43,7 +43,7 @@ def test_a_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
             assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_what_a_wider_mlp_refuses():
+def test_wider_mlp_refuses_other_settings():
     for text, words in (
         ("wide-mlp", "wide-mlp:ratio=4.75"),
         ("wide-mlp:ratio=0", "ratio must be"),
@@ -58,7 +58,7 @@ def test_what_a_wider_mlp_refuses():
 
 
 @pytest.mark.parametrize("arm", ["nonlinear-query", "wide-mlp:ratio=3", "identity-query"])
-def test_a_run_trains_and_its_model_loads(tmp_path, arm):
+def test_run_trains_and_its_model_loads(tmp_path, arm):
     text = FakeText()
     recipe = Recipe(
         name="tiny",

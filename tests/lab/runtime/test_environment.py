@@ -34,7 +34,7 @@ def test_deterministic_sets_every_switch_and_puts_all_back(monkeypatch):
         assert determinism() == before
 
 
-def test_a_choice_of_the_environment_is_kept(monkeypatch):
+def test_environment_keeps_its_choice(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic(True):
         assert determinism()["cublas_workspace"] == ":16:8"

@@ -72,7 +72,7 @@ def test_names_tell_arms_apart():
     assert Arm.parse(BOTH).name == "nonlinear-query-noble-r4"
 
 
-def test_what_is_read_but_written_otherwise():
+def test_short_forms_are_read_but_written_otherwise():
     assert str(Arm.parse("nonlinear-query:lr=1e+0+noble:r=4")) == f"{BOTH},lr=1.0"
     assert Arm.parse("nonlinear-query:init=noble + noble:r=4").dense_init == "noble"
 

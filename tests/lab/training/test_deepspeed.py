@@ -99,7 +99,7 @@ def test_pickle_is_read_from_the_run_itself_alone_and_undamaged(checkpoint, tmp_
         ("noble:rank=4", True, {"bf16": {"enabled": True}}, "DeepSpeed's bf16 casts all weights.*give --train.bf16"),
     ],
 )
-def test_what_deepspeed_would_spoil_writes_nothing(arm, allowed, configuration, words, tmp_path, monkeypatch):
+def test_arms_that_deepspeed_would_spoil_write_nothing(arm, allowed, configuration, words, tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
     file = tmp_path / "deepspeed.json"
     settings = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, **configuration}

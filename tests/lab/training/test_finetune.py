@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import finetune_helpers as kit
+import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
 from nlr_lab.compare.models.report import render_report, render_tables
@@ -44,7 +44,7 @@ def trained_names(model) -> set[str]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Tiny checkpoints and data, made once."""
-    return kit.root(tmp_path_factory.mktemp("data"))
+    return helpers.root(tmp_path_factory.mktemp("data"))
 
 
 FORMS = {
@@ -104,7 +104,7 @@ def test_short_names_of_settings_are_spelled_out():
 )
 def test_bad_arms(text, message, root):
     def use():
-        recipe = kit.recipe(kit.glue_task(root), text)
+        recipe = helpers.recipe(helpers.glue_task(root), text)
         apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
 
     with pytest.raises(UserError, match=message) as caught:
@@ -133,7 +133,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("arm", COUNTS)
 def test_arm_trains_its_adapter_and_the_head(root, arm):
-    recipe = kit.recipe(kit.glue_task(root), arm)
+    recipe = helpers.recipe(helpers.glue_task(root), arm)
     model = adapted(recipe)
     assert count_parameters(model, trainable=True) == COUNTS[arm] + 34
     meta = apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
@@ -141,7 +141,7 @@ def test_arm_trains_its_adapter_and_the_head(root, arm):
 
 
 def test_full_trains_everything_and_starts_alike(root):
-    recipe = kit.recipe(kit.glue_task(root), "full")
+    recipe = helpers.recipe(helpers.glue_task(root), "full")
     full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
     assert trained_names(full) == {name for name, _ in full.named_parameters()}
     batch = {"input_ids": torch.tensor([[2, 5, 6, 3]])}
@@ -151,7 +151,7 @@ def test_full_trains_everything_and_starts_alike(root):
 
 
 def test_adapters_fit_every_kind_of_model(root):
-    for task in (kit.glue_task(root, pooling="mean"), kit.instruction_task(root), kit.image_task(root)):
+    for task in (helpers.glue_task(root, pooling="mean"), helpers.instruction_task(root), helpers.image_task(root)):
         setup = task.adapter_setup(task.build_on_meta())
         for arm in ("lora:r=2", "sine-lora:r=2,omega=100", "noble-adapter:r=2"):
             model = Arm.parse(arm).apply(task.build_on_meta(), setup)
@@ -161,13 +161,13 @@ def test_adapters_fit_every_kind_of_model(root):
 
 
 def test_arms_that_do_not_fit(root):
-    task = kit.glue_task(root)
+    task = helpers.glue_task(root)
     setup = task.adapter_setup(task.build_on_meta())
     with pytest.raises(UserError, match=r"lora does not fit.*nosuch.*\(the linears of this model end in .*query"):
         Arm.parse("lora:r=2,target_modules=nosuch").apply(task.build_on_meta(), setup)
     with pytest.raises(UserError, match="trains one from scratch"):
         Arm.parse("lora:r=2").apply(task.build_on_meta(), None)
-    language = kit.instruction_task(root)
+    language = helpers.instruction_task(root)
     with pytest.raises(UserError, match="head trains a new head, and this model has none"):
         Arm.parse("head").apply(language.build_on_meta(), AdapterSetup())
     with pytest.raises(UserError, match="init= is for"):
@@ -177,7 +177,7 @@ def test_arms_that_do_not_fit(root):
 def test_lora_plus_groups_are_those_of_peft(root):
     from peft.optimizers import create_loraplus_optimizer
 
-    recipe = kit.recipe(kit.glue_task(root), "dora:r=2,plus=16", weight_decay=0.0)
+    recipe = helpers.recipe(helpers.glue_task(root), "dora:r=2,plus=16", weight_decay=0.0)
     model = adapted(recipe)
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16)
     expected = {id(each): group["lr"] for group in theirs.param_groups for each in group["params"]}
@@ -189,7 +189,7 @@ def test_lora_plus_groups_are_those_of_peft(root):
 
 @pytest.mark.parametrize("arm", ["full", "head", "lora:r=2", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"])
 def test_head_has_a_learning_rate_of_its_own(root, arm):
-    recipe = kit.recipe(kit.glue_task(root), arm, head_lr=0.5)
+    recipe = helpers.recipe(helpers.glue_task(root), arm, head_lr=0.5)
     model = adapted(recipe)
     groups = optimizer_groups(model, recipe, recipe.arm, 0.01)
     head = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." in name}
@@ -264,8 +264,8 @@ def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
     """By hand, one example at a time, from the saved adapter."""
     from peft import AutoPeftModelForSequenceClassification
 
-    task = kit.glue_task(root, "stsb", scored="test")
-    recipe = kit.recipe(task, "lora:r=2", eval_batch_size=7)
+    task = helpers.glue_task(root, "stsb", scored="test")
+    recipe = helpers.recipe(task, "lora:r=2", eval_batch_size=7)
     result = train(recipe, tmp_path / "out")
     model = AutoPeftModelForSequenceClassification.from_pretrained(
         tmp_path / "out" / "model", num_labels=1, ignore_mismatched_sizes=True
@@ -290,8 +290,8 @@ def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
 def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
-    task = kit.instruction_task(root)
-    result = train(kit.recipe(task, "lora:r=2", eval_batch_size=4), tmp_path / "out")
+    task = helpers.instruction_task(root)
+    result = train(helpers.recipe(task, "lora:r=2", eval_batch_size=4), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     prepared = task.prepare(progress=False)
     total, count = 0.0, 0
@@ -309,21 +309,21 @@ def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
 
 def test_learning_happens(root, tmp_path):
     settings = {"steps": 80, "batch_size": 16, "lr": 5e-3, "eval_every": 80, "warmup_steps": 5}
-    image = train(kit.recipe(kit.image_task(root), "full", **settings), tmp_path / "image")
+    image = train(helpers.recipe(helpers.image_task(root), "full", **settings), tmp_path / "image")
     assert image.score > 0.9
-    words = train(kit.recipe(kit.glue_task(root), "full", steps=60, lr=1e-2, eval_every=20), tmp_path / "words")
+    words = train(helpers.recipe(helpers.glue_task(root), "full", steps=60, lr=1e-2, eval_every=20), tmp_path / "words")
     assert words.train_curve[-1][1] < 0.5 * words.train_curve[0][1]
 
 
 def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
     settings = {"steps": 4, "lr": 1e-3}
-    kit.encoder(tmp_path / "still", dropout=0.0)
-    task = kit.glue_task(root)
+    helpers.encoder(tmp_path / "still", dropout=0.0)
+    task = helpers.glue_task(root)
     task = replace(task, model=replace(task.model, checkpoint=str(tmp_path / "still")))
-    one = train(kit.recipe(task, **settings), tmp_path / "a")
-    two = train(kit.recipe(task, gradient_accumulation=2, **settings), tmp_path / "b")
+    one = train(helpers.recipe(task, **settings), tmp_path / "a")
+    two = train(helpers.recipe(task, gradient_accumulation=2, **settings), tmp_path / "b")
     padded = replace(task, glue=replace(task.glue, pad="max_length"))
-    three = train(kit.recipe(padded, **settings), tmp_path / "c")
+    three = train(helpers.recipe(padded, **settings), tmp_path / "c")
     for other in (two, three):
         assert other.final_loss == pytest.approx(one.final_loss, rel=1e-4)
         assert other.train_curve[-1][1] == pytest.approx(one.train_curve[-1][1], rel=1e-3)
@@ -334,7 +334,7 @@ RESUMED = ["lora:r=2", "head", "full", "dora:r=2,plus=4", "sine-lora:r=2,omega=1
 
 @pytest.mark.parametrize("arm", RESUMED)
 def test_checkpoint_has_what_is_trained_alone_and_resumes_to_the_same_bits(root, tmp_path, arm):
-    recipe = kit.recipe(kit.glue_task(root, pooling="mean"), arm, group_by_length=arm == "lora:r=2")
+    recipe = helpers.recipe(helpers.glue_task(root, pooling="mean"), arm, group_by_length=arm == "lora:r=2")
     whole = train(recipe, tmp_path / "whole")
     again = train(recipe, cut_back(tmp_path / "whole", tmp_path / "cut", 8), resume=True)
     assert replace(again, seconds=whole.seconds) == whole
@@ -348,9 +348,11 @@ def test_checkpoint_has_what_is_trained_alone_and_resumes_to_the_same_bits(root,
 
 
 def test_augmented_images_resume_to_the_same_bits(root, tmp_path):
-    recipe = kit.recipe(kit.image_task(root, augment="crop-flip", held_out=0.5), "lora:r=2", steps=20, save_every=6)
+    recipe = helpers.recipe(
+        helpers.image_task(root, augment="crop-flip", held_out=0.5), "lora:r=2", steps=20, save_every=6
+    )
     whole = train(recipe, tmp_path / "out")
-    plain = train(replace(recipe, task=kit.image_task(root, held_out=0.5)), tmp_path / "plain")
+    plain = train(replace(recipe, task=helpers.image_task(root, held_out=0.5)), tmp_path / "plain")
     assert plain.train_curve != whole.train_curve
     again = train(recipe, cut_back(tmp_path / "out", tmp_path / "cut", 18), resume=True)
     assert replace(again, seconds=whole.seconds) == whole
@@ -367,15 +369,15 @@ def test_gradient_checkpointing_and_bf16_are_what_they_say(root, tmp_path, monke
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaMLP, "forward", spy)
-    task = kit.instruction_task(root)
-    plain = train(kit.recipe(task, steps=2, eval_every=2), tmp_path / "plain")
+    task = helpers.instruction_task(root)
+    plain = train(helpers.recipe(task, steps=2, eval_every=2), tmp_path / "plain")
     training = len([each for each in seen if each[0]])
     seen.clear()
-    again = train(kit.recipe(task, steps=2, eval_every=2, gradient_checkpointing=True), tmp_path / "again")
+    again = train(helpers.recipe(task, steps=2, eval_every=2, gradient_checkpointing=True), tmp_path / "again")
     assert len([each for each in seen if each[0]]) == 2 * training
     assert again.final_loss == pytest.approx(plain.final_loss, rel=1e-6)
     seen.clear()
-    train(kit.recipe(task, steps=2, eval_every=2, bf16=True), tmp_path / "bf16")
+    train(helpers.recipe(task, steps=2, eval_every=2, bf16=True), tmp_path / "bf16")
     assert all(autocast for _, autocast in seen)
 
 
@@ -402,11 +404,11 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
     from nonlinear_lowrank.hub.usage import loading_code
 
     tasks = {
-        "glue": lambda: kit.glue_task(root, "stsb"),
-        "mean": lambda: kit.glue_task(root, pooling="mean"),
-        "image": lambda: kit.image_task(root),
+        "glue": lambda: helpers.glue_task(root, "stsb"),
+        "mean": lambda: helpers.glue_task(root, pooling="mean"),
+        "image": lambda: helpers.image_task(root),
     }
-    recipe = kit.recipe(tasks[kind](), arm, steps=3)
+    recipe = helpers.recipe(tasks[kind](), arm, steps=3)
     prepared = recipe.task.prepare()
     train(recipe, tmp_path / "out", prepared=prepared)
     folder = tmp_path / "out" / "model"
@@ -436,7 +438,7 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
 
 
 def test_compare_by_a_metric(root, tmp_path):
-    recipe = kit.recipe(kit.glue_task(root), steps=6, eval_every=3, lr=1e-3)
+    recipe = helpers.recipe(helpers.glue_task(root), steps=6, eval_every=3, lr=1e-3)
     arms = [Arm.parse(text) for text in ("lora:r=2,grid=0.001/0.003", "head", "sine-lora:r=2,omega=100,lr=0.001")]
     options = {"seeds": 2, "timing_rounds": 3, "max_extensions": 0, "quiet": True}
     comparison = compare(recipe, tmp_path / "out", arms=arms, **options)
@@ -478,7 +480,7 @@ def test_compare_by_a_metric(root, tmp_path):
 
 
 def test_compare_says_when_choices_fell_on_the_scored_examples(root, tmp_path):
-    recipe = kit.recipe(kit.glue_task(root, held_out=0.0), steps=2, eval_every=2)
+    recipe = helpers.recipe(helpers.glue_task(root, held_out=0.0), steps=2, eval_every=2)
     arms = [Arm.parse("lora:r=2"), Arm.parse("head")]
     comparison = compare(recipe, tmp_path / "out", arms=arms, seeds=1, timing_rounds=0, quiet=True)
     assert any("chosen on the scored examples" in note for note in comparison.results["notes"])
@@ -488,7 +490,7 @@ def test_compare_says_when_choices_fell_on_the_scored_examples(root, tmp_path):
 
 @pytest.mark.parametrize("targets", ["", ",target_modules=query/nosuch", ",target_modules=all-linear"])
 def test_lora_of_a_model_with_branches_goes_onto_their_dense_parts(root, targets):
-    task = kit.glue_task(root)
+    task = helpers.glue_task(root)
     model = task.build_on_meta()
     nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*(query|value)", verbose=False)
     adapted = Arm.parse(f"lora:r=2{targets}").apply(model, task.adapter_setup(model), verbose=False)

@@ -62,20 +62,20 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_step_of_every_arm(compiled):
+def test_steps_of_every_arm_are_compiled(compiled):
     bench_step(TrainBenchConfig(sequence_length=8, batch_size=2, **MODEL))
     met, ok = compiled()
     assert met == ok >= len(RANKS) + 1  # and the baseline
 
 
 @pytest.mark.slow
-def test_a_token_of_every_arm(compiled):
+def test_tokens_of_every_arm_are_compiled(compiled):
     bench_decode(DecodeBenchConfig(context=4, batch_sizes=(1,), **MODEL))
     met, ok = compiled()
     assert met == ok >= len(RANKS) + 1
 
 
-def test_a_comparison_of_fields(compiled, tmp_path):
+def test_comparison_of_fields_is_compiled(compiled, tmp_path):
     Image.fromarray(rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / "photo.png")
     recipe = FieldRecipe(
         name="tiny",
@@ -92,7 +92,7 @@ def test_a_comparison_of_fields(compiled, tmp_path):
     assert met == ok == len(RANKS), "of equal forms the timing's are the fits'"
 
 
-def test_a_comparison_of_trained_models(compiled, tmp_path):
+def test_comparison_of_trained_models_is_compiled(compiled, tmp_path):
     words = [random.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(2000)]
     (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
     text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8, vocab_size=270, cache_dir=str(tmp_path))

@@ -95,7 +95,7 @@ def test_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
     assert results[0] == results[1]
 
 
-def test_what_has_changed_is_named(trained, tmp_path, capsys):
+def test_changes_are_named(trained, tmp_path, capsys):
     import shutil
 
     former = tmp_path / "former"
