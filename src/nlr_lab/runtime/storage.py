@@ -18,6 +18,7 @@ from nonlinear_lowrank.hub.storage import (
     describe_disk_error,
     file_fault,
     is_disk_error,
+    manifest_files,
     remove,
     sync,
 )
@@ -48,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """The object in a JSON file that this library wrote.
+    """Return the object in a JSON file that this library wrote.
 
     Args:
         path: the file.
@@ -71,7 +72,7 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder whose files all match it.
+    """Return the manifest of a folder whose files all match it.
 
     Raises:
         UserError: the manifest or a file is missing, cut short or changed; the message names it.
@@ -100,16 +101,16 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files match its manifest, and why newer ones were passed over."""
-    passed_over = []
+    """Return the newest checkpoint whose files match its manifest, and why newer ones were skipped."""
+    skipped = []
     for child in reversed(step_folders(folder).values()):
         try:
             read_manifest(child)
         except UserError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
         else:
-            return child, passed_over
-    return None, passed_over
+            return child, skipped
+    return None, skipped
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:
@@ -139,11 +140,10 @@ def prune(folder: Path, newest: int, keep: int) -> None:
 
 
 def _has_its_sizes(folder: Path) -> bool:
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return all(file_fault(folder, name, entry, content=False) is None for name, entry in files)
+    files = manifest_files(folder)
+    return files is not None and all(
+        file_fault(folder, name, entry, content=False) is None for name, entry in files.items()
+    )
 
 
 def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -213,7 +213,7 @@ def clear_folder(folder: Path, *names: str) -> None:
 
 
 class FolderLock:
-    """Held by the process that writes to a folder; gone when the process is, however it ends."""
+    """A lock of the process that writes to a folder; gone when the process is, however it ends."""
 
     def __init__(self, folder: Path) -> None:
         # Not flock: data-loading workers, being forks, would go on holding it after a kill.
