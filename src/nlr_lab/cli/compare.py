@@ -48,7 +48,7 @@ class CompareOptions(_Options, Generic[Task, Train]):
     reference: str | None = None
     """Name of the arm that the table compares with; default: the first."""
     timing_rounds: int = 30
-    """Interleaved steps of each arm for the step times; 0 leaves them out."""
+    """Interleaved steps of each arm for the step times; 0 omits them."""
     workers: int | None = None
     """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
     the extra "ray"); default: one after another."""
@@ -69,7 +69,7 @@ class CompareFieldOptions(_Options, Generic[Problem, Train]):
     """Learning rates to try for each arm and init, on a seed of their own; where an arm's best is at the edge, more of
     them. Then every arm runs at its best."""
     timing_rounds: int = 20
-    """Interleaved steps of each arm for the step times; 0 leaves them out."""
+    """Interleaved steps of each arm for the step times; 0 omits them."""
     problem: Problem
     """The signal that is fitted, and the network."""
     train: Train

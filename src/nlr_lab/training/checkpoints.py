@@ -106,7 +106,7 @@ class CheckpointedTrainer(Trainer):
             ) from error
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """Return the checkpoint to resume from (None: start anew), and a line for each damaged one passed over.
+        """Return the checkpoint to resume from (None: start anew), and a line for each damaged one that is skipped.
 
         Removes what a killed process left half written. All processes call it and get rank 0's answer.
         """

@@ -184,7 +184,7 @@ def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bo
     checkpoint, damaged = trainer.newest() if resume else (None, [])
     if resume and not quiet:
         for why in damaged:
-            print(f"passed over a damaged checkpoint: {why}")
+            print(f"skipped a damaged checkpoint: {why}")
         print(f"resuming from {checkpoint}" if checkpoint else "no whole checkpoint yet: starting at step 0")
     if recipe.train.tracker == "tensorboard" and trainer.is_world_process_zero():
         trainer.add_callback(folder.tensorboard(TensorBoardCallback, checkpoint))

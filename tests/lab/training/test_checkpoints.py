@@ -1,4 +1,4 @@
-"""Killed runs resume bit-exactly; damaged checkpoints are passed over; a full disk costs only what follows."""
+"""Killed runs resume bit-exactly; damaged checkpoints are skipped; a full disk costs only what follows."""
 
 import errno
 import json

@@ -37,9 +37,7 @@ from . import report
 from .pictures import PICTURES, plot_omegas, plot_sizes, plot_strip
 from .record import field_sections
 
-UNITS = {"psnr": "dB", "iou": "%"}
-"""Of scores that have one."""
-
+_UNITS = {"psnr": "dB", "iou": "%"}  # of scores that have one
 _START = 0.2  # seconds of a fit beside its steps, at the least
 
 
@@ -100,7 +98,7 @@ class FieldTrials(Trials):
         self.problem = self.recipe.problem.prepare()
         self.fingerprint = self.problem.fingerprint
         score = self.problem.score
-        self.measure = Measure(name=score, higher_is_better=True, unit=UNITS.get(score, ""))
+        self.measure = Measure(name=score, higher_is_better=True, unit=_UNITS.get(score, ""))
 
     def count_and_time(
         self, arms: Sequence[FieldArm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
