@@ -157,9 +157,10 @@ def test_every_public_name_is_there():
         value = getattr(nlr, name)
         assert getattr(value, "__name__", "").rpartition(".")[2] == name
         assert name in dir(nlr)
-    for name in nlr.analysis.__all__:
-        assert getattr(nlr.analysis, name).__name__ == name
-        assert name in dir(nlr.analysis)
+    for module in (nlr.analysis, nlr.hub):
+        assert {*module.__all__} <= {*dir(module)}
+        for name in module.__all__:
+            assert getattr(module, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'layer_imporance'"):
         _ = nlr.analysis.layer_imporance
     with pytest.raises(AttributeError, match="no attribute 'agument'"):

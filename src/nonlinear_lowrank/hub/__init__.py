@@ -56,4 +56,9 @@ _FILES = {
 def __getattr__(name: str) -> Any:
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
