@@ -8,8 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from nlr_lab.compare.models import ablation, plots
-from nlr_lab.compare.models.ablation import Bar, plot_ablation
+from nlr_lab.compare.models import plots
 from nlr_lab.compare.models.plots import ArmCurves, mean_curve, plot_curves, plot_rate_sweep
 from seeds import rng
 
@@ -19,8 +18,7 @@ def drawn(monkeypatch):
     """The axes of each picture at the moment it is saved."""
     kept = []
     save = plots.save
-    for module in (plots, ablation):
-        monkeypatch.setattr(module, "save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
+    monkeypatch.setattr(plots, "save", lambda figure, path: (kept.append(figure.axes[0]), save(figure, path)))
     return kept
 
 
@@ -86,19 +84,6 @@ def test_rate_sweep_marks_choice_and_divergence(tmp_path, drawn):
     rings = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
     assert sorted(line.get_xdata()[0] for line in rings) == [1e-3, 2e-3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.002", "0.004"]
-
-
-def test_ablation_bars(tmp_path, drawn):
-    bars = [
-        Bar(label="tanh", value=-0.003, low=-0.01, high=0.004, group="one layer"),
-        Bar(label="cosine", value=-0.045, low=-0.05, high=-0.04, group="two layers"),
-        Bar(label="silu", value=None, group="two layers"),
-    ]
-    plot_ablation(tmp_path / "bars.png", bars)
-    assert [bar.get_width() for bar in drawn[0].patches] == [-0.003, -0.045]
-    assert "no number" in drawn[0].texts[0].get_text()
-    labels = [label.get_text() for label in drawn[0].get_yticklabels()]
-    assert labels == ["tanh", "cosine", "silu"]
 
 
 def test_drawing_leaves_pyplot_alone():

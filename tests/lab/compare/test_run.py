@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from compare_helpers import BASE, CONTROL, NOBLE, STEPS, FakeTraining, StubTask, bowl, compare_stub, gain, seed_luck
-from nlr_lab.compare.models.ablation import Bar, ablation_bars
 from nlr_lab.compare.models.report import findings, render_report
 from nlr_lab.compare.record import clean
 from nlr_lab.training import Recipe, TrainConfig
@@ -464,9 +463,5 @@ def test_report_reads_from_the_record_alone(go, tmp_path):
     for heading in ("What was found", "Loss", "Speed", "Against each control", "Settings", "How to repeat", "limits"):
         assert heading in report
     assert "](curves.png)" in report
-    bars = ablation_bars(results, "baseline-init-noble", {"noble-r4": ("rank 4", "cosine")})
-    delta = results["against"]["baseline-init-noble"]["noble-r4"]["delta"]
-    assert bars == [Bar(label="rank 4", value=delta["value"], low=delta["low"], high=delta["high"], group="cosine")]
-    assert len(ablation_bars(results, "baseline")) == 2
     assert (tmp_path / "out" / "curves.png").exists()
     assert report.isascii()
