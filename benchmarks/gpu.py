@@ -37,13 +37,11 @@ from typing import Any
 
 import torch
 
+from nlr_lab.bench.arms import bench_arms
 from nlr_lab.bench.decode import bench_decode
-from nlr_lab.bench.memory import bench_memory
-from nlr_lab.bench.methods import bench_arms
 from nlr_lab.bench.op import bench_op
 from nlr_lab.bench.settings import Clock, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
-from nlr_lab.bench.step import bench_step
-from nlr_lab.bench.training import make_stepper
+from nlr_lab.bench.training import bench_memory, bench_step, make_stepper
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op

@@ -5,7 +5,6 @@ token each, and the choice of the next. The cache is cut back after each step, s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,32 +13,10 @@ from transformers import DynamicCache
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
 
-from .machine import describe_machine, describe_model
-from .methods import BASELINE, BenchArm, bench_arms
-from .model import make_model
-from .result import BenchResult, TimedRow
+from .arms import BASELINE, BenchArm, bench_arms, make_model
+from .result import BenchResult, TimedRow, describe_machine, describe_model
 from .settings import DecodeBenchConfig, Mode
 from .timing import in_mode, interleaved_step_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeRow(TimedRow):
-    """One arm over the plain model, at one batch size."""
-
-    batch_size: int
-    method: str
-    rank: int | None
-    parameter_ratio: float
-    """Numbers in the model, which a step at batch 1 reads, over the plain model's."""
-
-    @property
-    def panel(self) -> str:
-        """Panel of a picture."""
-        return f"{self.mode}, batch {self.batch_size}"
-
-    def own_cells(self) -> dict[str, str]:
-        """Return the columns beside those of times."""
-        return {"batch": str(self.batch_size), "parameters x": f"{self.parameter_ratio:.4f}"}
 
 
 def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
@@ -49,7 +26,7 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
         UserError: the clock does not fit the machine.
     """
     arms = {arm.name: arm for arm in (BenchArm(), *bench_arms(config.methods, config.ranks))}
-    rows: list[DecodeRow] = []
+    rows: list[TimedRow] = []
     times = {}
     with cpu_threads(config.threads), many_compiled():
         models = {name: _model(config, arm) for name, arm in arms.items()}
@@ -66,23 +43,13 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
             for size in config.batch_sizes:
                 torch._dynamo.reset()  # of other modes and models: their code is no longer needed
                 steps = {name: make_decoder(config, mode, model, size) for name, model in models.items()}
-                progress(f"{mode}, batch {size}: {len(models)} arms, {config.rounds} timed tokens each")
+                panel = f"{mode}, batch {size}"
+                progress(f"{panel}: {len(models)} arms, {config.rounds} timed tokens each")
                 found = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
-                times[f"{mode}, {size}"] = found
-                rows += [
-                    DecodeRow.measured(
-                        found,
-                        mode,
-                        name,
-                        BASELINE,
-                        batch_size=size,
-                        method=arm.method,
-                        rank=arm.rank,
-                        parameter_ratio=sizes[name] / sizes[BASELINE],
-                    )
-                    for name, arm in arms.items()
-                    if arm.over is not None
-                ]
+                times[panel] = found
+                for name in (name for name, arm in arms.items() if arm.over is not None):
+                    ratio = sizes[name] / sizes[BASELINE]  # of the numbers that a step at batch 1 reads
+                    rows.append(TimedRow.of(found, panel, name, BASELINE, parameter_ratio=ratio))
         machine = describe_machine(config.device)
     about = describe_model(config, f"one token after {config.context}, {config.dtype}", machine)
     return BenchResult(config=config, rows=rows, about=about, axis="token time ratio", times=times, machine=machine)

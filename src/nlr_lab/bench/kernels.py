@@ -15,12 +15,12 @@ import torch
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.kernels import load
 
-from .result import BenchResult, Row
+from .result import BenchResult
 from .settings import OPERATORS, KernelBenchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelReport(Row):
+class KernelReport:
     """One kernel in one block shape, as ptxas reports it."""
 
     name: str

@@ -4,7 +4,7 @@
 |----------|--------------------|----------------------------------------------------------------------------------|
 | noble    | the dense linear   | NOBLE and its plain formula, at each rank                                        |
 | sine     | LoRA of the rank   | sine-LoRA and its plain formula, sine-DoRA, DoRA, PEANuT                         |
-| rational | GELU               | rational, anchored rational, the plain formula, KAT's way (kat_rational.py)      |
+| rational | GELU               | rational, anchored rational, the plain formula, KAT's way (`kat_rational`)        |
 | gated    | SwiGLU             | gated rational and its plain formula                                             |
 
 A linear is width -> hidden; activations are of tokens x hidden. A step is one forward and one backward pass with a
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import nonlinear_lowrank as nlr
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
-from nlr_lab.runtime.tables import readable_bytes
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
@@ -31,46 +30,14 @@ from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_gated
 from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
 from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
+from nonlinear_lowrank.ops.kernels import kernels
 from nonlinear_lowrank.ops.sine_delta import SineFactors
 
-from .kat_rational import kat_rational
-from .machine import conditions, describe_machine
-from .methods import adapted
-from .peak import peak_bytes
-from .result import BenchResult, TimedRow
+from .arms import adapted
+from .result import BenchResult, TimedRow, conditions, describe_machine
 from .settings import Mode, OpBenchConfig, Operator
 from .timing import in_mode, interleaved_step_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpRow(TimedRow):
-    """One arm over the one it stands beside, in one mode; a step is forward and backward."""
-
-    operator: str
-    kept: int
-    """Bytes saved for backward, the input included."""
-    kept_over: int
-    """The same of the arm it stands beside."""
-    peak: int
-    """Bytes at the highest moment of a step, beyond inputs and weights."""
-    peak_over: int
-    """The same of the arm it stands beside."""
-
-    @property
-    def panel(self) -> str:
-        """Panel of a picture."""
-        return f"{self.operator}, {self.mode}"
-
-    def cells(self) -> dict[str, str]:
-        """Return the texts by column."""
-        columns = {
-            "saved": self.kept,
-            "saved by over": self.kept_over,
-            "peak": self.peak,
-            "peak of over": self.peak_over,
-        }
-        memory = {name: readable_bytes(nbytes) for name, nbytes in columns.items()}
-        return {"operator": self.operator, **super().cells(), **memory}
+from .training import peak_bytes
 
 
 @dataclass(frozen=True)
@@ -93,7 +60,7 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] = lambd
     Raises:
         UserError: the clock does not fit the machine.
     """
-    rows: list[OpRow] = []
+    rows: list[TimedRow] = []
     times = {}
     with cpu_threads(config.threads), many_compiled():
         for operator in config.operators:
@@ -105,23 +72,16 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] = lambd
                 steps = {arm.name: _step(arm, forwards[arm.name]) for arm in arms}
                 found = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
                 times[f"{operator}, {mode}"] = found
-                kept = {arm.name: saved_bytes(forwards[arm.name], parameters=arm.parameters) for arm in arms}
+                saved = {arm.name: saved_bytes(forwards[arm.name], parameters=arm.parameters) for arm in arms}
                 peak = {name: peak_bytes(step, config.device) for name, step in steps.items()}
-                rows += [
-                    OpRow.measured(
-                        found,
-                        mode,
-                        arm.name,
-                        arm.over,
-                        operator=operator,
-                        kept=kept[arm.name],
-                        kept_over=kept[arm.over],
-                        peak=peak[arm.name],
-                        peak_over=peak[arm.over],
-                    )
-                    for arm in arms
-                    if arm.over is not None
-                ]
+                for name, over in ((arm.name, arm.over) for arm in arms if arm.over is not None):
+                    figures = {
+                        "saved_bytes": saved[name],
+                        "saved_by_over_bytes": saved[over],
+                        "peak_bytes": peak[name],
+                        "peak_of_over_bytes": peak[over],
+                    }
+                    rows.append(TimedRow.of(found, f"{operator}, {mode}", name, over, **figures))
         machine = describe_machine(config.device, bf16=config.dtype == "bfloat16")
     sizes = f"{config.tokens} tokens, {config.width} -> {config.hidden}, {config.groups} groups, {config.dtype}"
     about, axis = f"{sizes}, {conditions(config, machine)}", "forward and backward, time ratio"
@@ -238,3 +198,46 @@ def _gated(config: OpBenchConfig) -> list[OpArm]:
         OpArm("gated rational", "SwiGLU", partial(rational_gated, **form), given, (a, b)),
         OpArm("plain formula", "SwiGLU", partial(rational_gated_reference, **form), given, (a, b)),
     ]
+
+
+def kat_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return a rational activation as KAT's code computes it: what ours is measured against, and nothing else.
+
+    R(x) = (a0 + a1 x + ... + a5 x^5) / (1 + |b1| |x| + ... + |b4| |x|^4) by groups of channels. On an NVIDIA GPU every
+    element adds its share to its group's gradients by an atomic operation, so that sums of one run differ from the
+    next. Elsewhere it is that code's other way: all powers of x are stacked, in autograd's sight.
+
+    Args:
+        x: (..., C).
+        numerator: (G, 6).
+        denominator: (G, 4), b1 first.
+
+    Returns:
+        (..., C) in the type of x.
+    """
+    if not torch.compiler.is_compiling() and kernels("rational", x, numerator, denominator) is not None:
+        return _Kernel.apply(x, numerator, denominator)
+    groups = numerator.shape[0]
+    z = x.float().unflatten(-1, (groups, -1))
+    powers = torch.stack([z**k for k in range(numerator.shape[1])], -1)
+    above = (powers * numerator[:, None]).sum(-1)
+    below = 1 + (powers[..., 1:5].abs() * denominator.abs()[:, None]).sum(-1)
+    return (above / below).flatten(-2).to(x.dtype)
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(x, numerator, denominator):
+        from . import kat_kernel  # imports triton
+
+        return kat_kernel.forward(x, numerator, denominator)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        from . import kat_kernel
+
+        return kat_kernel.backward(dy, *ctx.saved_tensors)

@@ -111,7 +111,7 @@ class ModelBenchConfig(BenchConfig):
     """Compute NOBLE layers that read one input together."""
 
     def __post_init__(self) -> None:
-        from .methods import bench_arms
+        from .arms import bench_arms
 
         super().__post_init__()
         if self.kv_heads is not None and self.heads % self.kv_heads:

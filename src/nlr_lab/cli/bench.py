@@ -18,7 +18,7 @@ BENCHES = {
     "decode": "Time of generating one token with a method over the plain model, interleaved.",
     "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
 }
-_SETTINGS = {"step": "Train", "memory": "Train", "op": "Op", "decode": "Decode", "kernels": "Kernel"}
+_TRAINING = ("step", "memory")
 
 
 def run(arguments: list[str]) -> None:
@@ -31,7 +31,8 @@ def run(arguments: list[str]) -> None:
         print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))
         return
     what, *rest = arguments
-    config_class: Any = getattr(settings, f"{_SETTINGS[what]}BenchConfig")
+    kind = "train" if what in _TRAINING else what.removesuffix("s")
+    config_class: Any = getattr(settings, f"{kind.capitalize()}BenchConfig")
 
     @dataclass(frozen=True, kw_only=True)
     class Options(config_class):  # type: ignore[misc, valid-type]
@@ -51,12 +52,12 @@ def run(arguments: list[str]) -> None:
     if options.picture is not None and what == "kernels":
         raise UserError("nlr bench kernels draws no picture; omit --picture")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
-    module = importlib.import_module(f"nlr_lab.bench.{what}")
+    module = importlib.import_module(f"nlr_lab.bench.{'training' if what in _TRAINING else what}")
     result = getattr(module, f"bench_{what}")(config, progress=print)
     print(result)
     if options.output is not None:
         Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
     if options.picture is not None:
-        from nlr_lab.bench.picture import draw
+        from nlr_lab.bench.result import draw
 
         draw(result, Path(options.picture))

@@ -6,9 +6,8 @@ import json
 import pytest
 import torch
 
+from nlr_lab.bench.arms import BenchArm, make_model
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode, make_decoder
-from nlr_lab.bench.methods import BenchArm
-from nlr_lab.bench.model import make_model
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.cli.main import main
 
@@ -30,14 +29,14 @@ TINY = DecodeBenchConfig(
 def test_report_holds_what_was_timed():
     result = bench_decode(TINY)
     arms = ("noble r=4", "noble r=4, optimized")
-    assert [(row.mode, row.batch_size, row.arm) for row in result.rows] == [
-        ("eager", size, arm) for size in (1, 3) for arm in arms
+    assert [(row.panel, row.arm) for row in result.rows] == [
+        (f"eager, batch {size}", arm) for size in (1, 3) for arm in arms
     ]
     data = json.loads(result.to_json())
     for row in result.rows:
-        times = data["times"][f"eager, {row.batch_size}"]
+        times = data["times"][row.panel]
         assert row.step == paired_ratio(times[row.arm], times["baseline"])
-        assert row.parameter_ratio > 1
+        assert row.figures["parameter_ratio"] > 1
         assert str(row.step) in str(result)
     assert "one token after 9" in str(result)
 

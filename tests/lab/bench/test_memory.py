@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nlr_lab.bench.memory import bench_memory
-from nlr_lab.bench.peak import peak_bytes
-from nlr_lab.bench.picture import draw
-from nlr_lab.bench.training import TrainBenchConfig
+from nlr_lab.bench.result import draw
+from nlr_lab.bench.training import TrainBenchConfig, bench_memory, peak_bytes
 
 TINY = TrainBenchConfig(
     width=64,
@@ -41,26 +39,27 @@ def test_peak_agrees_with_counts_by_hand():
 def test_report_agrees_with_counts_by_hand(mode, tmp_path):
     lines = []
     result = bench_memory(replace(TINY, modes=(mode,)), progress=lines.append)
-    rows = {row.arm: row for row in result.rows}
+    rows = {row.arm: row.figures for row in result.rows}
     assert list(rows) == [
         "baseline",
         *(f"{name} r=4" for name in ("lora", "noble", "sine-lora", "sine-dora", "dora", "nora")),
     ]
     # NOBLE keeps h alone: r numbers a token for each of the six linears of a block
     h = 2 * 6 * 4 * 32 * 4 * 4
-    extra = rows["noble r=4"].kept - rows["baseline"].kept
+    extra = rows["noble r=4"]["saved_bytes"] - rows["baseline"]["saved_bytes"]
     assert h <= extra <= 1.05 * h
-    assert rows["noble r=4"].kept_ratio == rows["noble r=4"].kept / rows["baseline"].kept
+    assert rows["noble r=4"]["saved_ratio"] == rows["noble r=4"]["saved_bytes"] / rows["baseline"]["saved_bytes"]
     # sine keeps what LoRA keeps, or less; nothing as large as a weight
     for name in ("sine-lora r=4", "sine-dora r=4"):
-        assert rows[name].over == "lora r=4"
-        assert rows[name].kept <= 1.01 * rows["lora r=4"].kept
-    assert rows["nora r=4"].trained < rows["lora r=4"].trained
-    for row in rows.values():
-        assert row.peak > row.kept * 0.9
+        assert rows[name]["saved_bytes"] <= 1.01 * rows["lora r=4"]["saved_bytes"]
+    assert rows["nora r=4"]["trained"] < rows["lora r=4"]["trained"]
+    for row in result.rows:
+        over = {"baseline": None, "noble r=4": "baseline", "lora r=4": "baseline"}
+        assert row.over == over.get(row.arm, "lora r=4")
+        assert row.figures["peak_bytes"] > row.figures["saved_bytes"] * 0.9
         assert row.arm in str(result)
-    weights = 4 * rows["baseline"].trained
-    assert weights <= rows["baseline"].weights <= weights + 1024  # buffers
+    weights = 4 * rows["baseline"]["trained"]
+    assert weights <= rows["baseline"]["weights_bytes"] <= weights + 1024  # buffers
     assert json.loads(result.to_json())["rows"][0]["arm"] == "baseline"
     assert len(lines) == len(rows)
     draw(result, tmp_path / "memory.png")
@@ -72,4 +71,4 @@ def test_branches_of_a_base_model_save_three_percent_more():
     base = {"width": 1024, "layers": 12, "heads": 16, "hidden": 2752, "ranks": (64,), "bf16": True}
     config = TrainBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
     baseline, noble = bench_memory(config, progress=lambda line: None).rows
-    assert 1 < noble.kept / baseline.kept <= 1.03
+    assert 1 < noble.figures["saved_bytes"] / baseline.figures["saved_bytes"] <= 1.03

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nlr_lab.bench.kat_rational import kat_rational
-from nlr_lab.bench.op import OpBenchConfig, bench_op, op_arms
-from nlr_lab.bench.picture import draw
+from nlr_lab.bench.op import OpBenchConfig, bench_op, kat_rational, op_arms
+from nlr_lab.bench.result import draw
 from nlr_lab.bench.timing import paired_ratio
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.rational.reference import rational_reference
@@ -31,18 +30,19 @@ def test_report_holds_what_was_timed(tmp_path):
     result = bench_op(TINY, progress=lines.append)
     data = json.loads(result.to_json())
     for row in result.rows:
-        times = data["times"][f"{row.operator}, {row.mode}"]
+        times = data["times"][row.panel]
         assert row.step == paired_ratio(times[row.arm], times[row.over])
         assert str(row.step) in str(result)
-    rows = {(row.operator, row.arm): row for row in result.rows}
-    assert len(rows) == 2 + 5 + 4 + 2
-    assert rows["noble", "NOBLE r=4"].kept - rows["noble", "NOBLE r=4"].kept_over == 20 * 4 * 4
-    assert rows["sine", "sine-LoRA r=4"].kept == 20 * 24 * 4
-    assert rows["rational", "rational"].kept == 20 * 32 * 4 == rows["rational", "rational"].kept_over
-    assert rows["gated", "gated rational"].kept == 2 * 20 * 32 * 4
-    for (_, arm), row in rows.items():
-        if arm.startswith(("plain", "KAT")):
-            assert row.kept > row.kept_over
+    assert len(result.rows) == 2 + 5 + 4 + 2
+    saved = {row.arm: row.figures["saved_bytes"] for row in result.rows}
+    over = {row.arm: row.figures["saved_by_over_bytes"] for row in result.rows}
+    assert saved["NOBLE r=4"] - over["NOBLE r=4"] == 20 * 4 * 4
+    assert saved["sine-LoRA r=4"] == 20 * 24 * 4
+    assert saved["rational"] == over["rational"] == 20 * 32 * 4
+    assert saved["gated rational"] == 2 * 20 * 32 * 4
+    for row in result.rows:
+        if row.arm.startswith(("plain", "KAT")):
+            assert row.figures["saved_bytes"] > row.figures["saved_by_over_bytes"]
     assert lines
     draw(result, tmp_path / "op.png")
     assert (tmp_path / "op.png").read_bytes()[:4] == b"\x89PNG"

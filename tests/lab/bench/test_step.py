@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from nlr_lab.bench.methods import METHODS, BenchArm, bench_arms
-from nlr_lab.bench.step import bench_step
+from nlr_lab.bench.arms import METHODS, BenchArm, bench_arms
 from nlr_lab.bench.timing import paired_ratio
-from nlr_lab.bench.training import TrainBenchConfig, make_stepper
+from nlr_lab.bench.training import TrainBenchConfig, bench_step, make_stepper
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import all_methods
 
@@ -38,7 +37,7 @@ NOBLE = BenchArm(method="noble", rank=4)
 def test_report_counts_flops_by_hand():
     lines = []
     result = bench_step(TINY, progress=lines.append)
-    assert [(row.mode, row.arm, row.over) for row in result.rows] == [
+    assert [(row.panel, row.arm, row.over) for row in result.rows] == [
         ("eager", "noble r=4", "baseline"),
         ("eager", "noble r=8", "baseline"),
     ]
@@ -47,14 +46,15 @@ def test_report_counts_flops_by_hand():
         times = data["times"]["eager"]
         assert len(times["baseline"]) == len(times[row.arm]) == 3
         assert row.step == paired_ratio(times[row.arm], times["baseline"])
-        assert row.step_over_flops == row.step.median / row.flop_ratio
+        assert row.figures["step_over_flops"] == row.step.median / row.figures["flop_ratio"]
         # r (d_in + d_out) + r^2 multiply-adds a token for each of 6 linears, forward and twice as much backward, where
         # the bottleneck is computed again
         sides = sum(d_in + d_out for d_in, d_out in [(32, 32)] * 4 + [(32, 96), (48, 32)])
-        branch = 2 * 16 * (3 * row.rank * sides + 6 * 4 * row.rank**2)
+        rank = int(row.arm.removeprefix("noble r="))
+        branch = 2 * 16 * (3 * rank * sides + 6 * 4 * rank**2)
         assert result.flops[row.arm] - result.flops["baseline"] == branch
-        assert row.flop_ratio == result.flops[row.arm] / result.flops["baseline"]
-        assert f"{row.flop_ratio:.4f}" in str(result)
+        assert row.figures["flop_ratio"] == result.flops[row.arm] / result.flops["baseline"]
+        assert f"{row.figures['flop_ratio']:.4f}" in str(result)
     linears = 4 * 32 * 32 + 32 * 96 + 48 * 32 + 67 * 32
     attention = 4 * 8 * 32 * 16  # scores and values, forward; backward forms the scores again
     assert result.flops["baseline"] == 6 * 16 * linears + 3.5 * attention
@@ -71,13 +71,13 @@ def test_every_method_is_over_its_arm(family):
     rows = {row.arm: row for row in result.rows}
     assert set(rows) == {arm.name for arm in bench_arms(config.methods, config.ranks)} - {"baseline"}
     for row in rows.values():
-        assert row.over == ("baseline" if row.method in (*all_methods(), "lora") else "lora r=4")
+        assert row.over == ("baseline" if row.arm.split()[0] in (*all_methods(), "lora") else "lora r=4")
     # sine-LoRA has LoRA's factors and forms its weight of them; DoRA and sine-DoRA add one number an output
-    assert rows["sine-lora r=4"].parameter_ratio == 1
-    assert rows["sine-lora r=4"].flop_ratio > 1
-    assert rows["sine-dora r=4"].parameter_ratio == rows["dora r=4"].parameter_ratio > 1
-    assert rows["lora r=4"].parameter_ratio < 0.3 < 0.9 < rows["nonlinear-query"].parameter_ratio < 1.1
-    assert rows["noble-adapter r=4"].parameter_ratio > 1
+    trained = {arm: row.figures["trained_ratio"] for arm, row in rows.items()}
+    assert trained["sine-lora r=4"] == 1 < rows["sine-lora r=4"].figures["flop_ratio"]
+    assert trained["sine-dora r=4"] == trained["dora r=4"] > 1
+    assert trained["lora r=4"] < 0.3 < 0.9 < trained["nonlinear-query"] < 1.1
+    assert trained["noble-adapter r=4"] > 1
 
 
 def test_adapters_alone_omit_the_plain_model():
@@ -176,7 +176,9 @@ def _run_script(output: Path, *options: str) -> dict:
 def test_gpu_script_runs_on_the_cpu(tmp_path):
     """Its first use is on a machine that is lent by the minute."""
     data = _run_script(tmp_path / "gpu.json", "--rounds", "2", "--steps", "40")
-    assert [row["rank"] for row in data["step"]["rows"]] == data["sizes"]["step"]["ranks"]
+    assert [row["arm"] for row in data["step"]["rows"]] == [
+        f"noble r={rank}" for rank in data["sizes"]["step"]["ranks"]
+    ]
     assert data["skipped"] == []
     for arm, losses in data["losses"].items():
         assert len(losses) == 40, arm
@@ -188,10 +190,10 @@ def test_gpu_script_runs_on_the_cpu(tmp_path):
     assert data["fused"]["config"]["fuse_shared_inputs"]
     assert len(data["fused"]["rows"]) == len(data["step"]["rows"])
     assert {row["arm"] for row in data["adapters"]["rows"]} == {"sine-lora r=8", "sine-dora r=8", "dora r=8"}
-    ratios = {row["arm"]: row["kept_ratio"] for row in data["peak"]["rows"]}
+    ratios = {row["arm"]: row["figures"].get("saved_ratio") for row in data["peak"]["rows"]}
     assert ratios["sine-lora r=8"] <= 1.01
     assert ratios["sine-dora r=8"] <= 1.01 < ratios["dora r=8"]
-    assert {row["operator"] for row in data["op"]["rows"]} == {"noble", "sine", "rational", "gated"}
+    assert {row["panel"].split(",")[0] for row in data["op"]["rows"]} == {"noble", "sine", "rational", "gated"}
     assert data["decode"]["rows"]
     assert data["memory"]["rows"]
     assert nlr.__name__ in data["versions"]

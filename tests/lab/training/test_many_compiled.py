@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import finetune_helpers
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
-from nlr_lab.bench.step import bench_step
+from nlr_lab.bench.training import bench_step
 from nlr_lab.bench.training import TrainBenchConfig
 from nlr_lab.compare import compare
 from nlr_lab.fields.image import ImageSettings

@@ -1,4 +1,4 @@
-"""Arms of `nlr bench`: every registered method, its adapters, and peft's that they compare with.
+"""Arms of `nlr bench`: every registered method, its adapters, and peft's that they compare with, on a small model.
 
 A method that swaps modules trains everything, and its ratios are over the plain model; one that replaces weights goes
 on the feed-forwards, others where they go by default. Adapters train alone, on every linear but the head, and their
@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, all_methods
 from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
+
+from .settings import ModelBenchConfig
 
 BASELINE, LORA = "baseline", "lora"
 
@@ -119,3 +122,52 @@ def _has_rank(name: str) -> bool:
     """Return whether a method needs a rank: nonlinear queries choose their own."""
     method = METHODS[name]
     return isinstance(method, AdapterArm) or getattr(method.config_class, "rank", None) is not None
+
+
+def make_model(
+    config: ModelBenchConfig,
+    arm: BenchArm,
+    positions: int,
+    *,
+    cache: bool = False,
+    frozen_dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Return GLM, the paper's backbone, or a Llama with an arm's method on it; all arms have the same plain weights.
+
+    The vocabulary is so small that the linears inside the blocks are what is measured.
+
+    Args:
+        config: sizes and device.
+        arm: one of `bench_arms`.
+        positions: tokens of the longest sequence.
+        cache: keep keys and values.
+        frozen_dtype: type of the weights that an adapter does not train.
+    """
+    from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "head_dim": config.width // config.heads,
+        "attention_bias": False,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 0,  # GLM's own three lie far outside this vocabulary
+        "use_cache": cache,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    torch.manual_seed(0)
+    with torch.device(config.device):
+        model: Any
+        if config.family == "llama":
+            model = LlamaForCausalLM(LlamaConfig(hidden_act="silu", rope_parameters=rope, **common))
+        else:
+            rope |= {"partial_rotary_factor": 1.0}
+            model = GlmForCausalLM(GlmConfig(hidden_act="gelu", rope_parameters=rope, **common))
+    return arm.apply(model.to(frozen_dtype) if arm.adapter else model, config.noble)
