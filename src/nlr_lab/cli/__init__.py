@@ -1,4 +1,4 @@
-"""The commands of `nlr`, one a file with a `run(arguments)`; this table is all that `nlr --help` reads."""
+"""The commands of `nlr`, functions `run_NAME(arguments)`; this table is all that `nlr --help` reads."""
 
 COMMANDS = {
     "train": ("train RECIPE", "train one model: baseline, or with a method"),
@@ -15,3 +15,5 @@ COMMANDS = {
     "bench": ("bench WHAT", "time and memory of a step, an operator or a token; compiled GPU kernels"),
 }
 """Usage and summary by command."""
+FILES = {"finetune": "train", "merge": "convert", "verify": "convert"}
+"""The file of a command that has none of its own name."""

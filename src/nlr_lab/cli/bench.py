@@ -21,7 +21,7 @@ BENCHES = {
 _TRAINING = ("step", "memory")
 
 
-def run(arguments: list[str]) -> None:
+def run_bench(arguments: list[str]) -> None:
     """Measure and print the table."""
     if not arguments or arguments[0] not in (*BENCHES, "-h", "--help"):
         reason = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"

@@ -59,8 +59,7 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
 
     from nlr_lab.runtime.resources import choose_device
     from nonlinear_lowrank.hub import load_model
-    from nonlinear_lowrank.hub.adapter import is_adapter, load_causal_adapter
-    from nonlinear_lowrank.hub.loading import check_causal
+    from nonlinear_lowrank.hub.loading import check_causal, is_adapter, load_causal_adapter
 
     chosen = choose_device(device)
     logging.disable_progress_bar()  # a bar of milliseconds, in the middle of what the command prints
@@ -75,6 +74,6 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
 def open_tokenizer(folder: Path, base: str | None = None) -> Any:
     """Return the tokenizer of a model's or an adapter's folder."""
     from nonlinear_lowrank.hub import load_tokenizer
-    from nonlinear_lowrank.hub.adapter import is_adapter, load_adapter_tokenizer
+    from nonlinear_lowrank.hub.loading import is_adapter, load_adapter_tokenizer
 
     return load_adapter_tokenizer(folder, base=base) if is_adapter(folder) else load_tokenizer(folder)

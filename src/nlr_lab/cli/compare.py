@@ -76,7 +76,7 @@ class CompareFieldOptions(_Options, Generic[Problem, Train]):
     """The optimization, shared by all arms."""
 
 
-def run(arguments: list[str]) -> None:
+def run_compare(arguments: list[str]) -> None:
     """Compare and print the table."""
     name, rest = take_recipe(arguments, "compare")
     if not {"-h", "--help"} & set(rest):

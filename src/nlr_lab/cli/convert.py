@@ -1,4 +1,4 @@
-"""`nlr convert IN OUT`: put a method's layers into a trained plain checkpoint."""
+"""`nlr convert`, `nlr merge` and `nlr verify`: from one checkpoint to another, and whether it is whole."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -14,7 +14,9 @@ from .options import parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Folders:
+class ConvertOptions:
+    """Options of every method; the others are the fields of its config."""
+
     input: Positional[str]
     """A plain model's folder."""
     output: Positional[str]
@@ -23,73 +25,67 @@ class _Folders:
     """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()
     """Regular expressions of names to skip."""
+    up_init: Literal["zero", "paper"] = "zero"
+    """NOBLE: zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in the output folder first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(_Folders):
-    """Add branches to a trained checkpoint, or make its activations rational functions; the dense weights stay as
-    they are."""
+class MergeOptions:
+    """Put an adapter into the weights of its base model."""
 
-    method: Literal["noble", "rational"] = "noble"
-    """noble: branches beside the linears; rational: activations become rational functions. A method of another
-    distribution has its config's fields for options: nlr convert --method NAME --help."""
-    rank: int = 64
-    """Width of the bottleneck; must stay below min(d_in, d_out) of every linear."""
-    rank_ratio: float | None = None
-    """The bottleneck as a share of min(d_in, d_out), in place of --rank."""
-    activation: Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"] = "cosine"
-    """The bottleneck's nonlinearity."""
-    depth: int = 2
-    """Number of activations: 1, 2, or 3 (cosine only)."""
-    fusion: Literal["add", "gated"] = "add"
-    """gated: a learned mixture of linear and branch, in place of their sum."""
-    share_down: Literal["none", "qkv"] = "none"
-    """qkv: query, key and value of an attention share one down projection."""
-    up_bias: FlagCreatePairsOff[bool] = False
-    """A bias after the up projection."""
-    up_init: Literal["zero", "paper"] = "zero"
-    """zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
-    groups: int = 8
-    """rational: groups of channels with coefficients of their own; must divide the widths."""
-    anchor: Literal["none", "exact"] = "none"
-    """rational: none: the outputs move by the error of the fit; exact: they stay bit-equal."""
-    form: Literal["abs_of_sum", "sum_of_abs"] = "abs_of_sum"
-    """rational: the denominator, as in docs/rational.md."""
-    tails: Literal["linear", "rational"] = "linear"
-    """rational: how it goes on beyond the range of the fit."""
-    fit_range: float = 10.0
-    """rational: the fit is good on [-L, L]."""
+    adapter: Positional[str]
+    """An adapter's folder, or the run folder that `nlr finetune` wrote."""
+    output: Positional[str]
+    """Folder of the merged model; must be empty or new."""
+    base: str | None = None
+    """Folder or name of the base model, where it is not what the adapter names."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the merged weights; auto: the base's own. They are formed in float32 and rounded once."""
 
 
-_FIELDS = {
-    "noble": ("rank", "rank_ratio", "activation", "depth", "fusion", "share_down", "up_bias"),
-    "rational": ("groups", "anchor", "form", "tails", "fit_range"),
-}
-"""Options that are fields of a method's config."""
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Check a checkpoint: every hash of its manifest, headers of safetensors, NaN and infinite values, JSON files.
+    Reads everything and changes nothing."""
+
+    checkpoint: Positional[str]
+    """A checkpoint, a run or comparison folder, a model or adapter, or one .safetensors or .json file."""
 
 
-def run(arguments: list[str]) -> None:
+def run_convert(arguments: list[str]) -> None:
     """Convert and print by how much the logits moved."""
-    name = _method_name(arguments)
-    if name in _FIELDS:
-        options: Any = parse(ConvertOptions, arguments, command="convert")
-        _check_method(options)
-    else:
-        options = _parse_other(name, arguments)
+    from nonlinear_lowrank.methods.base import all_methods
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", nargs="?")
+    name = parser.parse_known_args(arguments)[0].method or "noble"  # the other options depend on it
+    able = [each for each, method in all_methods().items() if not (method.replaces_weights or method.wraps)]
+    if name not in able:
+        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
+    config_class: Any = all_methods()[name].config_class
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(ConvertOptions, config_class):  # type: ignore[misc]
+        method: str = name
+        """The method that is added; the options below are its own."""
+
+    description = f"Put {name} into a trained checkpoint, whose weights stay. --method is one of {', '.join(able)}."
+    options: Any = parse(Options, arguments, command="convert", description=description)
+    if getattr(options, "rank_ratio", None) is not None and options.rank != config_class.rank:
+        raise UserError("--rank-ratio takes the place of --rank; give one of them")
+    if getattr(options, "init", None) == "scratch":
+        raise UserError("--init scratch draws the weights anew, which convert keeps; omit it")
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert
-    from nonlinear_lowrank.methods.base import all_methods
 
-    config_class = all_methods()[name].config_class
-    known = _FIELDS[name] if name in _FIELDS else [field.name for field in fields(config_class)]
     report = convert(
         folder,
         Path(options.output),
-        config_class(**{each: getattr(options, each) for each in known}),
-        up_init=options.up_init if name in _FIELDS else "zero",
+        config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)}),
+        up_init=options.up_init,
         include=options.include or None,
         exclude=options.exclude or None,
         overwrite=options.overwrite,
@@ -97,35 +93,26 @@ def run(arguments: list[str]) -> None:
     print(report)
 
 
-def _method_name(arguments: list[str]) -> str:
-    """Return the value of --method, on which the other options depend."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--method", nargs="?")
-    return parser.parse_known_args(arguments)[0].method or "noble"
+def run_merge(arguments: list[str]) -> None:
+    """Merge and print how far the outputs of the written model are from the adapter's."""
+    options = parse(MergeOptions, arguments, command="merge")
+    folder = find_model(options.adapter, adapters=True)
+
+    from transformers.utils import logging
+
+    from nonlinear_lowrank.hub.merging import merge_adapter
+
+    logging.disable_progress_bar()
+    print(merge_adapter(folder, options.output, base=options.base, dtype=options.dtype))
 
 
-def _parse_other(name: str, arguments: list[str]) -> Any:
-    """Read the options of a method that is registered by an entry point: the fields of its config."""
-    from nonlinear_lowrank.methods.base import all_methods
+def run_verify(arguments: list[str]) -> None:
+    """Print a line for each fault and one of totals; faults end it with exit code 2."""
+    options = parse(VerifyOptions, arguments, command="verify")
 
-    able = [each for each, method in all_methods().items() if not (method.replaces_weights or method.wraps)]
-    if name not in able:
-        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
+    from nonlinear_lowrank.hub.verify import verify
 
-    @dataclass(frozen=True, kw_only=True)
-    class Options(_Folders, all_methods()[name].config_class):  # type: ignore[misc]
-        method: str = name
-        """The method that is added."""
-
-    return parse(Options, arguments, command="convert", description=f"Add {name} to a trained checkpoint.")
-
-
-def _check_method(options: ConvertOptions) -> None:
-    """Refuse what is given for another method: it would do nothing."""
-    defaults = {each.name: each.default for each in fields(ConvertOptions)}
-    others = {"noble": (*_FIELDS["rational"],), "rational": (*_FIELDS["noble"], "up_init")}[options.method]
-    if options.rank_ratio is not None and options.rank != defaults["rank"]:
-        raise UserError("--rank-ratio takes the place of --rank; give one of them")
-    for name in others:
-        if getattr(options, name) != defaults[name]:
-            raise UserError(f"--{name.replace('_', '-')} is not of --method {options.method}; omit it")
+    found = verify(options.checkpoint)
+    print(found)
+    if found.faults:
+        raise UserError(f"{options.checkpoint} is not whole: {len(found.faults):,} at fault; restore it from a copy")

@@ -61,7 +61,7 @@ class EvaluateOptions:
     """Write the numbers to this JSON file too."""
 
 
-def run(arguments: list[str]) -> None:
+def run_evaluate(arguments: list[str]) -> None:
     """Evaluate and print one line a number."""
     options = parse(EvaluateOptions, arguments, command="evaluate")
     folder = find_model(options.checkpoint, adapters=True)
@@ -94,8 +94,7 @@ def _check(options: EvaluateOptions) -> None:
 def _other_recipe(folder: Path) -> Any:
     """Return the recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
     from nlr_lab.training.recipe import Recipe
-    from nonlinear_lowrank.hub.adapter import is_adapter
-    from nonlinear_lowrank.hub.loading import check_causal
+    from nonlinear_lowrank.hub.loading import check_causal, is_adapter
 
     file = find_recipe_file(folder)
     if file is None:

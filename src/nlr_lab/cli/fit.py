@@ -30,7 +30,7 @@ class FitOptions(Generic[Problem, Train]):
     """The optimization."""
 
 
-def run(arguments: list[str]) -> None:
+def run_fit(arguments: list[str]) -> None:
     """Fit and print the scores and where the files are."""
     recipe, options = parse_recipe(
         FitOptions,

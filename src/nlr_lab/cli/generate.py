@@ -41,7 +41,7 @@ class GenerateOptions:
     """cpu, cuda or cuda:N; default: the GPU when there is one."""
 
 
-def run(arguments: list[str]) -> None:
+def run_generate(arguments: list[str]) -> None:
     """Print the prompt and its continuation as it is generated, or write a picture."""
     options = parse(GenerateOptions, arguments, command="generate")
     folder = find_model(options.checkpoint, adapters=True)

@@ -1,7 +1,7 @@
 """Entry point: `nlr COMMAND ...`.
 
-This file knows the commands by name, and how an error leaves the program; each command is a file in
-this folder, imported only when it runs, since torch and the Trainer take seconds to import.
+This file knows the commands by name, and how an error leaves the program; the
+file of a command is imported only when it runs, since torch and the Trainer take seconds to import.
 
 Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 interrupted, one line that says
 how to resume; 1 a bug or a failing machine, one line that names a file with the traceback.
@@ -23,7 +23,7 @@ from nlr_lab.recipes import KINDS, RECIPES
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from . import COMMANDS
+from . import COMMANDS, FILES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
     elif name in COMMANDS:
         # peft reads a name that transformers has renamed: nothing that a user of the command could fix.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
-        importlib.import_module(f".{name}", __package__).run(rest)
+        getattr(importlib.import_module(f".{FILES.get(name, name)}", __package__), f"run_{name}")(rest)
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -45,7 +45,7 @@ class PlanOptions:
     """Print JSON instead of the table."""
 
 
-def run(arguments: list[str]) -> None:
+def run_plan(arguments: list[str]) -> None:
     """Print the table, or JSON."""
     options = parse(PlanOptions, arguments, command="plan")
 

@@ -1,6 +1,5 @@
 """The command line: options, errors and help."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -58,11 +57,6 @@ def test_a_warning_is_one_line_and_names_no_code(tmp_path):
     assert len(said) == 1
     assert said[0].startswith("nlr: warning: cannot read the image ")
     assert ".py" not in done.stderr
-
-
-def test_every_command_of_the_table_is_a_file_with_a_run():
-    for name in COMMANDS:
-        assert callable(importlib.import_module(f"nlr_lab.cli.{name}").run)
 
 
 @pytest.mark.parametrize(
