@@ -30,9 +30,9 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent

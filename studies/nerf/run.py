@@ -31,10 +31,10 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.nerf import NerfSettings
-from nlr_lab.fields.nerf_model import RadianceConfig
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.fields.settings import RadianceConfig
 from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent

@@ -31,10 +31,9 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.occupancy import OccupancySettings
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 
 RANKS = (1, 5)
 RATES = (1e-3, 3e-3, 8e-3)

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.fields.arm import FieldArm
-from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.problem import FieldArm, FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask

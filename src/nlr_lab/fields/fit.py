@@ -1,15 +1,23 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
 Nothing random is carried from step to step (a step's batch comes from the seed and the step's number), so a fit that
-resumes from a checkpoint gives the same bits as one that was never stopped.
+resumes from a checkpoint gives the same bits as one that was never stopped. Its folder:
+
+    fit.json                     settings, hash of the data, versions, machine, git state
+    checkpoints/step-000500/     model.safetensors, optimizer.safetensors, state.json, manifest.json (hashes);
+                                 removed when the fit is finished
+    model/model.safetensors      the fitted field
+    pictures/                    what the problem writes
+    result.json                  scores, curve, sizes; the last file of a finished fit
 """
 
 import contextlib
+import json
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +26,42 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
 
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
+from nlr_lab.runtime.environment import cpu_threads, many_compiled, provenance
 from nlr_lab.runtime.resources import check_bytes, choose_device, told_of_memory
-from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, read_json, read_manifest, write_json
-from nlr_lab.runtime.time_limit import OutOfTimeError
+from nlr_lab.runtime.settings import flatten
+from nlr_lab.runtime.storage import (
+    FolderLock,
+    clear_folder,
+    disk_errors,
+    holds_former,
+    newest_valid,
+    prune,
+    read_json,
+    read_manifest,
+    remove_temporaries,
+    write_json,
+)
+from nlr_lab.runtime.time_limit import OutOfTimeError, duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
-from .folder import PICTURES, FitFolder
 from .problem import FieldMethod, Problem
-from .progress import FitProgress
-from .step import FitConfig, Stepper
+from .recipe import FitConfig
+
+SETTINGS, RESULT = "fit.json", "result.json"
+OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
+"""Settings of a problem that change its pictures and meshes and no number."""
+
+_PICTURES = {f"problem.{name}" for name in OF_PICTURES}
+# Settings that a resumed fit may have otherwise: they change no number, or only by rounding; where the data lie.
+_FREE = {
+    *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device", "problem.name", "problem.source"),
+    *_PICTURES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +75,6 @@ class FitResult:
     curve: list[dict[str, float]]
     """Step, mean training loss since the entry before, and the metrics, at each evaluation."""
     parameters: int
-    factored: int
-    """Linears that are factored."""
     steps: int
     seconds: float
     """Seconds of training and evaluating, those before a resume included."""
@@ -73,7 +102,6 @@ def fit(
     overwrite: bool = False,
     quiet: bool = False,
     pictures: bool = True,
-    title: str = "",
     about: Mapping[str, Any] | None = None,
     stop: Callable[[int], bool] | None = None,
 ) -> FitResult:
@@ -89,7 +117,6 @@ def fit(
         overwrite: delete what a former fit wrote to `out`.
         quiet: show nothing.
         pictures: whether the problem writes its pictures and meshes at the end.
-        title: stands before the numbers shown; the problem's name unless given.
         about: the problem's settings, kept in fit.json; a resume with other ones is refused by their names.
         stop: asked after each step but the last, with its number; the fit then goes on from its last checkpoint when it
             is resumed.
@@ -100,31 +127,39 @@ def fit(
         DivergedError: the loss or a weight is no longer finite; the message says at which step.
         OutOfTimeError: `stop` said so.
     """
+    path = Path(out)
     # The fingerprint last: a setting that differs is named before the data that it changed.
     of_problem = {"name": problem.name, **(about or {}), "fingerprint": problem.fingerprint}
-    folder = FitFolder(Path(out), {"problem": of_problem, "method": asdict(method), "train": asdict(config)})
-    former = folder.check(resume=resume, overwrite=overwrite)
+    settings = {"problem": of_problem, "method": asdict(method), "train": asdict(config)}
+    former, redraw = None, False
+    if holds_former(path, SETTINGS, "fit", resume=resume, overwrite=overwrite):
+        redraw = pictures and _changes_pictures(path, settings)
+        kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
+        former = read_json(path / RESULT, **kinds) if (path / RESULT).is_file() else None
     device = choose_device(config.device, dtype=torch.float64)  # losses are summed so
     model = build(problem, method, config.seed)
     if former is not None:
-        load_weights(model, folder.path)
-        found = FitResult(**former, model=model.to(device))
-        if not (pictures and folder.shows_otherwise()):
-            return found
+        load_weights(model, path)
+        result = FitResult(**former, model=model.to(device))
+        if not redraw:
+            return result
     with (
-        disk_errors(str(folder.path)),
-        folder.opened(overwrite=overwrite),
+        disk_errors(str(path)),
+        _opened(path, settings, overwrite=overwrite),
         cpu_threads(config.threads),
         many_compiled(config.compile),
         told_of_memory("the fit"),
     ):
-        if former is not None:
-            found = replace(found, files=_draw(problem, found.model, folder))
-            folder.write_result(found.to_json())
-            return found
-        run = _Run(problem, model.to(device), config, folder, device)
-        run.train(FitProgress(title or problem.name, config.steps, quiet=quiet), stop)
-        return run.finish(pictures)
+        if former is None:
+            result = _Run(problem, model.to(device), config, path).train(stop, quiet=quiet)
+        if pictures:
+            with staged_folder(path / "pictures") as staged, torch.no_grad():
+                written = problem.write(result.model.eval(), staged)
+            result = replace(result, files=[f"pictures/{file.relative_to(staged)}" for file in written])
+        write_json(path / RESULT, result.to_json())
+        write_json(path / SETTINGS, {**read_json(path / SETTINGS), "settings": settings})
+        shutil.rmtree(path / "checkpoints", ignore_errors=True)
+    return result
 
 
 def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
@@ -133,7 +168,15 @@ def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
     Raises:
         UserError: no linear of it gets smaller at this rank, or it does not fit memory.
     """
-    _check_memory(problem, method)
+    # Asked before it is taken: an allocation succeeds where there is no memory, and filling it kills the process.
+    with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
+        model = problem.build(method, torch.Generator("cpu"))
+        size = sum(each.numel() for each in model.parameters())
+        sines = [each for each in _factored(model) if each.sine_config.activation != "identity"]
+        formed = max((each.in_features * each.out_features for each in sines), default=0)
+        # float32: of a parameter value, gradient and Adam's moments; of one formed weight at a time it and its gradient
+        what = f"the network has {size:,} parameters" + (f" and forms weights of {formed:,}" if formed else "")
+        check_bytes(4 * 4 * size + 2 * 4 * formed, f"{what}, whose fit", "choose a smaller width")
     with told_of_memory("the network"):
         model = problem.build(method, torch.Generator().manual_seed(seed))
     if method.rank is not None and not _factored(model):
@@ -147,70 +190,103 @@ def load_weights(model: nn.Module, out: Path | str) -> None:
     Raises:
         UserError: there are none, they are damaged, or they do not fit.
     """
-    file = Path(out) / "model" / "model.safetensors"
-    again = "fit it again with --overwrite, or in another folder"
-    if not file.is_file():
-        raise UserError(f"{out} holds no fitted field (it has no model/model.safetensors); {again}")
+    folder = Path(out) / "model"
     try:
-        read_manifest(file.parent)
-        model.load_state_dict(load_file(file))
-    except (UserError, SafetensorError) as error:
-        raise UserError(f"{error}; {again}") from error
+        read_manifest(folder)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (UserError, SafetensorError, OSError) as error:
+        raise UserError(f"{error}; fit it again with --overwrite, or in another folder") from error
     except RuntimeError as error:
-        raise UserError(f"{file} does not fit the model; build it with the settings of fit.json") from error
+        raise UserError(f"{folder} does not fit the model; build it with the settings of fit.json") from error
 
 
-def _check_memory(problem: Problem, method: FieldMethod) -> None:
-    """Ask before it is taken: an allocation succeeds where there is no memory, and filling it kills the process."""
-    size = formed = 0
-    # Somebody's own problem may not build without values.
-    with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
-        model = problem.build(method, torch.Generator("cpu"))
-        size = sum(each.numel() for each in model.parameters())
-        layers = [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
-        whole = [each for each in layers if each.sine_config.activation != "identity"]
-        formed = max((each.in_features * each.out_features for each in whole), default=0)
-    # float32: of each parameter value, gradient and Adam's two moments; of one weight at a time itself and its gradient
-    what = f"the network has {size:,} parameters" + (f" and forms weights of {formed:,}" if formed else "")
-    check_bytes(4 * 4 * size + 2 * 4 * formed, f"{what}, whose fit", "choose a smaller width")
+class Stepper:
+    """Take single steps; what a step sees follows from the seed and its number alone.
+
+    Args:
+        problem: what is fitted.
+        model: on the device it is fitted on; changed in place.
+        config: the optimization.
+    """
+
+    def __init__(self, problem: Problem, model: nn.Module, config: FitConfig) -> None:
+        self.problem, self.config = problem, config
+        self.device = next(model.parameters()).device
+        # compiled for training only: evaluations come in other sizes
+        self.model: Any = torch.compile(model, dynamic=False) if config.compile else model
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.optimizer = torch.optim.Adam(
+            self.parameters.values(), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def take(self, step: int) -> Tensor:
+        """Take a step (from 0); return its loss, detached, on the device."""
+        config = self.config
+        batch = self.problem.batch(step, torch.Generator().manual_seed((config.seed << 32) + step))
+        if self.device.type != "cpu":
+            batch = tree_map_only(Tensor, lambda each: each.to(self.device, non_blocking=True), batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.rate(step)
+        self.optimizer.zero_grad()
+        loss = self.problem.loss(self.model, batch)
+        loss.backward()
+        if config.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
+        self.optimizer.step()
+        return loss.detach()
 
 
 class _Run:
     """The state of one fit: what a checkpoint holds."""
 
-    def __init__(
-        self, problem: Problem, model: nn.Module, config: FitConfig, folder: FitFolder, device: torch.device
-    ) -> None:
-        self.problem, self.model, self.config, self.folder, self.device = problem, model, config, folder, device
-        self.stepper = Stepper(problem, model, config)
-        self.step, self.seconds_before, self.started = 0, 0.0, time.monotonic()
-        self.curve: list[dict[str, float]] = []
-        self.losses = torch.zeros((), dtype=torch.float64, device=device)
-        self.summed = 0
+    def __init__(self, problem: Problem, model: nn.Module, config: FitConfig, path: Path) -> None:
+        self.problem, self.model, self.config, self.checkpoints = problem, model, config, path / "checkpoints"
+        self.stepper, self.folder = Stepper(problem, model, config), path / "model"
+        self.step, self.summed, self.curve = 0, 0, list[dict[str, float]]()
+        self.losses = torch.zeros((), dtype=torch.float64, device=self.stepper.device)
+        self.started = time.monotonic()
         self._read()
 
-    @property
-    def seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.started
-
-    def train(self, progress: FitProgress, stop: Callable[[int], bool] | None) -> None:
-        config = self.config
-        with progress.shown(self.step):
-            while self.step < config.steps:
+    def train(self, stop: Callable[[int], bool] | None, *, quiet: bool) -> FitResult:
+        """Take the steps that are left, write the model, and return the result."""
+        config, steps, device = self.config, self.config.steps, self.stepper.device
+        first, begun, terminal = self.step, time.monotonic(), sys.stderr.isatty()
+        with tqdm(
+            total=steps, initial=first, desc=self.problem.name, disable=quiet or not terminal, leave=False
+        ) as bar:
+            while self.step < steps:
                 self.losses += self.stepper.take(self.step)
                 self.step, self.summed = self.step + 1, self.summed + 1
-                if self.device.type == "cpu":  # on a GPU looking would stop it each time
+                if device.type == "cpu":  # on a GPU looking would stop it each time
                     self._check_loss()
-                progress.moved(self.step)
+                bar.update()
                 if config.evaluates(self.step):
-                    self._evaluate()
-                    progress.evaluated(self.step, self.curve[-1])
-                if config.save_every and self.step % config.save_every == 0 and self.step < config.steps:
+                    numbers = self._evaluate()
+                    speed = (self.step - first) / max(time.monotonic() - begun, 1e-9)
+                    to_go = f"  {duration((steps - self.step) / speed)} to go" if self.step < steps else ""
+                    line = f"{self.problem.name}  step {self.step}/{steps}  {numbers}  {speed:.1f} steps/s{to_go}"
+                    if not quiet:
+                        tqdm.write(line, file=sys.stderr)
+                if self.step == steps:
+                    break
+                if config.save_every and self.step % config.save_every == 0:
                     self._check_loss()
                     self._check_weights()
                     self._save()
-                if stop is not None and self.step < config.steps and stop(self.step):
-                    raise OutOfTimeError(f"stopped for time at step {self.step} of {config.steps}; go on with --resume")
+                if stop is not None and stop(self.step):
+                    raise OutOfTimeError(f"stopped for time at step {self.step} of {steps}; go on with --resume")
+        seconds = time.monotonic() - self.started
+        with staged_folder(self.folder, {"step": self.step}) as staged:
+            save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
+        return FitResult(
+            score=self.problem.score,
+            metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
+            curve=self.curve,
+            parameters=sum(each.numel() for each in self.model.parameters()),
+            steps=self.step,
+            seconds=seconds,
+            model=self.model,
+        )
 
     def _check_loss(self) -> None:
         if not torch.isfinite(self.losses):
@@ -222,84 +298,94 @@ class _Run:
             raise self._diverged("a weight")
 
     def _diverged(self, what: str) -> DivergedError:
-        found, _ = newest_valid(self.folder.checkpoints)
+        found, _ = newest_valid(self.checkpoints)
         last = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
-        by = "at" if self.device.type == "cpu" else "at or before"
+        by = "at" if self.stepper.device.type == "cpu" else "at or before"
         return DivergedError(
-            f"{what} is no longer a finite number {by} step {self.step}; {last}; "
-            "lower the learning rate and start anew",
+            f"{what} is no longer a finite number {by} step {self.step}; {last}; lower the learning rate and start anew",
             self.step,
         )
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> str:
+        """Add an entry to the curve; return its numbers as text."""
         self._check_loss()
         self._check_weights()
-        self.model.eval()
-        metrics = self.problem.evaluate(self.model)
+        metrics = self.problem.evaluate(self.model.eval())
         self.model.train()
         if math.isnan(metrics[self.problem.score]):
             raise self._diverged(f"the {self.problem.score}")
-        self.curve.append({"step": self.step, "loss": float(self.losses) / self.summed, **metrics})
+        entry = {"loss": float(self.losses) / self.summed, **metrics}
+        self.curve.append({"step": self.step, **entry})
         self.losses.zero_()
         self.summed = 0
+        return "  ".join(f"{name} {value:.4g}" for name, value in entry.items())
 
     def _save(self) -> None:
-        checkpoints = self.folder.checkpoints
-        checkpoints.mkdir(exist_ok=True)
-        plain = {"step": self.step, "seconds": self.seconds, "curve": self.curve, "summed": self.summed}
-        with staged_folder(checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
+        self.checkpoints.mkdir(exist_ok=True)
+        optimizer = self.stepper.optimizer.state
+        moments = {f"{key}/{name}": value for name, each in self.stepper.parameters.items()
+                   for key, value in optimizer[each].items()}  # fmt: skip
+        state = {"step": self.step, "seconds": time.monotonic() - self.started, "curve": self.curve,
+                 "summed": self.summed, "losses": float(self.losses)}  # fmt: skip
+        with staged_folder(self.checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
-            save_file(_contiguous(self.stepper.state()), staged / "optimizer.safetensors")
-            write_json(staged / "state.json", {**plain, "losses": float(self.losses)})
-        prune(checkpoints, self.step, self.config.keep_checkpoints)
+            save_file(_contiguous(moments), staged / "optimizer.safetensors")
+            write_json(staged / "state.json", state)
+        prune(self.checkpoints, self.step, self.config.keep_checkpoints)
 
     def _read(self) -> None:
-        found, damaged = newest_valid(self.folder.checkpoints)
+        found, damaged = newest_valid(self.checkpoints)
         for line in damaged:
             print(f"skipped: {line}", file=sys.stderr)
         if found is None:
             return
         self.model.load_state_dict(load_file(found / "model.safetensors"))
-        self.stepper.load_state(load_file(found / "optimizer.safetensors"))
-        plain = read_json(found / "state.json")
-        self.step, self.seconds_before = plain["step"], plain["seconds"]
-        self.curve, self.summed = plain["curve"], plain["summed"]
-        self.losses.fill_(plain["losses"])
-
-    @torch.no_grad()
-    def finish(self, pictures: bool) -> FitResult:
-        """Write the model, the pictures and, last, the result."""
-        path, seconds = self.folder.path, self.seconds
-        self.model.eval()
-        with staged_folder(path / "model", {"step": self.step}) as staged:
-            save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
-        result = FitResult(
-            score=self.problem.score,
-            metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
-            curve=self.curve,
-            parameters=sum(each.numel() for each in self.model.parameters()),
-            factored=_factored(self.model),
-            steps=self.step,
-            seconds=seconds,
-            files=_draw(self.problem, self.model, self.folder) if pictures else [],
-            model=self.model,
-        )
-        self.folder.write_result(result.to_json())
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)  # of no more use
-        return result
+        for path, value in load_file(found / "optimizer.safetensors").items():
+            key, _, name = path.partition("/")
+            self.stepper.optimizer.state[self.stepper.parameters[name]][key] = value.to(self.stepper.device)
+        state = read_json(found / "state.json")
+        self.step, self.summed, self.curve = state["step"], state["summed"], state["curve"]
+        self.started -= state["seconds"]
+        self.losses.fill_(state["losses"])
 
 
-@torch.no_grad()
-def _draw(problem: Problem, model: nn.Module, folder: FitFolder) -> list[str]:
-    """Write the problem's pictures and meshes in the place of former ones; return their paths in the fit's folder."""
-    with staged_folder(folder.path / PICTURES) as staged:
-        return [f"{PICTURES}/{file.relative_to(staged)}" for file in problem.write(model.eval(), staged)]
+def _changes_pictures(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether a resumed fit gets other pictures; raise UserError where it would get other numbers."""
+    before = flatten(read_json(path / SETTINGS, settings=dict)["settings"])
+    now = flatten(json.loads(json.dumps(settings)))
+    changed = [name for name, value in now.items() if name not in before or before[name] != value]
+    for name in changed:
+        if name == "problem.fingerprint":
+            raise UserError(f"the fit in {path} was started on other data; bring it back or choose another folder")
+        if name not in _FREE:
+            raise UserError(
+                f"the fit in {path} was started with {name} {before.get(name)!r}, not {now[name]!r}; "
+                "resume with the former, or choose another folder"
+            )
+    return not _PICTURES.isdisjoint(changed)
 
 
-def _factored(model: nn.Module) -> int:
-    return sum(isinstance(module, SineLowRankLinear) for module in model.modules())
+@contextlib.contextmanager
+def _opened(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
+    """Make the folder this fit's while it runs; raise UserError where another process fits in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(path)
+    try:
+        if overwrite:  # SETTINGS last: while it is there, the folder can still be resumed or overwritten
+            clear_folder(path, RESULT, "model", "pictures", "checkpoints", SETTINGS)
+        remove_temporaries(path)
+        remove_temporaries(path / "checkpoints")
+        if not (path / SETTINGS).is_file():
+            write_json(path / SETTINGS, {"settings": settings, **provenance()})
+        yield
+    finally:
+        lock.release()
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _factored(model: nn.Module) -> list[SineLowRankLinear]:
+    return [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}

@@ -8,25 +8,25 @@ Positions are pixel centres, the longer side from -1 to 1 and pixels square. Val
 | bits_per_pixel       | 32 x parameters / pixels: weights and biases as they are, float32, no entropy coding    |
 | psnr_half            | psnr with every parameter rounded to float16                                            |
 | bits_per_pixel_half  | 16 x parameters / pixels, to which psnr_half belongs                                    |
-
-Nothing else is counted: the network's shape, omega and the image's size are a few bytes.
 """
 
-import contextlib
+import copy
 import hashlib
 import math
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from PIL.Image import Transpose
 from torch import Tensor, nn
 
+from nlr_lab.runtime.pictures import eight_bits
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
 
 from .model import Field
-from .picture_files import over_white, read_pixels
 from .problem import FieldMethod
 from .settings import FieldConfig, ImageSettings
 
@@ -34,6 +34,16 @@ EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 """scikit-learn's photographs, 640 x 427, for which nothing is downloaded."""
 
 _CHUNK = 1 << 15  # pixels that an evaluation takes at once
+_ORIENTATION = 0x0112  # EXIF's number of the tag
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
 
 
 def prepare(settings: ImageSettings) -> "ImageProblem":
@@ -74,6 +84,46 @@ def read_image(source: str) -> Image.Image:
     return Image.fromarray(np.rint(over_white(pixels) * 255).astype(np.uint8))
 
 
+def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
+    """Read (height, width, 3) uint8, or (height, width, 4) where the picture may have clear pixels.
+
+    With `upright` it is turned as its EXIF orientation says; pixels that a camera's pose belongs to must not be. Grey
+    of 16 bits is brought to 8.
+
+    Raises:
+        UserError: the file is missing, is no picture, or has values of more than 16 bits.
+    """
+    try:
+        with Image.open(file) as opened:
+            image = eight_bits(_upright(opened) if upright else opened)
+            clear = "A" in image.getbands() or "transparency" in image.info
+            return np.asarray(image.convert("RGBA" if clear else "RGB"))
+    except FileNotFoundError as error:
+        raise UserError(f"the image {file} is missing") from error
+    except (OSError, SyntaxError, TypeError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise UserError(f"cannot read the image {file}: {one_line(error)}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned; not by `ImageOps.exif_transpose`, which writes the tags anew and fails on broken ones."""
+    image.load()  # Pillow turns .tiff files while it loads them, and drops the tag
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # whatever a parser meets in broken tags: the pixels can be read
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def over_white(pixels: np.ndarray) -> np.ndarray:
+    """Pixels (H, W, 3 or 4) uint8 as colours (H, W, 3) float32 in [0, 1], clear ones before white."""
+    colours = pixels[..., :3].astype(np.float32) / 255
+    if pixels.shape[2] == 4:
+        opacity = pixels[..., 3:].astype(np.float32) / 255
+        colours = colours * opacity + (1 - opacity)
+    return colours
+
+
 class ImageProblem:
     """An image to be fitted (see `problem.Problem`, and this file's table for the metrics).
 
@@ -104,8 +154,7 @@ class ImageProblem:
         self.field = field or FieldConfig(in_features=2, out_features=3)
         if (self.field.in_features, self.field.out_features) != (2, 3):
             raise UserError("the network of an image has in_features 2 and out_features 3")
-        self._pixels = pixels
-        height, width = pixels.shape[:2]
+        self._pixels, (height, width) = pixels, pixels.shape[:2]
         self._values = torch.from_numpy(pixels.reshape(-1, 3).astype(np.float32) / 255)
         self._positions = positions(height, width)
         about = f"{pixels.shape} {points} {self.field}"
@@ -130,27 +179,27 @@ class ImageProblem:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return PSNR and bits per pixel, as in this file's table."""
         per_pixel = sum(each.numel() for each in model.parameters()) / len(self._values)
-        whole = psnr(self.picture(model), self._pixels)
-        with _rounded_to_half(model):
-            half = psnr(self.picture(model), self._pixels)
+        rounded = copy.deepcopy(model)
+        for each in rounded.parameters():
+            each.data = each.data.half().float()
+        whole, half = (psnr(self.picture(each), self._pixels) for each in (model, rounded))
         bits = {"bits_per_pixel": 32 * per_pixel, "psnr_half": half, "bits_per_pixel_half": 16 * per_pixel}
         return {"psnr": whole, **bits}
 
+    @torch.no_grad()
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """Return the image as the model has it, or as it is."""
         if model is None:
             return self._pixels
         device = next(model.parameters()).device
-        with torch.no_grad():
-            values = torch.cat([model(part.to(device)).cpu() for part in self._positions.split(_CHUNK)])
+        values = torch.cat([model(part.to(device)).cpu() for part in self._positions.split(_CHUNK)])
         return (values.clamp(0, 1) * 255).round().to(torch.uint8).numpy().reshape(self._pixels.shape)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write fitted.png, and truth.png beside it."""
-        written = []
-        for name, shown in (("fitted", model), ("truth", None)):
-            Image.fromarray(self.picture(shown)).save(folder / f"{name}.png")
-            written.append(folder / f"{name}.png")
+        written = [folder / "fitted.png", folder / "truth.png"]
+        for file, shown in zip(written, (model, None), strict=True):
+            Image.fromarray(self.picture(shown)).save(file)
         return written
 
 
@@ -169,14 +218,3 @@ def psnr(image: np.ndarray, truth: np.ndarray) -> float:
     """
     error = float(np.mean((image.astype(np.float64) - truth.astype(np.float64)) ** 2))
     return 10 * math.log10(255**2 / (error or 1 / truth.size))
-
-
-@contextlib.contextmanager
-def _rounded_to_half(model: nn.Module) -> Iterator[None]:
-    """The model with its parameters rounded to float16, and back."""
-    former = {name: each.detach().clone() for name, each in model.named_parameters()}
-    model.load_state_dict({name: each.half() for name, each in former.items()}, strict=False)
-    try:
-        yield
-    finally:
-        model.load_state_dict(former, strict=False)

@@ -1,4 +1,4 @@
-"""Meshes out of files, checked: what bounds no volume has no inside.
+"""Meshes out of files, checked and turned outwards: what bounds no volume has no inside.
 
 | source                | form                                                                          |
 |-----------------------|-------------------------------------------------------------------------------|
@@ -7,8 +7,9 @@
 | .npz                  | v or vertices (N, 3), f or faces (M, 3)                                       |
 
 Points that coincide, to a 10^8th of the mesh's size, become one, so that the seams of textures and the loose triangles
-of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces; faces are turned so that its bodies'
-volumes add up (`mesh_winding`).
+of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces. Where a ray crosses the surface does
+not depend on how faces are turned, but the volume that they enclose does: they are turned alike within each body (what
+hangs together by edges), and bodies outwards but for cavities.
 """
 
 import io
@@ -26,13 +27,12 @@ from nlr_lab.runtime.bounds import read_arrays
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line, require
 
-from .mesh_winding import signed_volumes, turned_outwards
-
 if TYPE_CHECKING:
     from trimesh import Trimesh
 
 SUFFIXES = (".obj", ".ply", ".stl", ".npz")
-_KEYS = (("v", "f"), ("vertices", "faces"))
+
+_WAYS = np.array([[0.36, 0.48, 0.8], [-0.6, 0.64, 0.48], [0.48, -0.8, -0.36]])  # no axis, on which edges often lie
 
 
 def import_trimesh() -> Any:
@@ -53,15 +53,24 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
             one side only, or it is not watertight; the message says whether `repair` would close it.
     """
     trimesh = import_trimesh()
-    if str(source) in SHAPES:
-        return SHAPES[str(source)]()
+    if str(source) == "knot":
+        return knot()
     path = Path(source).expanduser()
     if not path.is_file():
-        raise UserError(f"there is no mesh {str(source)!r}; give a file ({', '.join(SUFFIXES)}) or {', '.join(SHAPES)}")
+        raise UserError(f"there is no mesh {str(source)!r}; give a file ({', '.join(SUFFIXES)}) or knot")
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{path}: meshes are read from {', '.join(SUFFIXES)}, not {path.suffix or 'a bare name'}")
     points, faces = _of_npz(path) if path.suffix.lower() == ".npz" else _of_file(path, trimesh)
-    _check_arrays(path, points, faces)
+    if not faces.size:
+        raise UserError(f"{path} has no faces; give a surface, not points")
+    for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "integers")):
+        if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in kinds:
+            found = f"{tuple(array.shape)} of {array.dtype}"
+            raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; triangulate the mesh")
+    if bad := int((~np.isfinite(points)).any(1).sum()):
+        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; fix them")
+    if faces.min() < 0 or faces.max() >= len(points):
+        raise UserError(f"{path}: faces name point {faces.max()}, or one below 0, of {len(points):,} points")
     unit = unit_of(points)
     if not unit:
         raise UserError(f"{path} is flat, or larger than numbers go: no volume; give a closed surface")
@@ -72,8 +81,9 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
     mesh.remove_unreferenced_vertices()
     if not len(mesh.faces) or not (np.ptp(mesh.vertices, axis=0) > 0).all():
         raise UserError(f"{path} is flat: no volume; give a closed surface")
-    mesh = _closed(mesh, path, repair)
-    if not turned_outwards(mesh):
+    if not mesh.is_watertight:
+        mesh = _closed(mesh, path, repair)
+    if not _turn_outwards(mesh):
         raise UserError(f"{path} has a surface with one side only: no volume; give one that has an inside")
     mesh.vertices = mesh.vertices * unit
     return mesh
@@ -86,119 +96,12 @@ def unit_of(points: np.ndarray) -> float:
     return 2.0 ** math.floor(math.log2(extent)) if 0 < extent < math.inf else 0.0
 
 
-def _of_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    arrays = read_arrays(path)
-    for keys in _KEYS:
-        if all(key in arrays for key in keys):
-            return arrays[keys[0]], arrays[keys[1]]
-    raise UserError(f"{path} holds {', '.join(arrays) or 'nothing'}; a mesh needs v and f, or vertices and faces")
+def signed_volumes(triangles: np.ndarray) -> np.ndarray:
+    """Volumes (M,) of the tetrahedra over triangles (M, 3, 3) with their tips at the origin.
 
-
-def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
-    if path.suffix.lower() == ".ply":
-        _check_counts(path)
-    try:
-        with redirect_stderr(io.StringIO()):
-            mesh = trimesh.load_mesh(path, process=False, maintain_order=True)
-    except Exception as error:  # whatever a parser meets in a broken file
-        raise UserError(f"{path} is no {path.suffix} file that can be read: {one_line(error)}") from None
-    if not len(getattr(mesh, "faces", ())):
-        raise UserError(f"{path} has no faces; give a surface, not points")
-    return np.asarray(mesh.vertices), np.asarray(mesh.faces)
-
-
-def _check_counts(path: Path) -> None:
-    """Refuse a .ply file whose header claims more than the file can hold: a parser would take the memory first."""
-    with path.open("rb") as file:
-        head = file.read(1 << 16).partition(b"end_header")[0]
-    for name, count in re.findall(rb"^element\s+(\w+)\s+(\d+)", head, re.MULTILINE):
-        if int(count) > path.stat().st_size:  # each is a byte at least
-            raise UserError(
-                f"{path} claims {int(count):,} of element {name.decode()!r} and has {path.stat().st_size:,} bytes; "
-                "copy or download it again"
-            )
-
-
-def _check_arrays(path: Path, points: np.ndarray, faces: np.ndarray) -> None:
-    if not faces.size:
-        raise UserError(f"{path} has no faces; give a surface, not points")
-    for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "integers")):
-        if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in kinds:
-            found = f"{tuple(array.shape)} of {array.dtype}"
-            raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; triangulate the mesh")
-    if bad := int((~np.isfinite(points)).any(1).sum()):
-        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; fix them")
-    if faces.min() < 0 or faces.max() >= len(points):
-        raise UserError(f"{path}: faces name point {faces.max()}, or one below 0, of {len(points):,} points")
-
-
-def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
-    if mesh.is_watertight:
-        return mesh
-    fixed = _repaired(mesh)
-    if repair and fixed is not None:
-        return fixed
-    if fixed is None:
-        tail = "closing its holes was tried and leaves some, or no volume; close them in a mesh editor"
-    else:
-        tail = f"--repair (repair=True) {_mended(mesh, fixed)}"
-    raise UserError(f"{path} is not watertight: {_open_edges(mesh)}; {tail}")
-
-
-def _mended(mesh: "Trimesh", fixed: "Trimesh") -> str:
-    """Say what `_repaired` did."""
-    kept = mesh.unique_faces()  # a number each, or a mask
-    area = float(mesh.area_faces[kept].sum())
-    once = len(mesh.faces[kept])
-    doubled, added = len(mesh.faces) - once, len(fixed.faces) - once
-    words = []
-    if doubled:
-        words.append(f"removes {doubled} {'face that is' if doubled == 1 else 'faces that are'} there already")
-    if added or not doubled:
-        words.append(f"closes it with {added} triangles, {1 - area / fixed.area:.1%} of its area")
-    return " and ".join(words)
-
-
-def _open_edges(mesh: "Trimesh") -> str:
-    """Say which edges are wrong."""
-    shared = _shared(mesh.edges)[1]
-    words = [
-        f"{int(found):,} {'edge has' if found == 1 else 'edges have'} {faces}"
-        for found, faces in ((np.sum(shared == 1), "one face alone"), (np.sum(shared > 2), "three faces or more"))
-        if found
-    ]
-    return " and ".join(words)
-
-
-def _shared(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A row of each edge, whichever way it runs, and the number of faces that have it."""
-    ends = np.sort(edges.astype(np.int64), axis=1)
-    _, places, shared = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_counts=True)
-    return places, shared
-
-
-def _repaired(mesh: "Trimesh") -> "Trimesh | None":
-    """A watertight copy, or None where closing holes does not make one.
-
-    Each hole gets a point at the mean of its rim: trimesh's own fans are spanned between points of the rim, and may
-    run along an edge that is there already.
+    trimesh's own sum divides by it for the centre of mass, and so cannot give a volume of 0.
     """
-    trimesh = import_trimesh()
-    faces = mesh.faces[mesh.unique_faces()]
-    edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]])
-    places, shared = _shared(edges)
-    rim = edges[places[shared == 1]]
-    graph = coo_matrix((np.ones(len(rim)), (rim[:, 0], rim[:, 1])), shape=(len(mesh.vertices),) * 2)
-    hole = np.unique(connected_components(graph)[1][rim[:, 0]], return_inverse=True)[1]
-    middle = np.zeros((hole.max(initial=-1) + 1, 3))
-    np.add.at(middle, hole, mesh.vertices[rim[:, 0]])
-    middle /= np.bincount(hole)[:, None]
-    fans = np.stack([rim[:, 1], rim[:, 0], len(mesh.vertices) + hole], axis=1)
-    closed = trimesh.Trimesh(np.concatenate([mesh.vertices, middle]), np.concatenate([faces, fans]), process=False)
-    if not closed.is_watertight or not turned_outwards(closed):
-        return None
-    volume = signed_volumes(closed.triangles - closed.bounds.mean(0)).sum()
-    return closed if volume > 1e-12 else None  # a sheet, closed flat on itself, has none
+    return np.einsum("ij,ij->i", triangles[:, 0], np.cross(triangles[:, 1], triangles[:, 2])) / 6
 
 
 def knot(around: int = 64, along: int = 640) -> "Trimesh":
@@ -218,14 +121,135 @@ def knot(around: int = 64, along: int = 640) -> "Trimesh":
     points = (centre[:, None] + radius * ring).reshape(-1, 3)
     i, j = np.divmod(np.arange(along * around), around)
     corner = [((i + di) % along) * around + (j + dj) % around for di, dj in ((0, 0), (1, 0), (1, 1), (0, 1))]
-    faces = np.concatenate(
-        [np.stack([corner[0], corner[1], corner[2]], 1), np.stack([corner[0], corner[2], corner[3]], 1)]
-    )
+    faces = np.concatenate([np.stack([corner[0], corner[k], corner[k + 1]], 1) for k in (1, 2)])
     mesh = trimesh.Trimesh(points, faces, process=False)
     if mesh.volume < 0:
         mesh.invert()
     return mesh
 
 
-SHAPES = {"knot": knot}
-"""Embedded shapes by name."""
+def _of_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    arrays = read_arrays(path)
+    for points, faces in (("v", "f"), ("vertices", "faces")):
+        if points in arrays and faces in arrays:
+            return arrays[points], arrays[faces]
+    raise UserError(f"{path} holds {', '.join(arrays) or 'nothing'}; a mesh needs v and f, or vertices and faces")
+
+
+def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
+    if path.suffix.lower() == ".ply":  # a parser would take the memory that the header claims first
+        with path.open("rb") as file:
+            head = file.read(1 << 16).partition(b"end_header")[0]
+        for name, count in re.findall(rb"^element\s+(\w+)\s+(\d+)", head, re.MULTILINE):
+            if int(count) > (there := path.stat().st_size):  # each is a byte at least
+                claim = f"{int(count):,} of element {name.decode()!r}"
+                raise UserError(f"{path} claims {claim} and has {there:,} bytes; copy or download it again")
+    try:
+        with redirect_stderr(io.StringIO()):
+            mesh = trimesh.load_mesh(path, process=False, maintain_order=True)
+    except Exception as error:  # whatever a parser meets in a broken file
+        raise UserError(f"{path} is no {path.suffix} file that can be read: {one_line(error)}") from None
+    faces = getattr(mesh, "faces", np.zeros((0, 3), int))
+    return np.asarray(getattr(mesh, "vertices", np.zeros((0, 3)))), np.asarray(faces)
+
+
+def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
+    """The mesh without faces that are there twice, each hole closed by a fan to the mean of its rim.
+
+    trimesh's own fans are spanned between points of the rim, and may run along an edge that is there already.
+    """
+    kept = mesh.unique_faces()  # a number each, or a mask
+    faces, area = mesh.faces[kept], float(mesh.area_faces[kept].sum())
+    edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]])
+    places, shared = _shared(edges)
+    rim = edges[places[shared == 1]]
+    graph = coo_matrix((np.ones(len(rim)), (rim[:, 0], rim[:, 1])), shape=(len(mesh.vertices),) * 2)
+    hole = np.unique(connected_components(graph)[1][rim[:, 0]], return_inverse=True)[1]
+    middle = np.zeros((hole.max(initial=-1) + 1, 3))
+    np.add.at(middle, hole, mesh.vertices[rim[:, 0]])
+    middle /= np.bincount(hole)[:, None]
+    fans = np.stack([rim[:, 1], rim[:, 0], len(mesh.vertices) + hole], axis=1)
+    points = np.concatenate([mesh.vertices, middle])
+    fixed = import_trimesh().Trimesh(points, np.concatenate([faces, fans]), process=False)
+    closes = fixed.is_watertight and _turn_outwards(fixed)
+    # A sheet, closed flat on itself, has no volume.
+    if closes := closes and signed_volumes(fixed.triangles - fixed.bounds.mean(0)).sum() > 1e-12:
+        if repair:
+            return fixed
+    once, more = (int((_shared(mesh.edges)[1] == 1).sum()), int((_shared(mesh.edges)[1] > 2).sum()))
+    hint = "closing its holes was tried and leaves some, or no volume; close them in a mesh editor"
+    if closes:
+        doubled, share = len(mesh.faces) - len(faces), 1 - area / fixed.area
+        hint = f"--repair (repair=True) closes it with {len(fans)} triangles, {share:.1%} of its area"
+        hint += f", and removes {doubled} faces that are there twice" if doubled else ""
+    raise UserError(f"{path} is not watertight: {once} edges have one face, {more} three or more; {hint}")
+
+
+def _shared(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A row of each edge, whichever way it runs, and the number of faces that have it."""
+    ends = np.sort(edges.astype(np.int64), axis=1)
+    _, places, shared = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_counts=True)
+    return places, shared
+
+
+def _turn_outwards(mesh: "Trimesh") -> bool:
+    """Turn faces of a watertight mesh, in place, so that its signed volume is the volume of its bodies.
+
+    Within a body the fewer faces follow the others. A body that is turned inwards stays as it is where it lies in
+    another, outward one: that is a cavity. All others that are turned inwards are turned over, and what lies in them
+    with them. False where that cannot be done: a body has one side only, as Klein's bottle.
+    """
+    body, over = _bodies(mesh.faces)
+    if over is None:
+        return False
+    signed = signed_volumes(mesh.triangles - mesh.bounds.mean(0))
+    volume = np.bincount(body, np.where(over, -signed, signed))
+    if (volume < 0).any():
+        inner, outer = _nested(mesh, body, len(volume))
+        # What says how a body is meant is the largest that it lies in: of equal places the last assignment stays.
+        order, outermost = np.argsort(abs(volume[outer])), np.arange(len(volume))
+        outermost[inner[order]] = outer[order]
+        over ^= (volume < 0)[outermost][body]
+    if over.any():
+        mesh.faces = np.where(over[:, None], mesh.faces[:, ::-1], mesh.faces)
+    return True
+
+
+def _bodies(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """The body of each face, and whether it is turned against most of that; None: they cannot be turned alike."""
+    count = len(faces)
+    edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]).astype(np.int64)
+    order = np.lexsort(np.sort(edges, axis=1).T)
+    first, second = (order % count).reshape(-1, 2).T
+    # Faces that are turned alike run along their common edge in opposite directions.
+    against = (edges[order[::2]] == edges[order[1::2]]).all(1)
+    body = _components(first, second, count)
+    # Each face twice, as it is and turned over: the two are apart wherever a body has two sides.
+    ends = np.concatenate([second + count * against, second + count * ~against])
+    side = _components(np.concatenate([first, first + count]), ends, 2 * count).reshape(2, count)
+    if (side[0] == side[1]).any():
+        return body, None
+    over = side[0] > side[1]
+    most = 2 * np.bincount(body, over) > np.bincount(body)
+    return body, over ^ most[body]
+
+
+def _components(first: np.ndarray, second: np.ndarray, count: int) -> np.ndarray:
+    graph = coo_matrix((np.ones(len(first)), (first, second)), shape=(count, count))
+    return connected_components(graph, directed=False)[1]
+
+
+def _nested(mesh: "Trimesh", body: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of bodies of which the first lies in the second, by the parity of at least two of three rays."""
+    from trimesh.ray.ray_pyembree import RayMeshIntersector
+
+    start = mesh.triangles[np.unique(body, return_index=True)[1]].mean(1)
+    caster, odd = RayMeshIntersector(mesh), []
+    for way in _WAYS:
+        face, ray = caster.intersects_id(start, np.broadcast_to(way, start.shape), max_hits=len(mesh.faces) + 100)
+        crossed, times = np.unique(ray.astype(np.int64) * count + body[face], return_counts=True)
+        odd.append(crossed[times % 2 == 1])
+    crossed, times = np.unique(np.concatenate(odd), return_counts=True)
+    inner, outer = np.divmod(crossed[times >= 2], count)
+    other = inner != outer
+    return inner[other], outer[other]

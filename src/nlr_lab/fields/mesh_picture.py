@@ -3,7 +3,6 @@
 Parallel rays; the same view gives the same pixels for every mesh, so that pictures can be laid side by side.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,52 +24,39 @@ _SKY_RAYS = 16  # of a sample
 _CREASE = np.cos(np.radians(35))  # facets that turn further from their surroundings are edges, and stay flat
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """The place from which a mesh is seen.
-
-    `azimuth` turns the eye about the axis that points up, `elevation` raises it; degrees. At 0, 0 the eye looks
-    against z with y up, against x with z up, and against y with x up.
-    """
-
-    up: Axis = "y"
-    azimuth: float = 30.0
-    elevation: float = 15.0
-    height: int = 480
-    """Pixels; the width follows from the box. Of a box more than four times as wide as high the picture is lower, with
-    as many pixels as one four times as wide as this height has."""
-
-    def axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Unit vectors right, up in the picture, and towards the eye."""
-        up = np.eye(3)["xyz".index(self.up)]
-        front, side = np.roll(up, 1), np.roll(up, 2)  # y: z, x
-        turn, rise = np.radians([self.azimuth, self.elevation])
-        level = np.cos(turn) * front + np.sin(turn) * side
-        eye = np.cos(rise) * level + np.sin(rise) * up
-        right = np.cross(up, level)
-        return right, np.cross(eye, right), eye
-
-
-def render(mesh: "Trimesh | None", bounds: np.ndarray, view: View) -> np.ndarray:
+def render(
+    mesh: "Trimesh | None",
+    bounds: np.ndarray,
+    *,
+    up: Axis = "y",
+    azimuth: float = 30.0,
+    elevation: float = 15.0,
+    height: int = 480,
+) -> np.ndarray:
     """A picture of a mesh.
 
     Args:
         mesh: in the coordinates of `bounds`; None or one without faces gives an empty picture.
         bounds: (2, 3), the box that fills the picture.
-        view: from where.
+        up: the axis that points up. At 0, 0 the eye looks against z with y up, against x with z up, and against y with
+            x up.
+        azimuth: degrees that the eye is turned about that axis.
+        elevation: degrees that it is raised.
+        height: pixels; the width follows from the box. Of a box more than four times as wide as high the picture is
+            lower, with as many pixels as one four times as wide as this height has.
 
     Returns:
         (height, width, 3) uint8; the same size for the same box and view.
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
-    right, up, eye = view.axes()
+    right, above, eye = _axes(up, azimuth, elevation)
     # trimesh drops faces whose normals are too short, by a length that does not follow the mesh's.
     unit = unit_of(bounds) or 1.0
     low, high = np.asarray(bounds, dtype=np.float64) / unit
     middle, half = (low + high) / 2, (high - low) / 2
-    reach_x, reach_y, reach_z = (float(abs(axis) @ half) * 1.04 for axis in (right, up, eye))
-    height, width = _size(view.height, reach_x / reach_y)
+    reach_x, reach_y, reach_z = (float(abs(axis) @ half) * 1.04 for axis in (right, above, eye))
+    height, width = _size(height, reach_x / reach_y)
     rows, columns = height * _FINE, width * _FINE
     shade = np.full((rows * columns, 3), _PAPER)
     if mesh is not None and len(mesh.faces):
@@ -81,11 +67,22 @@ def render(mesh: "Trimesh | None", bounds: np.ndarray, view: View) -> np.ndarray
             y, x = np.divmod(np.arange(start, min(start + _AT_ONCE, rows * columns)), columns)
             across = ((x + 0.5) / columns * 2 - 1) * reach_x
             along = (1 - (y + 0.5) / rows * 2) * reach_y
-            origins = middle + across[:, None] * right + along[:, None] * up + 1.5 * reach_z * eye
-            hit, colour = _shade(caster, origins, right, up, eye, float(np.linalg.norm(half)), draw)
+            origins = middle + across[:, None] * right + along[:, None] * above + 1.5 * reach_z * eye
+            hit, colour = _shade(caster, origins, (right, above, eye), float(np.linalg.norm(half)), draw)
             shade[start + hit] = colour
     picture = shade.reshape(rows // _FINE, _FINE, columns // _FINE, _FINE, 3).mean((1, 3))
     return (np.clip(picture, 0, 1) ** (1 / 2.2) * 255).round().astype(np.uint8)
+
+
+def _axes(axis: Axis, azimuth: float, elevation: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unit vectors right, up in the picture, and towards the eye."""
+    up = np.eye(3)["xyz".index(axis)]
+    front, side = np.roll(up, 1), np.roll(up, 2)  # y: z, x
+    turn, rise = np.radians([azimuth, elevation])
+    level = np.cos(turn) * front + np.sin(turn) * side
+    eye = np.cos(rise) * level + np.sin(rise) * up
+    right = np.cross(up, level)
+    return right, np.cross(eye, right), eye
 
 
 def _size(height: int, ratio: float) -> tuple[int, int]:
@@ -99,22 +96,17 @@ def _size(height: int, ratio: float) -> tuple[int, int]:
 def _shade(
     caster: "RayMeshIntersector",
     origins: np.ndarray,
-    right: np.ndarray,
-    up: np.ndarray,
-    eye: np.ndarray,
+    axes: tuple[np.ndarray, np.ndarray, np.ndarray],
     size: float,
     draw: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rays that hit, and the linear colours they see."""
-    mesh = caster.mesh
+    mesh, (right, up, eye) = caster.mesh, axes
     face = caster.intersects_first(origins, np.broadcast_to(-eye, origins.shape))
-    hit = np.flatnonzero(face >= 0)
+    hit = np.flatnonzero((face >= 0) & (abs(mesh.face_normals[face] @ eye) > 1e-9))
     face, origins = face[hit], origins[hit]
-    flat = mesh.face_normals[face]
+    flat, corners = mesh.face_normals[face], mesh.triangles[face]
     slope = flat @ eye
-    good = abs(slope) > 1e-9
-    hit, face, origins, flat, slope = hit[good], face[good], origins[good], flat[good], slope[good]
-    corners = mesh.triangles[face]
     far = np.einsum("ij,ij->i", origins - corners[:, 0], flat) / slope
     places = origins - far[:, None] * eye
     normal = np.einsum("ij,ijk->ik", _barycentric(corners, places), mesh.vertex_normals[mesh.faces[face]])
@@ -122,13 +114,18 @@ def _shade(
     crease = np.einsum("ij,ij->i", normal, flat) < _CREASE
     normal[crease] = flat[crease]
     normal[slope < 0] *= -1  # a surface that is wound inside out
-    flat = np.where(slope[:, None] < 0, -flat, flat)
-    places = places + 2e-3 * size * flat
+    places = places + 2e-3 * size * np.where(slope[:, None] < 0, -flat, flat)
     lamp = 0.9 * eye + 0.8 * up - 0.7 * right
     lamp /= np.linalg.norm(lamp)
     lit = ~caster.intersects_any(places, np.broadcast_to(lamp, places.shape))
-    light = _LAMP * np.clip(normal @ lamp, 0, None) * lit
-    light += _SKY * _open_sky(caster, places, normal, draw) * (0.75 + 0.25 * (normal @ up))
+    sky = np.zeros(len(places))
+    for _ in range(_SKY_RAYS):
+        way = draw.standard_normal(places.shape)
+        # A point of the unit sphere about the normal's tip: the cosine law.
+        way = normal + way / np.linalg.norm(way, axis=1, keepdims=True)
+        way /= np.maximum(np.linalg.norm(way, axis=1, keepdims=True), 1e-9)
+        sky += ~caster.intersects_any(places, way)
+    light = _LAMP * np.clip(normal @ lamp, 0, None) * lit + _SKY * (sky / _SKY_RAYS) * (0.75 + 0.25 * (normal @ up))
     return hit, light[:, None] * _CLAY
 
 
@@ -139,17 +136,3 @@ def _barycentric(corners: np.ndarray, places: np.ndarray) -> np.ndarray:
     area = np.maximum(aa * bb - ab * ab, 1e-300)
     v, w = (bb * pa - ab * pb) / area, (aa * pb - ab * pa) / area
     return np.clip(np.stack([1 - v - w, v, w], axis=1), 0, 1)
-
-
-def _open_sky(
-    caster: "RayMeshIntersector", places: np.ndarray, normal: np.ndarray, draw: np.random.Generator
-) -> np.ndarray:
-    """Share of the sky over a surface that nothing hides, weighted by the cosine."""
-    seen = np.zeros(len(places))
-    for _ in range(_SKY_RAYS):
-        way = draw.standard_normal(places.shape)
-        # A point of the unit sphere about the normal's tip: the cosine law.
-        way = normal + way / np.linalg.norm(way, axis=1, keepdims=True)
-        way /= np.maximum(np.linalg.norm(way, axis=1, keepdims=True), 1e-9)
-        seen += ~caster.intersects_any(places, way)
-    return seen / _SKY_RAYS

@@ -1,4 +1,5 @@
-"""Coordinate networks: a multilayer perceptron from positions to values (sine_lowrank.txt, section 4.4, A.2.5).
+"""Coordinate networks: a multilayer perceptron from positions to values (sine_lowrank.txt, section 4.4, A.2.5), and a
+radiance field.
 
 Init table, for linears of n inputs; `FieldMethod.init` sets a (sqrt(5) or 0):
 
@@ -11,19 +12,29 @@ Init table, for linears of n inputs; `FieldMethod.init` sets a (sqrt(5) or 0):
 | with "siren", other weights | as above with a = 0 for dense ones; the weight as a whole divided by omega_0 |
 
 With activation "siren" and dense linears that is SIREN's own (Sitzmann et al. 2020, section 3.2).
+
+The radiance field of the sine low-rank paper, found by the parameter counts that it prints (docs/nerf.md):
+
+    position (3) -> layers x [linear 256, activation] -> alpha: linear 1 -> density
+                                                      -> feature: linear 256, with direction (3) -> view: linear 128,
+                                                         activation -> rgb: linear 3, sigmoid -> colour
+
+Position and direction enter as they are, without an encoding, and no layer sees the position again. Every linear has
+a bias; a linear m x n is factored only where k (m + n) < m n, which alpha's never is. Source: sine_lowrank.txt,
+section 4.3, Table 3 and appendix A.2.4.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from .problem import FieldMethod, dense_linear
-from .settings import FieldConfig
+from .settings import FieldConfig, RadianceConfig
 
 
 class Field(nn.Module):
@@ -32,7 +43,7 @@ class Field(nn.Module):
     def __init__(self, config: FieldConfig, method: FieldMethod, generator: torch.Generator) -> None:
         super().__init__()
         self.config = config
-        siren = config.activation == "siren"
+        width, siren = config.width, config.activation == "siren"
 
         def linear(d_in: int, d_out: int, *, hidden: bool) -> nn.Module:
             chosen = method if hidden or config.factored == "all" else FieldMethod(init=method.init)
@@ -40,19 +51,69 @@ class Field(nn.Module):
                 return _siren_linear(d_in, d_out, chosen, config.frequency, generator)
             return chosen.linear(d_in, d_out, generator=generator)
 
-        width = config.width
         self.first = linear(config.encoded, width, hidden=False)
-        if siren:
-            _draw_first(self.first, config.encoded, generator)
+        if siren and isinstance(self.first, nn.Linear):
+            bound = 1 / config.encoded
+            nn.init.uniform_(self.first.weight, -bound, bound, generator=generator)
         self.hidden = nn.ModuleList([linear(width, width, hidden=True) for _ in range(config.hidden_layers)])
         self.last = linear(width, config.out_features, hidden=False)
-        self._activate = _activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self._activate(self.first(encode(x, self.config.octaves)))
         for layer in self.hidden:
             z = self._activate(layer(z))
         return self.last(z)
+
+    def _activate(self, z: Tensor) -> Tensor:
+        if self.config.activation == "siren":
+            return torch.sin(self.config.frequency * z)
+        return torch.relu(z) if self.config.activation == "relu" else gaussian(z, self.config.spread)
+
+
+class RadianceNet(nn.Module):
+    """Points and unit viewing directions, (..., 3), to density (...) >= 0 and colour (..., 3) in [0, 1]."""
+
+    def __init__(self, config: RadianceConfig, method: FieldMethod, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config = config
+
+        def linear(d_in: int, d_out: int) -> nn.Module:
+            return method.linear(d_in, d_out, generator=generator)
+
+        width = config.width
+        first = 3 * (1 + 2 * config.octaves)
+        self.layers = nn.ModuleList([linear(width if number else first, width) for number in range(config.layers)])
+        self.alpha = linear(width, 1)
+        self.feature = linear(width, width)
+        self.view = linear(width + 3 * (1 + 2 * config.view_octaves), config.view_width)
+        self.rgb = linear(config.view_width, 3)
+
+    def forward(self, points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = encode(points, self.config.octaves)
+        for layer in self.layers:
+            hidden = self._activate(layer(hidden))
+        raw = self.alpha(hidden)[..., 0]
+        density = F.relu(raw) if self.config.density == "relu" else F.softplus(raw)
+        seen = torch.cat([self.feature(hidden), encode(views, self.config.view_octaves)], -1)
+        return density, torch.sigmoid(self.rgb(self._activate(self.view(seen))))
+
+    def _activate(self, z: Tensor) -> Tensor:
+        return F.relu(z) if self.config.activation == "relu" else gaussian(z, self.config.spread)
+
+
+class Radiance(nn.Module):
+    """One radiance field, or a coarse and a `fine` one of the same shape, as NeRF has."""
+
+    def __init__(self, config: RadianceConfig, method: FieldMethod, fine: bool, generator: torch.Generator) -> None:
+        super().__init__()
+        self.coarse = RadianceNet(config, method, generator)
+        self.fine = RadianceNet(config, method, generator) if fine else None
+
+    def forward(self, points: Tensor, views: Tensor, fine: bool = False) -> tuple[Tensor, Tensor]:
+        """Return `RadianceNet`'s density (...) and colour (..., 3), of the coarse or of the fine field."""
+        net = self.fine if fine else self.coarse
+        assert net is not None
+        return net(points, views)
 
 
 def encode(x: Tensor, octaves: int) -> Tensor:
@@ -90,14 +151,6 @@ class _Gaussian(torch.autograd.Function):
         return (dy * y).mul_(z).mul_(2 * ctx.c), None
 
 
-def _activation(config: FieldConfig) -> Callable[[Tensor], Tensor]:
-    if config.activation == "relu":
-        return torch.relu
-    if config.activation == "siren":
-        return lambda z: torch.sin(config.frequency * z)
-    return lambda z: gaussian(z, config.spread)
-
-
 @torch.no_grad()
 def _siren_linear(
     d_in: int, d_out: int, method: FieldMethod, frequency: float, generator: torch.Generator
@@ -114,9 +167,3 @@ def _siren_linear(
     assert isinstance(low, SineLowRankLinear)
     low.sine_up.div_(frequency)
     return low
-
-
-@torch.no_grad()
-def _draw_first(layer: nn.Module, d_in: int, generator: torch.Generator) -> None:
-    if isinstance(layer, nn.Linear):
-        layer.weight.uniform_(-1 / d_in, 1 / d_in, generator=generator)

@@ -6,21 +6,20 @@ Source: Mildenhall et al. 2020, "NeRF"; sine_lowrank.txt, section 4.3 and append
 import hashlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
-from .cameras import Cameras
-from .demo_scene import DEMO_SIZE, demo_scene
-from .nerf_model import Radiance
+from .model import Radiance
 from .problem import FieldMethod
-from .rendering import Rays, Rendered, ndc_rays, pixel_rays, render
-from .scene import Scene
-from .scenes import read_scene
+from .rendering import Cameras, Rays, ndc_rays, pixel_rays, render
+from .scenes import DEMO_SIZE, Scene, demo_scene, read_scene
 from .settings import NerfSettings
 
 _POINTS = 1 << 14  # that are evaluated at once where no gradient is needed
@@ -53,16 +52,12 @@ class NerfProblem:
 
     def __init__(self, scene: Scene, settings: NerfSettings) -> None:
         height, width = scene.cameras.height, scene.cameras.width
+        small = f"{scene.name} has views of {width} x {height} pixels"
         if min(height, width) < _WINDOW:
-            raise UserError(
-                f"{scene.name} has views of {width} x {height} pixels; SSIM needs {_WINDOW} x {_WINDOW}: give a "
-                "smaller downscale"
-            )
+            raise UserError(f"{small}; SSIM needs {_WINDOW} x {_WINDOW}: give a smaller downscale")
         if settings.frames and min(height, width) < settings.frame_downscale:
-            raise UserError(
-                f"{scene.name} has views of {width} x {height} pixels; frames cannot be {settings.frame_downscale} "
-                "times smaller: give a smaller frame_downscale"
-            )
+            times = settings.frame_downscale
+            raise UserError(f"{small}; frames cannot be {times} times smaller: give a smaller frame_downscale")
         require("fields", "skimage")  # that it is missing is said before the work, not after
         self.scene, self.settings = scene, settings
         self._path = self._cameras_of_frames()  # likewise
@@ -93,7 +88,7 @@ class NerfProblem:
         """Mean squared error of colour, summed over the coarse and the fine picture (NeRF, equation (6))."""
         origins, directions, views, colours, *jitters = batch
         passes = self._render(model, Rays(origins, directions, views), *jitters)
-        return torch.stack([(each.colour - colours).square().mean() for each in passes]).sum()
+        return torch.stack([(each - colours).square().mean() for each in passes]).sum()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """PSNR (dB) and SSIM, each the mean over the held-out views.
@@ -118,8 +113,6 @@ class NerfProblem:
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write each held-out view with the truth to its left, and the path as frames and as one moving picture."""
-        from PIL import Image
-
         files = []
         for view in self.scene.held_out:
             truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
@@ -152,20 +145,16 @@ class NerfProblem:
             some = Rays(*(each[start : start + at_once].to(parameter.device) for each in rays))
             counts = [settings.samples] + ([settings.fine_samples] if settings.fine_samples else [])
             middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in counts]
-            colours.append(self._render(model, some, *middles)[-1].colour.clamp(0, 1).cpu())
+            colours.append(self._render(model, some, *middles)[-1].clamp(0, 1).cpu())
         return torch.cat(colours).reshape(cameras.height, cameras.width, 3).numpy()
 
     def _cameras_of_frames(self) -> Cameras | None:
-        """The path that is rendered at the end."""
-        settings = self.settings
-        if not settings.frames:
-            return None
+        frames, smaller = self.settings.frames, self.settings.frame_downscale
         try:
-            return self.scene.path(settings.frames).reduced(settings.frame_downscale)
+            return self.scene.path(frames).reduced(smaller) if frames else None
         except UserError as error:
-            raise UserError(
-                f"no path can be made for the frames of {self.scene.name}: {error}, or set frames to 0"
-            ) from error
+            name = self.scene.name
+            raise UserError(f"no path can be made for the frames of {name}: {error}, or set frames to 0") from error
 
     def _rays(self, cameras: Cameras, view: Tensor, row: Tensor, column: Tensor) -> Rays:
         """Return rays through pixels in the coordinates that the network sees, float32."""
@@ -177,14 +166,10 @@ class NerfProblem:
             rays = ndc_rays(rays, 2 * focal_x / box.width, 2 * focal_y / box.height)
         return Rays(*(each.float() for each in rays))
 
-    def _render(
-        self, model: nn.Module, rays: Rays, jitter: Tensor, fine_jitter: Tensor | None = None
-    ) -> list[Rendered]:
-        scene = self.scene
-        fine = None if fine_jitter is None else partial(model, fine=True)
-        return render(
-            model, fine, rays, jitter, fine_jitter, near=scene.near, far=scene.far, background=scene.background
-        )
+    def _render(self, model: nn.Module, rays: Rays, jitter: Tensor, fine_jitter: Tensor | None = None) -> list[Tensor]:
+        scene, fine = self.scene, None if fine_jitter is None else partial(model, fine=True)
+        bounds: dict[str, Any] = {"near": scene.near, "far": scene.far, "background": scene.background}
+        return render(model, fine, rays, jitter, fine_jitter, **bounds)
 
 
 def _bytes(colours: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A shape as a function of position: which points of its box are inside (sine_lowrank.txt, sections 4.4 and A.2.5).
 
 The network's output is the log-odds of being inside. It is fitted, by binary cross-entropy, to points drawn from a
-lattice over the tight box of a mesh (`surface_sampling` has which), and judged off it:
+lattice over the tight box of a mesh (`occupancy_grid.LatticePoints` has which), and judged off it:
 
 | metric | what it is                                                                                            |
 |--------|-------------------------------------------------------------------------------------------------------|
@@ -15,7 +15,7 @@ The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussia
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from nonlinear_lowrank.validation import require
 
 from .mesh_files import import_trimesh, read_mesh
-from .mesh_picture import View, render
+from .mesh_picture import render
 from .model import Field
-from .occupancy_grid import Frame, OccupancyGrid, check_memory, occupancy_grid
+from .occupancy_grid import LatticePoints, check_grids, occupancy_grid
 from .problem import FieldMethod
 from .settings import OccupancySettings
-from .surface_sampling import LatticePoints, lattice_bytes
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -45,11 +44,9 @@ _CHUNK = 1 << 15  # points that an evaluation takes at once
 def prepare(settings: OccupancySettings) -> "OccupancyProblem":
     """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
     import_trimesh()
-    n = settings.resolution
-    check_memory(resolution=(n, 1))  # that it is a number
     # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
-    check_memory(
-        resolution=(n, lattice_bytes(n, settings.surface_share, settings.surface_band)),
+    check_grids(
+        resolution=(settings.resolution, 5 if settings.surface_share else 1),
         held_out=(settings.held_out, 1),
         mesh_resolution=(settings.mesh_resolution, 8),
     )
@@ -81,12 +78,9 @@ class OccupancyProblem:
                 "mesh editor if that is not meant",
                 stacklevel=2,
             )
-        # The mesh that is written comes after the band, and is not to fail for want of memory at the end of a fit.
-        later = 8 * settings.mesh_resolution**3
-        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band, spare=later)
-        self._view = View(
-            up=settings.up, azimuth=settings.azimuth, elevation=settings.elevation, height=settings.picture_height
-        )
+        self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)
+        angles = {name: getattr(settings, name) for name in ("up", "azimuth", "elevation")}
+        self._render = partial(render, bounds=mesh.bounds, height=settings.picture_height, **angles)
         drawn = settings.points, settings.surface_share, settings.surface_band
         digest = hashlib.sha256(f"{drawn} {settings.field}".encode())
         for grid in (self.grid, self.held_out):
@@ -108,34 +102,33 @@ class OccupancyProblem:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """IoU off the lattice, percent."""
-        both = either = 0
-        for start, stop in _slabs(self.held_out):
-            truth = self.held_out.inside[start:stop]
-            found = log_odds(model, self.held_out.points(start, stop)) > 0
+        n, both, either = self.held_out.resolution, 0, 0
+        step = max(1, _CHUNK // n**2)
+        for start in range(0, n, step):
+            truth = self.held_out.inside[start : start + step]
+            found = log_odds(model, self.held_out.points(start, min(start + step, n))) > 0
             both += int(np.count_nonzero(found & truth))
             either += int(np.count_nonzero(found | truth))
         return {"iou": 100 * both / either if either else 100.0}
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """Draw the shape as the model has it, or as it is: one view, one size."""
-        return render(self.mesh if model is None else self.surface(model), self.mesh.bounds, self._view)
+        return self._render(self.mesh if model is None else self.surface(model))
 
     def surface(self, model: nn.Module) -> "Trimesh | None":
         """Return the closed mesh where the log-odds are 0, in the mesh's coordinates; None: nothing is inside."""
-        return surface(model, self.settings.mesh_resolution, self.grid.frame)
+        return surface(model, self.settings.mesh_resolution, self.mesh.bounds)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write picture.png, the true shape beside the field's, and mesh.ply, the field's."""
         found = self.surface(model)
         parameters = sum(each.numel() for each in model.parameters())
-        pictures = [render(mesh, self.mesh.bounds, self._view) for mesh in (self.mesh, found)]
         labels = f"{self.name}: {len(self.mesh.faces):,} faces", f"field: {parameters:,} parameters"
-        _beside(pictures, labels).save(folder / "picture.png")
-        written = [folder / "picture.png"]
-        if found is not None:
-            found.export(folder / "mesh.ply")
-            written.append(folder / "mesh.ply")
-        return written
+        _beside([self._render(mesh) for mesh in (self.mesh, found)], labels).save(folder / "picture.png")
+        if found is None:
+            return [folder / "picture.png"]
+        found.export(folder / "mesh.ply")
+        return [folder / "picture.png", folder / "mesh.ply"]
 
 
 @torch.no_grad()
@@ -147,13 +140,13 @@ def log_odds(model: nn.Module, points: np.ndarray) -> np.ndarray:
     return torch.cat(values).numpy().reshape(points.shape[:-1])
 
 
-def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None":
+def surface(model: nn.Module, resolution: int, bounds: np.ndarray) -> "Trimesh | None":
     """Marching cubes over the field's log-odds at a lattice of the box; the box's sides close what reaches them.
 
     Args:
         model: log-odds of points in [-1, 1]^3.
         resolution: points along each axis.
-        frame: the box in the coordinates that the mesh is to have.
+        bounds: (2, 3), the box in the coordinates that the mesh is to have.
 
     Returns:
         a closed mesh, its faces turned outwards, or None where no point is inside.
@@ -163,8 +156,8 @@ def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None"
     """
     trimesh = import_trimesh()
     marching_cubes = require("fields", "skimage.measure").marching_cubes
-    check_memory(mesh_resolution=(resolution, 8))
-    n = resolution
+    check_grids(mesh_resolution=(resolution, 8))
+    n, (low, high) = resolution, np.asarray(bounds, dtype=np.float64)
     values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
     axis = ((np.arange(n, dtype=np.float32) + 0.5) * (2 / n) - 1).astype(np.float32)
     step = max(1, _CHUNK // (n * n))
@@ -173,22 +166,13 @@ def surface(model: nn.Module, resolution: int, frame: Frame) -> "Trimesh | None"
         values[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
     # Outside mirrors the nearest point with the sign of outside: a surface there lies on the side of the box.
     for side in range(3):
-        for outer, inner in ((0, 1), (-1, -2)):
-            rim: list = [slice(None)] * 3
-            near = list(rim)
-            rim[side], near[side] = outer, inner
-            values[tuple(rim)] = -abs(values[tuple(near)]) - 1e-6
+        rim = np.moveaxis(values, side, 0)
+        rim[0], rim[-1] = -abs(rim[1]) - 1e-6, -abs(rim[-2]) - 1e-6
     if not (values > 0).any():
         return None
     points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
-    return trimesh.Trimesh(frame.to_mesh((points.astype(np.float64) - 0.5) * (2 / n) - 1), faces, process=False)
-
-
-def _slabs(grid: OccupancyGrid) -> Iterator[tuple[int, int]]:
-    """Ranges of planes of about a chunk."""
-    step = max(1, _CHUNK // grid.resolution**2)
-    for start in range(0, grid.resolution, step):
-        yield start, min(start + step, grid.resolution)
+    places = (points.astype(np.float64) - 0.5) * (2 / n) - 1
+    return trimesh.Trimesh(places * ((high - low) / 2) + (low + high) / 2, faces, process=False)
 
 
 def _beside(pictures: list[np.ndarray], labels: tuple[str, ...]) -> Image.Image:

@@ -1,4 +1,4 @@
-"""The points that a closed mesh has inside: one ray a column, all its hits, parity.
+"""The points that a closed mesh has inside (one ray a column, all its hits, parity), and those that a step sees.
 
 The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowrank.txt, section 4.4, after Saragadam et
 al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells:
@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from scipy.ndimage import maximum_filter, minimum_filter
+from torch import Tensor
 
-from nlr_lab.runtime.resources import RESERVE, free_memory
+from nlr_lab.runtime.resources import check_bytes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .mesh_winding import signed_volumes
+from .mesh_files import signed_volumes
 
 if TYPE_CHECKING:
     from trimesh import Trimesh
@@ -32,30 +35,6 @@ _TRIES = 8
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The box of a mesh, whose axes run from -1 to 1 in a field."""
-
-    middle: np.ndarray
-    """(3,)"""
-    half: np.ndarray
-    """(3,) half the sides."""
-
-    @classmethod
-    def of(cls, mesh: "Trimesh") -> "Frame":
-        """The tight box."""
-        low, high = np.asarray(mesh.bounds, dtype=np.float64)
-        return cls((low + high) / 2, (high - low) / 2)
-
-    def to_field(self, points: np.ndarray) -> np.ndarray:
-        """(..., 3) in the mesh's own coordinates -> in [-1, 1]^3."""
-        return (points - self.middle) / self.half
-
-    def to_mesh(self, points: np.ndarray) -> np.ndarray:
-        """The inverse."""
-        return points * self.half + self.middle
-
-
-@dataclass(frozen=True)
 class OccupancyGrid:
     """Occupancy at the n^3 points of a lattice, or near them."""
 
@@ -63,7 +42,6 @@ class OccupancyGrid:
     """(n, n, n) bool; axes x, y, z."""
     recast: int
     """Rays that were cast again."""
-    frame: Frame
     volume: float
     """Share of the box that the mesh encloses, by its faces (divergence theorem): the mean of `inside` comes near."""
     jitter: np.ndarray | None = None
@@ -83,9 +61,8 @@ class OccupancyGrid:
     def points(self, start: int, stop: int) -> np.ndarray:
         """Coordinates in [-1, 1] of planes start .. stop - 1 of the grid: (stop - start, n, n, 3) float32."""
         n = self.resolution
-        planes = np.arange(start, stop)
         within = np.float32(0.5) if self.jitter is None else self.jitter[start:stop, :, None, :]
-        index = np.stack(np.meshgrid(planes, np.arange(n), np.arange(n), indexing="ij"), axis=-1)
+        index = np.stack(np.meshgrid(np.arange(start, stop), np.arange(n), np.arange(n), indexing="ij"), axis=-1)
         return ((index + within) * (2 / n) - 1).astype(np.float32)
 
 
@@ -103,18 +80,18 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
-    check_memory(resolution=(resolution, 1))
-    frame, n = Frame.of(mesh), resolution
+    check_grids(resolution=(resolution, 1))
+    n = resolution
     unit = mesh.copy(include_cache=False, include_visual=False)
-    unit.vertices = frame.to_field(np.asarray(mesh.vertices, dtype=np.float64))
+    low, high = np.asarray(mesh.bounds, dtype=np.float64)
+    unit.vertices = (np.asarray(mesh.vertices, dtype=np.float64) - (low + high) / 2) / ((high - low) / 2)
     volume = abs(float(signed_volumes(unit.triangles).sum())) / 8
     if not volume > 1e-12:
         raise UserError(
             "the mesh's faces enclose no volume, or their bodies' volumes cancel out; turn the faces of all bodies "
             "outwards, as read_mesh does"
         )
-    caster = RayMeshIntersector(unit)
-    nudge = np.random.default_rng(0)
+    caster, nudge = RayMeshIntersector(unit), np.random.default_rng(0)
     inside = np.empty((n * n, n), dtype=bool)
     places = None if jitter is None else jitter.random((n * n, 3), dtype=np.float32)
     recast = 0
@@ -122,8 +99,7 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
         cells = np.arange(start, min(start + _SLAB, n * n))
         low = np.stack(np.divmod(cells, n), axis=1)
         within = np.full((len(cells), 3), 0.5) if places is None else places[cells].astype(np.float64)
-        column, height = np.zeros(0, dtype=np.int64), np.zeros(0)
-        todo = np.arange(len(cells))
+        column, height, todo = np.zeros(0, dtype=np.int64), np.zeros(0), np.arange(len(cells))
         for attempt in range(_TRIES + 1):
             # A random place is on no edge but by chance; moved, it might leave the mesh that it is in.
             span = _NUDGE * 1.6**attempt if places is None or attempt else 0.0
@@ -142,20 +118,17 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
                 "is open; close it in a mesh editor"
             )
         # The first point above a hit, by cell and then by the place within it; each hit turns all points above it.
-        above = (height + 1) * (n / 2) - within[column, 2]
-        first = np.clip(np.ceil(above), 0, n).astype(np.int64)
+        first = np.clip(np.ceil((height + 1) * (n / 2) - within[column, 2]), 0, n).astype(np.int64)
         turns = np.zeros((len(cells), n + 1), dtype=bool)
         np.logical_xor.at(turns, (column, first), True)
         np.logical_xor.accumulate(turns[:, :n], axis=1, out=inside[start : start + len(cells)])
-    grid = inside.reshape(n, n, n)
-    return OccupancyGrid(grid, recast, frame, volume, None if places is None else places.reshape(n, n, 3))
+    return OccupancyGrid(inside.reshape(n, n, n), recast, volume, None if places is None else places.reshape(n, n, 3))
 
 
 def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rays up through (C, 2) places -> of all hits, in any order, the ray and the height."""
     origins = np.concatenate([xy, np.full((len(xy), 1), -1.01)], axis=1)
-    upward = np.zeros_like(origins)
-    upward[:, 2] = 1
+    upward = np.broadcast_to(np.array([0.0, 0.0, 1.0]), origins.shape)
     # A ray crosses a face once at most, and may need some more tries to leave one: trimesh stops after 100 of both.
     _, ray, where = caster.intersects_id(
         origins, upward, multiple_hits=True, max_hits=len(caster.mesh.faces) + 100, return_locations=True
@@ -163,22 +136,57 @@ def _hits(caster, xy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ray, where[:, 2]
 
 
-def check_memory(**grids: tuple[int, float]) -> None:
-    """Raise UserError unless grids fit the free memory together; it names the largest, and what would fit.
-
-    Args:
-        grids: points along each axis and bytes a point, by the name of the setting.
-    """
+def check_grids(**grids: tuple[int, float]) -> None:
+    """Raise UserError unless grids, each of points along an axis and bytes a point, fit the free memory together."""
     for name, (resolution, _) in grids.items():
         check_integer(name, resolution, minimum=2)
-    taken = {name: resolution**3 * size for name, (resolution, size) in grids.items()}
-    needed, free = sum(taken.values()) + RESERVE, free_memory()
-    if needed <= free:
-        return
-    largest = max(taken, key=taken.__getitem__)
-    resolution, size = grids[largest]
-    left = max(free - needed + taken[largest], 0)
-    raise UserError(
-        f"{largest} {resolution}: a grid of {resolution}^3 takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
-        f"free; {int((left / size) ** (1 / 3))} would fit"
-    )
+    what = ", ".join(f"{name} {resolution}" for name, (resolution, _) in grids.items())
+    needed = sum(resolution**3 * size for resolution, size in grids.values())
+    check_bytes(int(needed), f"{what}: so many points along each axis", "choose smaller ones")
+
+
+class LatticePoints:
+    """Draw points of an occupancy grid, a share of them near the surface, weighted so that the loss stays the box's.
+
+    Most of a box is far from its shape's surface, is learned at once and then has next to no gradient. With a share s
+    of the points drawn from the band about the surface, which is a part f of the lattice, and the others from all of
+    it, a point is drawn with density
+
+        q = s / f + 1 - s    in the band,    q = 1 - s    outside
+
+    times the even one, and weighs 1 / q in the mean: the expected loss is that of even drawing, with a smaller variance.
+
+    Args:
+        inside: (n, n, n) bool.
+        share: of the points drawn from the band; at least 0, below 1.
+        band: the band's points have one of the other kind at most so far away along each axis, in units of the box's
+            half side.
+
+    Raises:
+        UserError: the band does not fit memory.
+    """
+
+    def __init__(self, inside: np.ndarray, share: float, band: float) -> None:
+        self.resolution = len(inside)
+        self._inside = torch.from_numpy(inside.reshape(-1))
+        self.share, self.part = 0.0, 0.0
+        if share > 0:
+            size = 2 * max(1, round(band * self.resolution / 2)) + 1
+            near = maximum_filter(inside, size, mode="nearest") != minimum_filter(inside, size, mode="nearest")
+            count = int(np.count_nonzero(near))
+            what = f"surface_band {band:g}: the band about the surface, {count:,} points of the lattice,"
+            check_bytes(8 * count, what, "give a smaller surface_band or resolution")
+            self._near, self._places = torch.from_numpy(near.reshape(-1)), torch.from_numpy(np.flatnonzero(near))
+            self.share, self.part = share if count else 0.0, count / inside.size
+
+    def draw(self, points: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Coordinates in [-1, 1] (points, 3), whether they are inside, as 0 and 1 (points,), and weights (points,)."""
+        n, few = self.resolution, int(self.share * points)
+        share = few / points
+        chosen = torch.randint(n**3, (points,), generator=generator)
+        density = torch.full((points,), 1 - share)
+        if few:
+            chosen[:few] = self._places[torch.randint(len(self._places), (few,), generator=generator)]
+            density[self._near[chosen]] += share / self.part
+        index = torch.stack([chosen // (n * n), chosen // n % n, chosen % n], dim=-1)
+        return (index.float() + 0.5) * (2 / n) - 1, self._inside[chosen].float(), density.reciprocal()

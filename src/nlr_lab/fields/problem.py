@@ -1,10 +1,10 @@
-"""Problems that are fitted (`Problem`), and the linears that fit them (`FieldMethod`).
+"""Problems that are fitted (`Problem`), and the linears that fit them (`FieldMethod`, `FieldArm`).
 
 A problem is pure: whatever is random in it comes from the generators it is handed, so that a fit resumes bit-exactly.
-Settings, as a user gives them, are a frozen dataclass with `prepare()` (`ProblemSettings`); reading and checking data
-is done there.
+Its settings, as a user gives them, are a frozen dataclass whose `prepare()` reads and checks the data (`settings`).
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
-from nonlinear_lowrank.validation import check_choice
+from nonlinear_lowrank.validation import check_choice, check_number
 
 Kind = Literal["dense", "low-rank", "sine"]
 Init = Literal["kaiming_sqrt5", "kaiming_zero"]
 
+_INITS: tuple[Init, ...] = get_args(Init)
 _ACTIVATIONS: dict[str, Literal["identity", "sine"]] = {"low-rank": "identity", "sine": "sine"}
 _SQUARED_SLOPE = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}
 
@@ -63,23 +64,13 @@ class FieldMethod:
     @classmethod
     def parse(cls, text: str) -> "FieldMethod":
         """Read the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`."""
-        kind, _, rest = text.strip().partition(":")
-        settings: dict[str, Any] = {}
-        for option in filter(None, rest.split(",")):
-            key, separator, value = (part.strip() for part in option.partition("="))
-            if not separator or not value:
-                raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
-            if key not in ("rank", "omega", "gain", "init"):
-                raise UserError(f"{kind} linears have no setting {key!r}; there are rank, omega, gain and init")
-            if key in settings:
-                raise UserError(f"{text!r} has {key} twice; omit one")
-            settings[key] = _read(key, value)
+        kind, settings = _read(text, ("rank", "omega", "gain", "init"))
         return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
 
     def __str__(self) -> str:
         """The short form; `parse` reads it back."""
-        settings = {name: getattr(self, name) for name in ("rank", "omega", "gain")}
-        options = [f"{name}={_short(value)}" for name, value in settings.items() if value is not None]
+        options = [f"{name}={_short(value)}" for name in ("rank", "omega", "gain")
+                   if (value := getattr(self, name)) is not None]  # fmt: skip
         if self.init != "kaiming_sqrt5":
             options.append(f"init={self.init}")
         return ":".join(filter(None, (self.kind, ",".join(options))))
@@ -114,11 +105,7 @@ class FieldMethod:
         if self.rank is None:
             return None
         return SineLowRankConfig(
-            rank=self.rank,
-            omega=self.omega,
-            gain=self.gain,
-            activation=_ACTIVATIONS[self.kind],
-            init=self.init,
+            rank=self.rank, omega=self.omega, gain=self.gain, activation=_ACTIVATIONS[self.kind], init=self.init
         )
 
 
@@ -138,18 +125,70 @@ def _short(value: float | str) -> str:
     return f"{value:g}" if not isinstance(value, str) and float(f"{value:g}") == value else str(value)
 
 
-def _read(key: str, value: str) -> Any:
-    """A setting's value: a number where it is one, a whole one for the rank."""
-    try:
-        return int(value) if key == "rank" else float(value)
-    except ValueError:
-        return value
+def _read(text: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """The kind and the settings of a short form; numbers where they are such, an integer for the rank."""
+    kind, _, rest = text.strip().partition(":")
+    settings: dict[str, Any] = {}
+    for option in filter(None, rest.split(",")):
+        key, separator, value = (part.strip() for part in option.partition("="))
+        if not separator or not value:
+            raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
+        if key not in known:
+            raise UserError(f"{kind} linears have no setting {key!r}; choose of {', '.join(known)}")
+        if key in settings:
+            raise UserError(f"{text!r} has {key} twice; omit one")
+        try:
+            settings[key] = value if key == "name" else int(value) if key == "rank" else float(value)
+        except ValueError:
+            settings[key] = value
+    return kind, settings
 
 
 @torch.no_grad()
 def _draw(tensor: Tensor, fan: int, init: str, generator: torch.Generator) -> None:
     bound = (6 / ((1 + _SQUARED_SLOPE[init]) * fan)) ** 0.5
     tensor.uniform_(-bound, bound, generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldArm:
+    """One method of a comparison, with what is tuned of it.
+
+    Raises:
+        UserError: see `FieldMethod`; or unknown inits, a bad learning rate or name.
+    """
+
+    method: FieldMethod
+    """With its first init."""
+    inits: tuple[Init, ...] = _INITS
+    """Inits of which the arm takes its best."""
+    lr: float | None = None
+    """The arm's learning rate; None: tuned, or the recipe's."""
+    name: str = ""
+    """Name in tables, pictures and folders; empty: made from the method."""
+
+    def __post_init__(self) -> None:
+        if self.lr is not None:
+            check_number("lr", self.lr, above=0)
+        if not self.inits or len(set(self.inits)) < len(self.inits) or not set(self.inits) <= set(_INITS):
+            raise UserError(f"inits must be one or more of {', '.join(_INITS)}, got {self.inits!r}")
+        if not self.name:
+            text = str(replace(self.method, init="kaiming_sqrt5"))
+            for long, short in (("rank=", "k"), ("omega=", "w"), ("e+", "e")):
+                text = text.replace(long, short)
+            chosen = "" if len(self.inits) > 1 else f"-{self.inits[0]}"
+            object.__setattr__(self, "name", re.sub(r"[^A-Za-z0-9._-]+", "-", text) + chosen)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise UserError(f"the arm's name {self.name!r} must be made of letters, digits, '.', '_' and '-'")
+
+    @classmethod
+    def parse(cls, text: str) -> "FieldArm":
+        """Read `FieldMethod`'s short form with `lr=` and `name=` beside it; without `init=` both inits are tried."""
+        kind, settings = _read(text, ("rank", "omega", "gain", "init", "lr", "name"))
+        own = {key: settings.pop(key) for key in ("lr", "name") if key in settings}
+        inits = (settings["init"],) if "init" in settings else _INITS
+        method = FieldMethod(kind=kind, **{"init": inits[0], **settings})  # type: ignore[arg-type]
+        return cls(method=method, inits=inits, **own)
 
 
 class Problem(Protocol):
@@ -192,12 +231,4 @@ class Problem(Protocol):
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write pictures, meshes, frames into an existing folder; return their paths, the most telling first."""
-        ...
-
-
-class ProblemSettings(Protocol):
-    """A frozen keyword-only dataclass of plain fields, each documented: the options of `nlr fit`."""
-
-    def prepare(self) -> Problem:
-        """Read and check the data; raise UserError where there is no such data, or it is not what it should be."""
         ...

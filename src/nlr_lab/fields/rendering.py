@@ -1,10 +1,12 @@
-"""Volume rendering of radiance fields: rays, normalised device coordinates, sampling, compositing.
+"""Pinhole cameras, and volume rendering of what they see: rays, device coordinates, sampling, compositing, paths.
+
+Camera axes are OpenGL's: a camera looks along -z with x to the right and y up. A pose is camera-to-world, 3 x 4
+`[R | t]`. A pixel (column i, row j) is seen through its centre (i + 1/2, j + 1/2).
 
 Formulas: Mildenhall et al. 2020, "NeRF", equation (3) (quadrature), section 5.2 (hierarchical sampling) and appendix C
-(normalised device coordinates). R is rays, S samples on each.
-
-A ray is cut into S intervals that leave no gap between near and far, one around each sample, within which density
-and colour are constant. So a constant density is integrated exactly, wherever the samples lie:
+(normalised device coordinates). R is rays, S samples on each. A ray is cut into S intervals that leave no gap between
+near and far, one around each sample, within which density and colour are constant. So a constant density is integrated
+exactly, wherever the samples lie:
 
     w_i = T_i (1 - exp(-s_i d_i))      T_i = exp(-sum_{j<i} s_j d_j)      colour = sum_i w_i c_i + T_{S+1} background
 
@@ -13,16 +15,136 @@ what light is left takes the last sample's colour.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cameras import Cameras
+from nonlinear_lowrank.errors import UserError
 
 RadianceField = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Points and unit viewing directions, both (R, S, 3), to density (R, S) >= 0 and colour (R, S, 3)."""
+
+_ROTATION_ERROR = 1e-3  # of R^T R against the identity; float32 poses have 1e-6
+
+
+@dataclass(frozen=True)
+class Cameras:
+    """N cameras with pictures of one size.
+
+    Raises:
+        UserError: a value is not finite, a pose is not a rotation, a focal length is not above 0.
+    """
+
+    poses: np.ndarray
+    """(N, 3, 4) float64, camera-to-world."""
+    intrinsics: np.ndarray
+    """(N, 4) float64, in pixels: focal lengths along x and y, centre's column and row."""
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        for name, values in (("pose", self.poses), ("focal length or centre", self.intrinsics)):
+            finite = np.isfinite(values).reshape(len(values), -1).all(1)
+            if not finite.all():
+                raise UserError(
+                    f"the {name} of view {finite.argmin()} holds a value that is not finite; fix or remove that view"
+                )
+        rotations, focals = self.poses[:, :, :3], self.intrinsics[:, :2].min(1, initial=np.inf)
+        off = np.abs(rotations.transpose(0, 2, 1) @ rotations - np.eye(3)).max((1, 2), initial=0)
+        for view, (error, focal) in enumerate(zip(off, focals, strict=True)):
+            if focal <= 0:
+                raise UserError(f"the focal length of view {view} must be above 0, got {focal:g}")
+            if error > _ROTATION_ERROR or np.linalg.det(rotations[view]) < 0:
+                what = "mirrored" if error <= _ROTATION_ERROR else f"R^T R is off the identity by {error:.2g}"
+                raise UserError(
+                    f"the pose of view {view} is not a rotation ({what}); poses are camera-to-world [R | t] with "
+                    "orthonormal R of determinant 1"
+                )
+
+    def __len__(self) -> int:
+        return len(self.poses)
+
+    def corners(self) -> np.ndarray:
+        """Directions, in the world, of the rays through the four corner pixels of each picture: (N, 4, 3)."""
+        focal, centre = self.intrinsics[:, None, :2], self.intrinsics[:, None, 2:]
+        ends = np.array([[x, y] for y in (0.5, self.height - 0.5) for x in (0.5, self.width - 0.5)])
+        across = (ends - centre) / focal * [1, -1]
+        local = np.concatenate([across, np.full((len(self), 4, 1), -1.0)], axis=2)
+        return local @ self.poses[:, :, :3].transpose(0, 2, 1)
+
+    def reduced(self, factor: int) -> "Cameras":
+        """The cameras of pictures whose blocks of factor x factor pixels became one; what is left over is cut off."""
+        height, width = self.height // factor, self.width // factor
+        return replace(self, intrinsics=self.intrinsics / factor, height=height, width=width)
+
+    def along(self, poses: np.ndarray) -> "Cameras":
+        """Cameras like the first one at other poses (M, 3, 4)."""
+        return replace(self, poses=poses, intrinsics=np.repeat(self.intrinsics[:1], len(poses), 0))
+
+
+def look_at(position: np.ndarray, target: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The pose (3, 4) of a camera at a position that looks at a target."""
+    back = _unit(position - target)
+    right = _unit(np.cross(up, back))
+    return np.stack([right, np.cross(back, right), back, position], 1)
+
+
+def average_pose(poses: np.ndarray) -> np.ndarray:
+    """(3, 4): mean position and viewing direction, upright as the poses (N, 3, 4) are on average."""
+    centre = poses[:, :, 3].mean(0)
+    return look_at(centre, centre - poses[:, :, 2].mean(0), poses[:, :, 1].mean(0))
+
+
+def recentred(poses: np.ndarray) -> np.ndarray:
+    """Poses (N, 3, 4) in a world in which the average pose is the identity."""
+    average = average_pose(poses)
+    moved = poses.copy()
+    moved[:, :, 3] -= average[:, 3]
+    # No matrix product: BLAS rounds otherwise on other processors, and scenes are told apart by their poses' bits.
+    return (average[:, :3].T[:, :, None] * moved[:, None]).sum(2)
+
+
+def spiral(poses: np.ndarray, focus: float, frames: int) -> np.ndarray:
+    """A closed path (frames, 3, 4) for a scene taken from one side: a turn within the spread of the views (N, 3, 4).
+
+    All look at one point, `focus` away from the average camera.
+    """
+    average = average_pose(poses)
+    radii = np.percentile(np.abs((poses[:, :, 3] - average[:, 3]) @ average[:, :3]), 90, axis=0)
+    angle = 2 * np.pi * np.arange(frames)[:, None] / frames
+    offsets = np.concatenate([np.cos(angle), -np.sin(angle), -np.sin(angle) / 2], 1) * radii
+    target = average[:, 3] - focus * average[:, 2]
+    return np.stack([look_at(average[:, 3] + average[:, :3] @ each, target, average[:, 1]) for each in offsets])
+
+
+def circle(poses: np.ndarray, frames: int) -> np.ndarray:
+    """A closed path (frames, 3, 4) around an object, at the mean distance and height of the views (N, 3, 4).
+
+    All look where the views' axes meet.
+    """
+    positions, axes = poses[:, :, 3], poses[:, :, 2]
+    # The point nearest to all optical axes: sum (I - a a^T) (x - p) = 0.
+    across = np.eye(3) - axes[:, :, None] * axes[:, None, :]
+    target = np.linalg.lstsq(across.sum(0), (across @ positions[:, :, None]).sum(0)[:, 0], rcond=None)[0]
+    up = _unit(poses[:, :, 1].mean(0))
+    offsets = positions - target
+    height = (offsets @ up).mean()
+    radius = np.linalg.norm(offsets - (offsets @ up)[:, None] * up, axis=1).mean()
+    side = _unit(np.cross(up, np.eye(3)[np.argmin(np.abs(up))]))
+    angle = 2 * np.pi * np.arange(frames)[:, None] / frames
+    ring = np.cos(angle) * side + np.sin(angle) * np.cross(up, side)
+    return np.stack([look_at(target + radius * each + height * up, target, up) for each in ring])
+
+
+def _unit(vector: np.ndarray) -> np.ndarray:
+    length = np.sqrt(np.square(vector).sum())  # as in `recentred`, the same on all processors
+    if not length > 0:
+        raise UserError("the cameras' directions cancel out: there is no average view; give fewer or other views")
+    return vector / length
 
 
 class Rays(NamedTuple):
@@ -36,33 +158,12 @@ class Rays(NamedTuple):
     """(R, 3), unit viewing directions in the world, also where origins and directions are in device coordinates."""
 
 
-class Rendered(NamedTuple):
-    """Colours and depths that R rays see."""
-
-    colour: Tensor
-    """(R, 3)."""
-    depth: Tensor
-    """(R), mean of t over the weights, in the rays' own unit."""
-    opacity: Tensor
-    """(R), the share of light that the volume stops."""
-    weights: Tensor
-    """(R, S), of the samples."""
-
-
 def pixel_rays(cameras: Cameras, views: Tensor, rows: Tensor, columns: Tensor) -> Rays:
-    """Rays through pixel centres, in float64.
-
-    Args:
-        cameras: the cameras.
-        views: (R) which camera.
-        rows: (R) of the pixels.
-        columns: (R) of the pixels.
-    """
+    """Rays through pixel centres, in float64: the cameras (R), rows (R) and columns (R) of the pixels."""
     poses = torch.from_numpy(cameras.poses)[views]
     focal_x, focal_y, centre_x, centre_y = torch.from_numpy(cameras.intrinsics)[views].unbind(-1)
-    local = torch.stack(
-        [(columns + 0.5 - centre_x) / focal_x, -(rows + 0.5 - centre_y) / focal_y, -torch.ones_like(focal_x)], -1
-    )
+    across, along = (columns + 0.5 - centre_x) / focal_x, -(rows + 0.5 - centre_y) / focal_y
+    local = torch.stack([across, along, -torch.ones_like(focal_x)], -1)
     directions = (poses[:, :, :3] @ local[:, :, None])[..., 0]
     return Rays(poses[:, :, 3], directions, F.normalize(directions, dim=-1))
 
@@ -70,33 +171,21 @@ def pixel_rays(cameras: Cameras, views: Tensor, rows: Tensor, columns: Tensor) -
 def ndc_rays(rays: Rays, scale_x: float, scale_y: float, near: float = 1.0) -> Rays:
     """Rays of cameras that look along -z, in normalised device coordinates: t in [0, 1] is z from -near to -infinity.
 
-    Args:
-        rays: in the world; every direction has z < 0.
-        scale_x: focal length over half the width, both in pixels.
-        scale_y: focal length over half the height.
-        near: distance of the near plane.
-
+    Every direction has z < 0. The scales are focal lengths over half the width and half the height.
     Source: Mildenhall et al. 2020, appendix C, equations (25) and (26).
     """
     shift = -(near + rays.origins[:, 2:]) / rays.directions[:, 2:]
     x, y, z = (rays.origins + shift * rays.directions).unbind(-1)
     dx, dy, dz = rays.directions.unbind(-1)
     origins = torch.stack([-scale_x * x / z, -scale_y * y / z, 1 + 2 * near / z], -1)
-    directions = torch.stack(
-        [-scale_x * (dx / dz - x / z), -scale_y * (dy / dz - y / z), -2 * near / z],
-        -1,
-    )
+    directions = torch.stack([-scale_x * (dx / dz - x / z), -scale_y * (dy / dz - y / z), -2 * near / z], -1)
     return Rays(origins, directions, rays.views)
 
 
 def stratified(jitter: Tensor, near: float, far: float) -> Tensor:
     """One t in each of S equal bins of [near, far]: (R, S), ascending.
 
-    Args:
-        jitter: (R, S) in [0, 1], the places in the bins: uniform draws, or 0.5 everywhere for the bins' middles.
-        near: smallest t.
-        far: largest t.
-
+    `jitter` (R, S) in [0, 1] has the places in the bins: uniform draws, or 0.5 everywhere for the bins' middles.
     Source: Mildenhall et al. 2020, equation (2).
     """
     samples = jitter.shape[-1]
@@ -137,8 +226,8 @@ def importance(edges: Tensor, weights: Tensor, jitter: Tensor) -> Tensor:
 
 def composite(
     density: Tensor, colour: Tensor, t: Tensor, near: float, far: float, lengths: Tensor, background: float | None
-) -> Rendered:
-    """Light along rays, by this file's formula.
+) -> tuple[Tensor, Tensor]:
+    """Light along rays, by this file's formula (Mildenhall et al. 2020, equation (3)).
 
     Args:
         density: (R, S) >= 0, per unit of length.
@@ -149,7 +238,8 @@ def composite(
         lengths: (R), of the directions: the length of a step of 1 in t.
         background: colour of what is behind, or None: the last sample's colour goes on.
 
-    Source: Mildenhall et al. 2020, equation (3).
+    Returns:
+        Colours (R, 3), and weights of the samples (R, S).
     """
     optical = density * interval_edges(t, near, far).diff(dim=-1) * lengths[:, None]
     # Shifted, not cumsum - optical: behind a thick interval that difference would be rounding error.
@@ -158,12 +248,10 @@ def composite(
     weights = passed * -torch.expm1(-optical)
     if background is None:
         weights = torch.cat([weights[:, :-1], passed[:, -1:]], -1)
-    opacity = weights.sum(-1)
     seen = (weights[..., None] * colour).sum(-2)
     if background is not None:
         seen = seen + background * torch.exp(-optical.sum(-1))[:, None]
-    depth = (weights * t).sum(-1) / opacity.clamp_min(torch.finfo(t.dtype).tiny)
-    return Rendered(seen, depth, opacity, weights)
+    return seen, weights
 
 
 def render(
@@ -176,7 +264,7 @@ def render(
     near: float,
     far: float,
     background: float | None,
-) -> list[Rendered]:
+) -> list[Tensor]:
     """Render rays: once, or twice where there are fine samples.
 
     Args:
@@ -190,18 +278,18 @@ def render(
         background: as in `composite`.
 
     Returns:
-        The coarse picture, and the fine one if there are fine samples.
+        Colours (R, 3) of the coarse picture, and of the fine one if there are fine samples.
     """
     lengths = rays.directions.norm(dim=-1)
 
-    def pass_with(field: RadianceField, t: Tensor) -> Rendered:
+    def pass_with(field: RadianceField, t: Tensor) -> tuple[Tensor, Tensor]:
         points = rays.origins[:, None] + t[..., None] * rays.directions[:, None]
         density, colour = field(points, rays.views[:, None].expand_as(points))
         return composite(density, colour, t, near, far, lengths, background)
 
     t = stratified(jitter, near, far)
-    passes = [pass_with(coarse, t)]
-    if fine_jitter is not None:
-        drawn = importance(interval_edges(t, near, far), passes[0].weights.detach(), fine_jitter)
-        passes.append(pass_with(fine or coarse, torch.cat([t, drawn], -1).sort(-1).values))
-    return passes
+    seen, weights = pass_with(coarse, t)
+    if fine_jitter is None:
+        return [seen]
+    drawn = importance(interval_edges(t, near, far), weights.detach(), fine_jitter)
+    return [seen, pass_with(fine or coarse, torch.cat([t, drawn], -1).sort(-1).values)[0]]

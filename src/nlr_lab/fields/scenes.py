@@ -10,19 +10,119 @@
 | .npz: images, poses_bounds                  | LLFF                                                               |
 | .npz: images_train, poses_train,            | Blender                                                            |
 | images_test, poses_test, focal              |                                                                    |
+
+LLFF are pictures taken by hand from one side. A row of `poses_bounds.npy` is 3 x 5 `[R | t | (height, width, focal
+length)]`, R's columns down, right and backwards, then the nearest and the farthest depth of the view. The world is
+scaled so that the nearest depth of all is 4/3, and moved so that the average camera is at the origin and looks along -z.
+
+Blender are rendered objects. A frame has `file_path` (".png" is added where it has no suffix) and `transform_matrix`,
+camera-to-world in OpenGL's axes. Clear pixels become white.
+
+Sources: Mildenhall et al. 2019, "Local light field fusion"; Mildenhall et al. 2020, "NeRF"; the single
+`transforms.json` is instant-ngp's.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from nlr_lab.runtime.bounds import read_arrays
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlr_lab.runtime.bounds import read_array, read_arrays
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.hub.storage import is_inside
+from nonlinear_lowrank.validation import check_integer, one_line
 
-from .blender import blender_folder, blender_npz
-from .llff import llff_folder, llff_scene
-from .scene import Scene
-from .scene_files import pictures_of_array
+from .image import over_white, read_pixels
+from .rendering import Cameras, Rays, circle, look_at, pixel_rays, recentred, render, spiral
+
+HOLD_OUT = 8
+"""Every 8th view is held out where a scene has no test views of its own, as in both papers."""
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_NEAR_PLANE = 0.75  # LLFF: the nearest depth becomes 1 / 0.75; the near plane of device coordinates is at 1
+_DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Views of a scene.
+
+    Raises:
+        UserError: views and cameras do not agree, a held-out view is out of range, no view is left to train on, or
+            normalised device coordinates cannot show all that a view sees.
+    """
+
+    name: str
+    images: np.ndarray
+    """(N, H, W, 3) float32 in [0, 1]."""
+    cameras: Cameras
+    held_out: tuple[int, ...]
+    """Views that are scored and not trained on."""
+    near: float
+    """Depth at which rays begin; in normalised device coordinates 0."""
+    far: float
+    """Depth at which they end; in normalised device coordinates 1."""
+    ndc: bool
+    """Rays are in normalised device coordinates with the near plane at 1."""
+    background: float | None
+    """Grey of what is behind everything; None: the world goes on."""
+    focus: float | None = None
+    """Distance of the point that a spiral of cameras looks at; None: cameras go around in a circle."""
+    set_aside: tuple[int, ...] = ()
+    """Views that the scene itself has for tests: never trained on, whether they are held out or not."""
+
+    def __post_init__(self) -> None:
+        views, out, cameras = len(self.images), self.held_out, self.cameras
+        if self.images.shape != (len(cameras), cameras.height, cameras.width, 3):
+            size = f"{len(cameras)} cameras of {cameras.width} x {cameras.height} pixels"
+            raise UserError(f"{self.name} has images {self.images.shape} and {size}; give one pose for each image")
+        wrong = [view for view in out if not 0 <= view < views]
+        if wrong:
+            raise UserError(f"{self.name} has views 0 to {views - 1}; view {wrong[0]} cannot be held out")
+        if len(set(out)) != len(out):
+            raise UserError(f"the held-out views {', '.join(map(str, out))} name one twice")
+        if not out or not self.trained:
+            raise UserError(
+                f"{self.name} has {views} views; hold out at least one and leave at least one to train on, "
+                f"not {len(out)}" + (f" beside {len(self.set_aside)} test views" if self.set_aside else "")
+            )
+        if not 0 <= self.near < self.far < np.inf:
+            raise UserError(f"{self.name} needs 0 <= near < far, not near {self.near:g} and far {self.far:g}")
+        if self.ndc and (behind := np.flatnonzero((cameras.corners()[..., 2] >= 0).any(1))).size:
+            raise UserError(
+                f"view {behind[0]} of {self.name} sees sideways or backwards, at least in a corner of its picture, "
+                "which normalised device coordinates cannot show; turn them off (--no-ndc, ndc=False)"
+            )
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The views that are neither held out nor the scene's own for tests."""
+        untrained = {*self.held_out, *self.set_aside}
+        return tuple(view for view in range(len(self.images)) if view not in untrained)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that training and scoring see."""
+        digest = hashlib.sha256()
+        for array in (self.images, self.cameras.poses, self.cameras.intrinsics):
+            digest.update(f"{array.shape}{array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
+        digest.update(repr((self.held_out, self.near, self.far, self.ndc, self.background)).encode())
+        # Said only where it matters, so that fits of scenes in which it does not go on under the hash they had.
+        if unused := sorted(set(self.set_aside) - set(self.held_out)):
+            digest.update(repr(unused).encode())
+        return digest.hexdigest()
+
+    def path(self, frames: int) -> Cameras:
+        """Cameras on a closed path: a spiral for a scene taken from one side, a circle around an object."""
+        poses = self.cameras.poses
+        return self.cameras.along(circle(poses, frames) if self.focus is None else spiral(poses, self.focus, frames))
 
 
 def read_scene(
@@ -55,11 +155,261 @@ def read_scene(
     if path.is_file():
         arrays = read_arrays(path)
         if {"images", "poses_bounds"} <= set(arrays):
-            pictures = pictures_of_array(path.stem, arrays["images"], downscale)
-            return llff_scene(path.stem, pictures, arrays["poses_bounds"], downscale, out, ndc)
-        return blender_npz(path, arrays, downscale, out, near, far)
-    if not path.is_dir():
+            pictures = _pictures_of(path.stem, arrays["images"], downscale)
+            return _llff(path.stem, pictures, arrays["poses_bounds"], downscale, out, ndc)
+        parts, poses, intrinsics = _blender_npz(path, arrays, downscale)
+    elif not path.is_dir():
         raise UserError(f"there is no file or folder {path}; give a scene's folder or .npz file")
-    if (path / "poses_bounds.npy").is_file():
-        return llff_folder(path, downscale, out, ndc)
-    return blender_folder(path, downscale, out, near, far)
+    elif (path / "poses_bounds.npy").is_file():
+        bounds = read_array(path / "poses_bounds.npy")
+        folder, factor = _llff_images(path, downscale)
+        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+        return _llff(path.name, _read_pictures(files, factor), bounds, factor, out, ndc)
+    else:
+        parts, poses, intrinsics = _blender_folder(path, downscale)
+    if len({(part.height, part.width) for part in parts}) > 1:
+        raise UserError(f"{path}: training and test pictures are of different sizes; give all one size")
+    images = np.concatenate([part.colours for part in parts])
+    cameras = Cameras(poses, np.array(intrinsics), parts[0].height, parts[0].width).reduced(downscale)
+    tests = tuple(range(len(parts[0].colours), len(images)))
+    out = (tests or tuple(range(0, len(images), HOLD_OUT))) if out is None else out
+    name = path.stem if path.is_file() else path.name
+    return Scene(name, images, cameras, out, near, far, ndc=False, background=1.0, set_aside=tests)
+
+
+class _Pictures(NamedTuple):
+    """Pictures of one size."""
+
+    colours: np.ndarray
+    """(N, H // factor, W // factor, 3) float32 in [0, 1]."""
+    height: int
+    """H, before they were reduced."""
+    width: int
+    """W."""
+
+
+def _pictures_of(name: str, images: np.ndarray, factor: int) -> _Pictures:
+    """Pictures (N, H, W, 3 or 4) uint8; clear pixels become white, then blocks of factor x factor pixels one."""
+    if images.ndim != 4 or images.shape[3] not in (3, 4) or images.dtype != np.uint8:
+        raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, got {images.shape} {images.dtype}")
+    if 0 in images.shape:
+        raise UserError(f"{name} has {len(images)} images of {images.shape[2]} x {images.shape[1]} pixels; give some")
+    return _Pictures(np.stack([_reduced(name, image, factor) for image in images]), *images.shape[1:3])
+
+
+def _read_pictures(files: Sequence[Path], factor: int) -> _Pictures:
+    """The pictures of files, as `_pictures_of` has them; one at a time is held at full size."""
+    colours: list[np.ndarray] = []
+    first = (0, 0)
+    for file in files:
+        pixels = read_pixels(file)
+        if colours and pixels.shape[:2] != first:
+            raise UserError(
+                f"the images are of different sizes: {files[0].name} has {first[1]} x {first[0]} pixels, "
+                f"{file.name} {pixels.shape[1]} x {pixels.shape[0]}; give all one size"
+            )
+        first = pixels.shape[:2]
+        colours.append(_reduced(file.name, pixels, factor))
+    if not colours:
+        raise UserError("the scene has no images")
+    return _Pictures(np.stack(colours), *first)
+
+
+def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
+    """(H, W, 3 or 4) uint8 to (H // factor, W // factor, 3) float32; what is left over at the edge is cut off."""
+    height, width = pixels.shape[:2]
+    rows, columns = height // factor, width // factor
+    if not rows or not columns:
+        size = f"{width} x {height} pixels"
+        raise UserError(f"{name} has {size}, which cannot get {factor} times smaller; give a smaller downscale")
+    blocks = over_white(pixels[: rows * factor, : columns * factor]).reshape(rows, factor, columns, factor, 3)
+    return blocks.mean((1, 3), dtype=np.float64).astype(np.float32)
+
+
+def _llff_images(path: Path, downscale: int) -> tuple[Path, int]:
+    """The folder of pictures that is nearest to `downscale`, and how many times smaller they are to get."""
+    sizes = [(int(each.name[7:]), each) for each in path.glob("images_*") if each.name[7:].isdecimal()]
+    there = {size: each for size, each in sorted([(1, path / "images"), *sizes]) if size and each.is_dir()}
+    usable = [size for size in there if downscale % size == 0]
+    if not usable:
+        found = ", ".join(folder.name for folder in there.values()) or "none"
+        hint = f"give downscale {next(iter(there))}" if there else "put them into images/"
+        raise UserError(
+            f"{path} has no pictures that give downscale {downscale} (folders of pictures: {found}); {hint}"
+        )
+    return there[usable[-1]], downscale // usable[-1]
+
+
+def _llff(
+    name: str, pictures: _Pictures, bounds: np.ndarray, factor: int, held_out: tuple[int, ...] | None, ndc: bool
+) -> Scene:
+    """Out of rows of poses_bounds.npy, (N, 17), and pictures that were reduced by `factor`."""
+    if bounds.ndim != 2 or bounds.shape[1] != 17 or bounds.dtype.kind != "f":
+        raise UserError(f"{name}: poses_bounds must be (N, 17) floats, got {bounds.shape} {bounds.dtype}")
+    _check_count(name, pictures, bounds)
+    table, depths = bounds[:, :15].astype(np.float64).reshape(-1, 3, 5), bounds[:, 15:].astype(np.float64)
+    if not ((depths[:, 0] > 0) & (depths[:, 0] < depths[:, 1]) & (depths[:, 1] < np.inf)).all():
+        raise UserError(f"{name}: the depths of every view must be 0 < nearest < farthest (columns 16 and 17)")
+    poses = np.concatenate([table[:, :, 1:2], -table[:, :, 0:1], table[:, :, 2:4]], 2)
+    unit = depths.min() * _NEAR_PLANE
+    poses[:, :, 3] /= unit
+    depths = depths / unit
+    height, width = pictures.height, pictures.width
+    full_height, full_width, focal = table[:, :, 4].T
+    if (table[:, :2, 4] <= 0).any():
+        raise UserError(f"{name}: height and width (columns 5 and 10) must be above 0")
+    middle = np.full(len(focal), width / 2), np.full(len(focal), height / 2)
+    checked = Cameras(
+        poses, np.stack([focal * width / full_width, focal * height / full_height, *middle], 1), height, width
+    )
+    cameras = Cameras(recentred(checked.poses), checked.intrinsics, height, width).reduced(factor)
+    # Between the nearest and the farthest depth, three quarters of the way in 1 / depth: as LLFF's own paths do.
+    focus = 1 / (0.25 / (0.9 * depths.min()) + 0.75 / (5.0 * depths.max()))
+    held_out = tuple(range(0, len(bounds), HOLD_OUT)) if held_out is None else held_out
+    near, far = (0.0, 1.0) if ndc else (0.9 * float(depths.min()), float(depths.max()))
+    return Scene(name, pictures.colours, cameras, held_out, near, far, ndc, background=None, focus=float(focus))
+
+
+def _check_count(name: str, pictures: _Pictures, poses: np.ndarray) -> None:
+    if len(pictures.colours) != len(poses):
+        raise UserError(
+            f"{name} has {len(pictures.colours)} images and {len(poses)} poses; give one pose for each image"
+        )
+
+
+def _blender_npz(path: Path, arrays: dict[str, np.ndarray], downscale: int) -> tuple[list[_Pictures], np.ndarray, list]:
+    """Pictures (N, H, W, 3 or 4) uint8, poses (N, 4, 4), focal length in pixels."""
+    sides = ("train", "test")
+    focals = {"focal", "camera_angle_x"} & set(arrays)
+    missing = [name for side in sides for name in (f"images_{side}", f"poses_{side}") if name not in arrays]
+    if missing or not focals:
+        raise UserError(
+            f"{path} needs the arrays images, poses_bounds, or images_train, poses_train, images_test, poses_test, "
+            f"focal; of the second it lacks {', '.join(missing + ([] if focals else ['focal']))} "
+            f"(it has {', '.join(arrays) or 'none'})"
+        )
+    parts, poses = [], []
+    for side in sides:
+        parts.append(_pictures_of(f"{path.stem}, images_{side}", arrays[f"images_{side}"], downscale))
+        poses.append(_matrices(f"{path.name}, poses_{side}", arrays[f"poses_{side}"]))
+        _check_count(f"{path} ({side})", parts[-1], poses[-1])
+    lens = {("fl_x" if name == "focal" else name): (arrays[name].reshape(-1).tolist() or [None])[0] for name in focals}
+    one = _intrinsics(path.name, {**lens, "w": parts[0].width}, parts[0])
+    return parts, np.concatenate(poses), [one] * sum(map(len, poses))
+
+
+def _blender_folder(path: Path, downscale: int) -> tuple[list[_Pictures], np.ndarray, list]:
+    sides = [path / f"transforms_{side}.json" for side in ("train", "test")]
+    if (path / "transforms.json").is_file() and not any(each.is_file() for each in sides):
+        sides = [path / "transforms.json"]
+    missing = [each.name for each in sides if not each.is_file()]
+    if missing:
+        raise UserError(
+            f"{path} lacks {' and '.join(missing)}; a scene's folder has poses_bounds.npy, or "
+            "transforms_train.json and transforms_test.json, or transforms.json"
+        )
+    parts, poses, intrinsics = [], [], []
+    for side in sides:
+        try:
+            table = json.loads(side.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{side} cannot be read: {one_line(error)}") from error
+        frames = table.get("frames") if isinstance(table, dict) else None
+        if not isinstance(frames, list) or not frames:
+            raise UserError(f"{side} names no frames")
+        files = []
+        for number, frame in enumerate(frames):
+            if not isinstance(frame, dict) or not {"file_path", "transform_matrix"} <= set(frame):
+                raise UserError(f"{side}: frame {number} needs file_path and transform_matrix")
+            if not is_inside(frame["file_path"]):
+                raise UserError(
+                    f"{side} names {frame['file_path']!r}, which is not in the scene's folder; name files in it"
+                )
+            file = path / frame["file_path"]
+            files.append(file if file.suffix.lower() in _SUFFIXES else file.with_name(file.name + ".png"))
+        parts.append(_read_pictures(files, downscale))
+        try:
+            matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{side}: every transform_matrix must be 4 x 4 numbers") from error
+        poses.append(_matrices(side.name, matrices))
+        intrinsics += [_intrinsics(side.name, {**table, **frame}, parts[-1]) for frame in frames]
+    return parts, np.concatenate(poses), intrinsics
+
+
+def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
+    """(N, 3 or 4, 4) to (N, 3, 4) float64."""
+    if poses.ndim != 3 or poses.shape[1:] not in ((3, 4), (4, 4)) or poses.dtype.kind != "f":
+        raise UserError(f"{name}: poses must be (N, 4, 4) numbers, got {poses.shape} {poses.dtype}")
+    return poses[:, :3].astype(np.float64)
+
+
+def _intrinsics(name: str, table: dict[str, Any], pictures: _Pictures) -> tuple[float, float, float, float]:
+    """Focal lengths and centre, out of the field of view, or of lengths in pixels of pictures w wide (and h high)."""
+    bad = [key for key in _DISTORTION if table.get(key)]
+    if bad:
+        raise UserError(f"{name} has lens distortion ({', '.join(bad)}); undistort the pictures first")
+
+    def number(key: str) -> float:
+        value = table[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise UserError(f"{name}: {key} must be a finite number above 0, got {value!r}")
+        return float(value)
+
+    height, width = pictures.height, pictures.width
+    # The pictures may be smaller than those that the lengths are for.
+    across = width / number("w") if "w" in table else 1.0
+    down = height / number("h") if "h" in table else across
+    if "fl_x" in table:
+        focal_x = number("fl_x") * across
+        focal_y = number("fl_y") * down if "fl_y" in table else focal_x
+    elif "camera_angle_x" in table:
+        focal_x = focal_y = width / 2 / float(np.tan(number("camera_angle_x") / 2))
+    else:
+        raise UserError(f"{name} needs camera_angle_x, or fl_x and w")
+    centre_x = number("cx") * across if "cx" in table else width / 2
+    centre_y = number("cy") * down if "cy" in table else height / 2
+    return focal_x, focal_y, centre_x, centre_y
+
+
+DEMO_SIZE = 40
+"""Pixels of a view of the demo, by side."""
+
+_BALLS = (  # centre, radius, colour
+    ((0.0, 0.0, 0.2), 0.7, (0.9, 0.3, 0.2)),
+    ((0.9, 0.5, -0.2), 0.45, (0.2, 0.7, 0.3)),
+    ((-0.7, -0.8, -0.1), 0.5, (0.2, 0.35, 0.9)),
+)
+_DENSITY, _EDGE = 12.0, 0.03  # per unit of length; width over which a ball's density falls to nothing
+
+
+def demo_volume(points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
+    """Density (...) and colour (..., 3) of the balls at points (..., 3), brighter towards above, and striped."""
+    density, colour = points.new_zeros(points.shape[:-1]), torch.zeros_like(points)
+    for centre, radius, tint in _BALLS:
+        inside = _DENSITY * torch.sigmoid((radius - (points - points.new_tensor(centre)).norm(dim=-1)) / _EDGE)
+        density = density + inside
+        colour = colour + inside[..., None] * points.new_tensor(tint)
+    light = 0.75 + 0.25 * torch.sin(9 * points[..., 2:])
+    return density, light * colour / density.clamp_min(1e-12)[..., None]
+
+
+def demo_scene(views: int = 24, size: int = DEMO_SIZE, held_out: tuple[int, ...] | None = None) -> Scene:
+    """Three soft balls in formulas before white, in `views` square pictures on a spiral from low to high.
+
+    Every 8th view is held out, or those that are given.
+    """
+    share = (np.arange(views) + 0.5) / views
+    rise, turn = np.radians(10 + 60 * share), np.pi * (3 - np.sqrt(5)) * np.arange(views)  # the golden angle
+    positions = 4.0 * np.stack([np.cos(rise) * np.cos(turn), np.cos(rise) * np.sin(turn), np.sin(rise)], 1)
+    poses = np.stack([look_at(each, np.zeros(3), np.array([0.0, 0.0, 1.0])) for each in positions])
+    cameras = Cameras(poses, np.tile([1.1 * size, 1.1 * size, size / 2, size / 2], (views, 1)), size, size)
+    pixels, bounds = torch.arange(views * size * size), {"near": 2.2, "far": 5.8}
+    parts = []
+    for some in pixels.split(2048):
+        rays = Rays(*(each.float() for each in pixel_rays(cameras, some // size**2, some // size % size, some % size)))
+        middles = torch.full((len(some), 128), 0.5)
+        parts.append(render(demo_volume, None, rays, middles, **bounds, background=1.0)[-1].clamp(0, 1))
+    images = torch.cat(parts).reshape(views, size, size, 3).numpy()
+    out = tuple(range(0, views, HOLD_OUT)) if held_out is None else held_out
+    return Scene("demo", images, cameras, out, **bounds, ndc=False, background=1.0)

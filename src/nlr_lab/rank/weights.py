@@ -24,14 +24,14 @@ from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor
 
-from nlr_lab.fields.folder import CHECKPOINTS
-from nlr_lab.fields.folder import SETTINGS as FIT
+CHECKPOINTS = "checkpoints"
+from nlr_lab.fields.fit import SETTINGS as FIT
 from nlr_lab.fields.problem import FieldMethod
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.adapter import CONFIG as ADAPTER_CONFIG
-from nonlinear_lowrank.hub.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from nonlinear_lowrank.hub.adapter import is_adapter
-from nonlinear_lowrank.hub.files import read_json, tensor_shapes, weight_files
+from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG
+from nonlinear_lowrank.hub.loading import ADAPTER_WEIGHTS
+from nonlinear_lowrank.hub.loading import is_adapter
+from nonlinear_lowrank.hub.storage import read_json, tensor_shapes, weight_files
 from nonlinear_lowrank.hub.loading import load_model
 from nonlinear_lowrank.hub.registration import FIELD, TYPE_PREFIX
 from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear

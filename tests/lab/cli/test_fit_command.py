@@ -10,10 +10,8 @@ import pytest
 from PIL import Image
 
 from cli_helpers import run, run_python
-from nlr_lab.fields.arm import FieldArm
-from nlr_lab.fields.fit import build
-from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.step import Stepper
+from nlr_lab.fields.fit import Stepper, build
+from nlr_lab.fields.problem import FieldArm, FieldMethod
 from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
 
 FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]

@@ -15,12 +15,10 @@ from nlr_lab.compare.fields import pictures, trial
 from nlr_lab.compare.fields.rate_distortion import bd_psnr, bd_rate
 from nlr_lab.compare.fields.record import field_sections
 from nlr_lab.compare.fields.report import render_report
-from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.problem import FieldArm, FieldMethod
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -405,7 +403,7 @@ def test_reads_arms_with_what_is_tuned_of_them():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sine:rank=5,lr=fast", "lr must be a number, got 'fast'"),
+        ("sine:rank=5,lr=fast", "lr must be a finite number above 0, got 'fast'"),
         ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
         ("sine:rank=5,name=a/b", "must be made of letters"),
         ("sine:rank=5,omega=2,rank=3", "has rank twice"),

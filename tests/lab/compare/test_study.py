@@ -25,11 +25,10 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.arm import FieldArm
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig

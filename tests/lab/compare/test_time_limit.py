@@ -13,11 +13,11 @@ from compare_helpers import StubTask, compare_stub
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
 from nlr_lab.compare.trial import Measurement
-from nlr_lab.fields.arm import FieldArm
+from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig, Stepper
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.runtime.time_limit import OutOfTimeError, duration, shortened
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask

@@ -9,11 +9,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from nlr_lab.fields.demo_scene import demo_scene, demo_volume
 from nlr_lab.fields.fit import FitConfig, fit
+from nlr_lab.fields.model import RadianceNet
 from nlr_lab.fields.nerf import NerfProblem, NerfSettings
-from nlr_lab.fields.nerf_model import RadianceConfig, RadianceNet
 from nlr_lab.fields.problem import FieldMethod
+from nlr_lab.fields.scenes import demo_scene, demo_volume
+from nlr_lab.fields.settings import RadianceConfig
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 from seeds import rng

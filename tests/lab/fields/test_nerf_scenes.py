@@ -11,9 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from nlr_lab.fields.cameras import Cameras, average_pose, look_at, recentred
 from nlr_lab.fields.nerf import NerfProblem, NerfSettings
-from nlr_lab.fields.rendering import pixel_rays
+from nlr_lab.fields.rendering import Cameras, average_pose, look_at, pixel_rays, recentred
 from nlr_lab.fields.scenes import read_scene
 from nonlinear_lowrank import UserError
 from seeds import rng
@@ -151,7 +150,7 @@ def test_recentring_moves_the_world_and_not_the_views():
 RECENTRED = """
 import sys
 import numpy
-from nlr_lab.fields.cameras import recentred
+from nlr_lab.fields.rendering import recentred
 sys.stdout.buffer.write(recentred(numpy.load(sys.argv[1])).tobytes())
 """
 
@@ -188,7 +187,7 @@ def refused(match, call):
 def test_refuses_images_and_poses_of_different_number(llff):
     folder, poses, _ = llff
     np.save(folder / "poses_bounds.npy", poses_bounds(poses[:-1]))
-    refused("images_2 has 9 images and poses_bounds.npy 8 poses", lambda: read_scene(folder, downscale=2))
+    refused("has 9 images and 8 poses", lambda: read_scene(folder, downscale=2))
 
 
 def test_missing_pictures_and_sizes_are_named(llff):

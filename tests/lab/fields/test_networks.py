@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nlr_lab.bench.timing import interleaved_step_times, paired_ratio
-from nlr_lab.fields.fit import build
+from nlr_lab.fields.fit import Stepper, build
 from nlr_lab.fields.image import ImageProblem
 from nlr_lab.fields.model import Field, FieldConfig, encode, gaussian
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.step import FitConfig, Stepper
+from nlr_lab.fields.recipe import FitConfig
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
 

@@ -19,7 +19,7 @@ from nlr_lab.fields.fit import fit
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.rank.measures import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 from nlr_lab.rank.omega import guess_omega, stable_rank
 from nlr_lab.rank.report import rank_report

@@ -13,13 +13,11 @@ from torch._dynamo.utils import counters
 
 import finetune_helpers
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
-from nlr_lab.bench.training import bench_step
-from nlr_lab.bench.training import TrainBenchConfig
+from nlr_lab.bench.training import TrainBenchConfig, bench_step
 from nlr_lab.compare import compare
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import FitConfig
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training

@@ -12,12 +12,9 @@ from torch import nn
 from nlr_lab.bench.timing import Clock, interleaved_step_times
 from nlr_lab.compare.record import clean, flatten
 from nlr_lab.compare.trial import Choice, Measurement, Run, Stop, Trials, tidy
-from nlr_lab.fields.arm import FieldArm
-from nlr_lab.fields.fit import build, fit, load_weights
-from nlr_lab.fields.folder import OF_PICTURES, RESULT, SETTINGS
-from nlr_lab.fields.problem import FieldMethod, Problem
+from nlr_lab.fields.fit import OF_PICTURES, RESULT, SETTINGS, Stepper, build, fit, load_weights
+from nlr_lab.fields.problem import FieldArm, FieldMethod, Problem
 from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.fields.step import Stepper
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.resources import choose_device, told_of_memory
 from nlr_lab.runtime.storage import read_json, read_manifest, write_json
