@@ -1,0 +1,368 @@
+"""`nlr bench` and the GPU script at toy sizes: what they report against counts by hand, not how fast it is."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nonlinear_lowrank as nlr
+from nlr_lab.bench.arms import METHODS, BenchArm, bench_arms, make_model
+from nlr_lab.bench.decode import bench_decode, make_decoder
+from nlr_lab.bench.op import bench_op, kat_rational, op_arms
+from nlr_lab.bench.result import draw
+from nlr_lab.bench.settings import DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
+from nlr_lab.bench.timing import paired_ratio
+from nlr_lab.bench.training import bench_memory, bench_step, make_stepper, peak_bytes
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import all_methods
+from nonlinear_lowrank.methods.rational.reference import rational_reference
+
+# steps of this size can be shorter than the process clock's tick
+TIMED = {"modes": ("eager",), "warmup": 1, "clock": "wall"}
+MODEL = {"width": 32, "heads": 2, "hidden": 48, "vocab_size": 67}
+STEP = TrainBenchConfig(**MODEL, **TIMED, layers=1, sequence_length=8, batch_size=2, ranks=(4, 8), rounds=3)
+DECODE = DecodeBenchConfig(**MODEL, **TIMED, layers=2, context=9, batch_sizes=(1, 3), ranks=(4,), rounds=3)
+OP = OpBenchConfig(**TIMED, width=24, hidden=32, tokens=20, ranks=(4,), rounds=2)
+MEMORY = TrainBenchConfig(
+    width=64,
+    layers=2,
+    heads=2,
+    hidden=96,
+    vocab_size=67,
+    sequence_length=32,
+    batch_size=4,
+    methods=("noble", "sine-lora", "sine-dora", "dora", "nora"),
+    ranks=(4,),
+)
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
+NOBLE = BenchArm(method="noble", rank=4)
+
+
+def test_step_counts_flops_by_hand():
+    lines = []
+    result = bench_step(STEP, progress=lines.append)
+    assert [(row.panel, row.arm, row.over) for row in result.rows] == [
+        ("eager", "noble r=4", "baseline"),
+        ("eager", "noble r=8", "baseline"),
+    ]
+    data = json.loads(result.to_json())
+    for row in result.rows:
+        times = data["times"]["eager"]
+        assert len(times["baseline"]) == len(times[row.arm]) == 3
+        assert row.step == paired_ratio(times[row.arm], times["baseline"])
+        assert row.figures["step_over_flops"] == row.step.median / row.figures["flop_ratio"]
+        # r (d_in + d_out) + r^2 multiply-adds a token for each of 6 linears, forward and twice as much backward, where
+        # the bottleneck is computed again
+        sides = sum(d_in + d_out for d_in, d_out in [(32, 32)] * 4 + [(32, 96), (48, 32)])
+        rank = int(row.arm.removeprefix("noble r="))
+        branch = 2 * 16 * (3 * rank * sides + 6 * 4 * rank**2)
+        assert result.flops[row.arm] - result.flops["baseline"] == branch
+        assert row.figures["flop_ratio"] == result.flops[row.arm] / result.flops["baseline"]
+        assert f"{row.figures['flop_ratio']:.4f}" in str(result)
+    linears = 4 * 32 * 32 + 32 * 96 + 48 * 32 + 67 * 32
+    attention = 4 * 8 * 32 * 16  # scores and values, forward; backward forms the scores again
+    assert result.flops["baseline"] == 6 * 16 * linears + 3.5 * attention
+    assert data["config"]["ranks"] == [4, 8]
+    assert data["machine"]["threads"] == 1
+    assert data["machine"]["copy_bytes_per_second"] > 1e6
+    assert lines
+
+
+@pytest.mark.parametrize("family", ["glm", "llama"])
+def test_every_method_is_over_its_arm(family):
+    config = replace(STEP, methods=tuple(METHODS), ranks=(4,), rounds=1, family=family)
+    result = bench_step(config)
+    rows = {row.arm: row for row in result.rows}
+    assert set(rows) == {arm.name for arm in bench_arms(config.methods, config.ranks)} - {"baseline"}
+    for row in rows.values():
+        assert row.over == ("baseline" if row.arm.split()[0] in (*all_methods(), "lora") else "lora r=4")
+    # sine-LoRA has LoRA's factors and forms its weight of them; DoRA and sine-DoRA add one number an output
+    trained = {arm: row.figures["trained_ratio"] for arm, row in rows.items()}
+    assert trained["sine-lora r=4"] == 1 < rows["sine-lora r=4"].figures["flop_ratio"]
+    assert trained["sine-dora r=4"] == trained["dora r=4"] > 1
+    assert trained["lora r=4"] < 0.3 < 0.9 < trained["nonlinear-query"] < 1.1
+    assert trained["noble-adapter r=4"] > 1
+
+
+def test_adapters_alone_omit_the_plain_model():
+    names = [arm.name for arm in bench_arms(("sine-lora",), (2, 4))]
+    assert names == ["lora r=2", "lora r=4", "sine-lora r=2", "sine-lora r=4"]
+
+
+def test_frozen_weights_have_their_type():
+    config = replace(STEP, methods=("sine-lora",), bf16=True, frozen_dtype="bfloat16")
+    arm = BenchArm(method="sine-lora", rank=4)
+    stepper = make_stepper(config, "eager", arm, lr=1e-2)
+    kinds = {(each.requires_grad, each.dtype) for each in stepper.model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    losses = [stepper.step().item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def test_arms_differ_by_the_branch_and_learn():
+    plain, noble = (make_stepper(STEP, "eager", arm, lr=1e-2) for arm in (BenchArm(), NOBLE))
+    assert plain.flops() < noble.flops()
+    assert noble.trained - plain.trained == sum(
+        each.numel() for name, each in noble.model.named_parameters() if "noble_" in name
+    )
+    for stepper in (plain, noble):
+        before = {name: p.detach().clone() for name, p in stepper.model.named_parameters()}
+        losses = [stepper.step().item() for _ in range(30)]
+        assert losses[-1] < losses[0] - 0.5
+        assert all(not torch.equal(p, before[name]) for name, p in stepper.model.named_parameters())
+        assert all(p.grad is None for p in stepper.model.parameters())
+
+
+def test_steps_take_the_given_batches():
+    torch.manual_seed(0)
+    batches = iter([torch.randint(0, 67, (2, 8)) for _ in range(2)])
+    stepper = make_stepper(STEP, "eager", NOBLE, batch=lambda: next(batches))
+    losses = {stepper.step().item() for _ in range(2)}
+    assert len(losses) == 2
+    with pytest.raises(StopIteration):
+        stepper.step()
+
+
+def test_threads_are_restored():
+    torch.set_num_threads(2)
+    try:
+        result = bench_step(replace(STEP, rounds=1, ranks=(4,)))
+        assert torch.get_num_threads() == 2
+        assert result.machine["threads"] == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_peak_agrees_with_counts_by_hand():
+    x = torch.randn(1 << 16, requires_grad=True)
+    assert x.nbytes <= peak_bytes(lambda: x.detach() + 1, "cpu") <= x.nbytes + 1024
+    # sin(x) and cos(x) are kept, their product is the third; of the backward pass one at a time on top
+    peak = peak_bytes(lambda: (torch.sin(x) * torch.cos(x)).sum().backward(), "cpu")
+    assert 3 * x.nbytes <= peak <= 6 * x.nbytes
+    assert peak_bytes(lambda: None, "cpu") == 0
+
+
+# torch hides it where warnings are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
+    lines = []
+    result = bench_memory(replace(MEMORY, modes=(mode,)), progress=lines.append)
+    rows = {row.arm: row.figures for row in result.rows}
+    assert list(rows) == [
+        "baseline",
+        *(f"{name} r=4" for name in ("lora", "noble", "sine-lora", "sine-dora", "dora", "nora")),
+    ]
+    # NOBLE keeps h alone: r numbers a token for each of the six linears of a block
+    h = 2 * 6 * 4 * 32 * 4 * 4
+    extra = rows["noble r=4"]["saved_bytes"] - rows["baseline"]["saved_bytes"]
+    assert h <= extra <= 1.05 * h
+    assert rows["noble r=4"]["saved_ratio"] == rows["noble r=4"]["saved_bytes"] / rows["baseline"]["saved_bytes"]
+    # sine keeps what LoRA keeps, or less; nothing as large as a weight
+    for name in ("sine-lora r=4", "sine-dora r=4"):
+        assert rows[name]["saved_bytes"] <= 1.01 * rows["lora r=4"]["saved_bytes"]
+    assert rows["nora r=4"]["trained"] < rows["lora r=4"]["trained"]
+    for row in result.rows:
+        over = {"baseline": None, "noble r=4": "baseline", "lora r=4": "baseline"}
+        assert row.over == over.get(row.arm, "lora r=4")
+        assert row.figures["peak_bytes"] > row.figures["saved_bytes"] * 0.9
+        assert row.arm in str(result)
+    weights = 4 * rows["baseline"]["trained"]
+    assert weights <= rows["baseline"]["weights_bytes"] <= weights + 1024  # buffers
+    assert json.loads(result.to_json())["rows"][0]["arm"] == "baseline"
+    assert len(lines) == len(rows)
+    draw(result, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_decode_reports_what_was_timed():
+    result = bench_decode(DECODE)
+    arms = ("noble r=4", "noble r=4, optimized")
+    assert [(row.panel, row.arm) for row in result.rows] == [
+        (f"eager, batch {size}", arm) for size in (1, 3) for arm in arms
+    ]
+    data = json.loads(result.to_json())
+    for row in result.rows:
+        times = data["times"][row.panel]
+        assert row.step == paired_ratio(times[row.arm], times["baseline"])
+        assert row.figures["parameter_ratio"] > 1
+        assert str(row.step) in str(result)
+    assert "one token after 9" in str(result)
+
+
+def test_optimized_arms_are_those_that_get_faster():
+    result = bench_decode(replace(DECODE, methods=("nonlinear-query", "noble"), batch_sizes=(1,)))
+    assert [row.arm for row in result.rows] == ["nonlinear-query", "noble r=4", "noble r=4, optimized"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_decoded_step_is_the_next_token_and_leaves_the_cache(mode):
+    torch._dynamo.reset()
+    model = make_model(DECODE, BenchArm(method="noble", rank=4), 16, cache=True).eval()
+    step = make_decoder(DECODE, mode, model, 3)
+    inner = step.__wrapped__
+    cells = dict(zip(inner.__code__.co_freevars, [cell.cell_contents for cell in inner.__closure__], strict=True))
+    ids = torch.randint(0, 67, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        first = model(input_ids=ids).logits[:, -1:].argmax(-1)
+        expected = model(input_ids=torch.cat([ids, first], 1)).logits[:, -1:].argmax(-1)
+    assert torch.equal(cells["token"], first)
+    for _ in range(3):
+        assert torch.equal(step(), expected)
+        assert cells["cache"].get_seq_length() == 9
+
+
+def test_op_reports_what_was_timed(tmp_path):
+    lines = []
+    result = bench_op(OP, progress=lines.append)
+    data = json.loads(result.to_json())
+    for row in result.rows:
+        times = data["times"][row.panel]
+        assert row.step == paired_ratio(times[row.arm], times[row.over])
+        assert str(row.step) in str(result)
+    assert len(result.rows) == 2 + 5 + 4 + 2
+    saved = {row.arm: row.figures["saved_bytes"] for row in result.rows}
+    over = {row.arm: row.figures["saved_by_over_bytes"] for row in result.rows}
+    assert saved["NOBLE r=4"] - over["NOBLE r=4"] == 20 * 4 * 4
+    assert saved["sine-LoRA r=4"] == 20 * 24 * 4
+    assert saved["rational"] == over["rational"] == 20 * 32 * 4
+    assert saved["gated rational"] == 2 * 20 * 32 * 4
+    for row in result.rows:
+        if row.arm.startswith(("plain", "KAT")):
+            assert row.figures["saved_bytes"] > row.figures["saved_by_over_bytes"]
+    assert lines
+    draw(result, tmp_path / "op.png")
+    assert (tmp_path / "op.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("operator", ["noble", "sine", "rational", "gated"])
+def test_plain_formula_equals_the_operator(operator):
+    arms = {arm.name: arm for arm in op_arms(operator, OP)}
+    plain = next(arm for name, arm in arms.items() if name.startswith("plain"))
+    ours = {"noble": "NOBLE r=4", "sine": "sine-LoRA r=4", "rational": "rational", "gated": "gated rational"}[operator]
+    if operator == "sine":  # its weight is its own: both start at a delta of zero
+        x = plain.inputs[0]
+        torch.testing.assert_close(plain.function(x), F.linear(x, plain.parameters[0]))
+        return
+    torch.testing.assert_close(plain.function(*plain.inputs), arms[ours].function(*arms[ours].inputs))
+
+
+def test_kats_way_is_the_sum_of_abs():
+    x = torch.randn(3, 5, 8, dtype=torch.float64).float().requires_grad_()
+    a, b = torch.randn(4, 6).requires_grad_(), torch.randn(4, 4).requires_grad_()
+    found = kat_rational(x, a, b)
+    wanted = rational_reference(x.double(), a.double(), b.double(), "sum_of_abs")
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    dy = torch.randn_like(found)
+    for got, want in zip(
+        torch.autograd.grad(found, (x, a, b), dy), torch.autograd.grad(wanted, (x, a, b), dy.double()), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (STEP, {"ranks": ()}, "ranks must be different"),
+        (STEP, {"ranks": (4, 4)}, "ranks must be different"),
+        (STEP, {"ranks": (0,)}, "ranks must be a positive integer"),
+        (STEP, {"ranks": (32,)}, "rank 32 is not low"),
+        (STEP, {"width": 30, "heads": 4}, "must be a multiple of 2 x heads"),
+        (STEP, {"rounds": 0}, "rounds must be a positive integer"),
+        (STEP, {"modes": ("fast",)}, "unknown modes 'fast'"),
+        (STEP, {"clock": "sun"}, "unknown clock 'sun'"),
+        (STEP, {"activation": "step"}, "unknown activation"),
+        (STEP, {"threads": 0}, "threads must be a positive integer"),
+        (STEP, {"methods": ("magic",)}, "unknown method 'magic'"),
+        (STEP, {"methods": ()}, "methods must be different"),
+        (STEP, {"methods": ("noble", "noble")}, "methods must be different"),
+        (STEP, {"family": "gpt"}, "unknown family 'gpt'"),
+        (STEP, {"kv_heads": 3}, "kv_heads must divide"),
+        (STEP, {"frozen_dtype": "int8"}, "unknown frozen_dtype 'int8'"),
+        (OP, {"operators": ("magic",)}, "unknown operators 'magic'"),
+        (OP, {"operators": ()}, "operators must be different, and at least one, got none"),
+        (OP, {"ranks": (24,)}, "rank 24 is not low"),
+        (OP, {"groups": 7}, "7 groups do not divide 32"),
+        (OP, {"dtype": "int8"}, "unknown dtype 'int8'"),
+        (OP, {"tokens": 0}, "tokens must be"),
+        (DECODE, {"batch_sizes": (0,)}, "batch_sizes"),
+        (DECODE, {"batch_sizes": (2, 2)}, "different"),
+        (DECODE, {"context": 0}, "context"),
+        (DECODE, {"methods": ("nonlinear-query",), "fuse_shared_inputs": True}, "fuse_shared_inputs is NOBLE's"),
+    ],
+)
+def test_bad_settings_raise(config, change, message):
+    with pytest.raises(UserError, match=message):
+        replace(config, **change)
+
+
+def test_missing_gpu_raises(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="use --device cpu"):
+        replace(STEP, device="cuda")
+    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
+        bench_step(replace(STEP, clock="cuda"))
+
+
+def _run_script(output: Path, *options: str) -> dict:
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--output", str(output), *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=500)
+    data = json.loads(output.read_text())
+    assert json.loads(done.stdout) == data
+    assert data["failed"] == {}
+    return data
+
+
+@pytest.mark.slow
+def test_gpu_script_runs_on_the_cpu(tmp_path):
+    """Its first use is on a machine that is lent by the minute."""
+    data = _run_script(tmp_path / "gpu.json", "--rounds", "2", "--steps", "40")
+    assert [row["arm"] for row in data["step"]["rows"]] == [
+        f"noble r={rank}" for rank in data["sizes"]["step"]["ranks"]
+    ]
+    assert data["skipped"] == []
+    for arm, losses in data["losses"].items():
+        assert len(losses) == 40, arm
+        assert losses[-1] < losses[0] - 0.3, arm
+    assert len(set(map(tuple, data["losses"].values()))) == 1 + len(data["sizes"]["step"]["ranks"])
+    for kinds in data["operator"].values():
+        for name, error in kinds["noble_linear"].items():
+            assert error <= 2 * kinds["plain formula"][name] + 1e-6, name
+    assert data["fused"]["config"]["fuse_shared_inputs"]
+    assert len(data["fused"]["rows"]) == len(data["step"]["rows"])
+    assert {row["arm"] for row in data["adapters"]["rows"]} == {"sine-lora r=8", "sine-dora r=8", "dora r=8"}
+    ratios = {row["arm"]: row["figures"].get("saved_ratio") for row in data["peak"]["rows"]}
+    assert ratios["sine-lora r=8"] <= 1.01
+    assert ratios["sine-dora r=8"] <= 1.01 < ratios["dora r=8"]
+    assert {row["panel"].split(",")[0] for row in data["op"]["rows"]} == {"noble", "sine", "rational", "gated"}
+    assert data["decode"]["rows"]
+    assert data["memory"]["rows"]
+    assert nlr.__name__ in data["versions"]
+
+
+def test_gpu_script_ends_in_time(tmp_path):
+    data = _run_script(tmp_path / "gpu.json", "--minutes", "0", "--only", "operator", "losses")
+    assert data["skipped"] == ["operator", "losses"]
+
+
+def test_gpu_script_needs_a_gpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "use --device cpu" in done.stderr
+
+
+@pytest.mark.slow
+def test_branches_of_a_base_model_save_three_percent_more():
+    base = {"width": 1024, "layers": 12, "heads": 16, "hidden": 2752, "ranks": (64,), "bf16": True}
+    config = TrainBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
+    baseline, noble = bench_memory(config, progress=lambda line: None).rows
+    assert 1 < noble.figures["saved_bytes"] / baseline.figures["saved_bytes"] <= 1.03
