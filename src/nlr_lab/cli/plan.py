@@ -49,10 +49,8 @@ def run_plan(arguments: list[str]) -> None:
     """Print the table, or JSON."""
     options = parse(PlanOptions, arguments, command="plan")
 
-    from nlr_lab.plan.estimate import PlanConfig, arm_cost, plan_arm
-    from nlr_lab.plan.hardware import find_hardware
-    from nlr_lab.plan.presets import PRESETS
-    from nlr_lab.plan.table import format_plan, plan_to_json
+    from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
+    from nlr_lab.plan.presets import PRESETS, find_hardware
     from nlr_lab.training.arms import Arm
 
     name = options.model.lower() if options.model.lower() in PRESETS else options.model

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
@@ -13,14 +14,12 @@ from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
 from nlr_lab.cli import main as cli
 from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
-from nlr_lab.plan.hardware import HARDWARE, find_hardware
 from nlr_lab.plan.inspect import build_on_meta
-from nlr_lab.plan.presets import PRESETS
+from nlr_lab.plan.presets import HARDWARE, PRESETS, find_hardware
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import layer as noble_layer
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
 
 LENGTH = 24
 
