@@ -37,7 +37,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise UserError unless a head's dimension fits 2-D rotary positions (`hub.rotary`)."""
+    """Raise UserError unless a head's dimension fits 2-D rotary positions (`hub.image_tokens`)."""
     if head_dim % 4:
         raise UserError(
             f"2-D rotary positions need a head dimension divisible by 4, got {head_dim}; choose width = "

@@ -13,7 +13,7 @@ from nlr_lab.tasks.metrics import scores_of_examples
 from nlr_lab.tasks.task import Score
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.hub.adapter import check_weights, is_adapter, put_adapter
+from nonlinear_lowrank.hub.loading import check_weights, is_adapter, put_adapter
 
 from .batches import check_batch
 

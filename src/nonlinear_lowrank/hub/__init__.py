@@ -23,12 +23,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .classes import AugmentedModel, register
+    from .classes import AugmentedModel, make_saveable, register
     from .conversion import ConvertReport, convert
     from .image_tokens import ImageTokensConfig
     from .loading import load_model, load_tokenizer
     from .pooled import MeanPooledConfig
-    from .saving import make_saveable
 
 __all__ = [
     "AugmentedModel",
@@ -43,12 +42,11 @@ __all__ = [
 ]
 
 _FILES = {
-    **dict.fromkeys(("AugmentedModel", "register"), "classes"),
+    **dict.fromkeys(("AugmentedModel", "make_saveable", "register"), "classes"),
     **dict.fromkeys(("ConvertReport", "convert"), "conversion"),
     **dict.fromkeys(("load_model", "load_tokenizer"), "loading"),
     "ImageTokensConfig": "image_tokens",
     "MeanPooledConfig": "pooled",
-    "make_saveable": "saving",
 }
 """Files of the names of `__all__`, imported when first used: transformers takes seconds."""
 

@@ -5,7 +5,7 @@ path of the machine is written. peft's own card of an adapter is extended; any o
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -14,18 +14,21 @@ from huggingface_hub import ModelCard
 
 from nonlinear_lowrank.methods.base import method_named
 
-from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import is_mergeable
-from .files import read_json
-from .registration import FIELD
-from .storage import CARD
-from .usage import PIPELINES, loading_code, needs_package
-from .versions import versions
+from .loading import ADAPTER_CONFIG, head_labels, is_mergeable
+from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
+from .storage import CARD, read_json, versions
 
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Of an adapter's config: what peft keeps for itself.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
+_PEFT_CLASSES = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "CAUSAL_LM": "AutoPeftModelForCausalLM"}
+_PIPELINES = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +50,42 @@ class Origin:
 
 def write_card(folder: Path, origin: Origin) -> None:
     """Write README.md into the folder of a model or an adapter, or extend what peft has written there."""
-    place = folder / CARD
-    adapter = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else None
-    if adapter is None and place.exists():
+    place, config, adapter = folder / CARD, _read(folder / "config.json"), _read(folder / ADAPTER_CONFIG)
+    if place.exists() and not adapter:
         return
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    former = place.read_text(encoding="utf-8") if place.exists() else ""
-    card = ModelCard(former or "---\n{}\n---\n", ignore_metadata_errors=True)
-    base = origin.base or (adapter or {}).get("base_model_name_or_path") or None
+    former = place.read_text(encoding="utf-8") if place.exists() else "---\n{}\n---\n"
+    card = ModelCard(former, ignore_metadata_errors=True)
+    base = origin.base or adapter.get("base_model_name_or_path") or None
+    architecture = (config.get("architectures") or [""])[0]
     methods = _methods(config, adapter)
-    _fill(card.data, config, adapter, base, list(methods))
+
+    data, tagged = card.data, "base_model:adapter:"
+    data.library_name = "peft" if adapter else "transformers"
+    pipelines = (pipeline for head, pipeline in _PIPELINES.items() if architecture.endswith(head))
+    data.pipeline_tag = data.pipeline_tag or next(pipelines, None)
+    # The hub refuses a card whose base is a path; what peft wrote of one goes too.
+    data.base_model = base if base is not None and shown_name(base) == base else None
+    names = {re.sub(r"\W+", "-", name.partition(" (")[0].removeprefix("NLR_").lower()) for name in methods}
+    tags = {*(data.tags or []), "nonlinear-lowrank", *names}
+    data.tags = sorted(tag for tag in tags if not tag.startswith(tagged) or tag == f"{tagged}{data.base_model}")
+
+    facts = {"made by": f"`{origin.command}`"}
+    facts |= {"base model": shown_name(base)} if base else {}
+    facts |= {"architecture": f"{architecture} (`{config.get('model_type')}`)"} if architecture else {}
+    parts = [f"# {origin.title}", origin.summary, table(facts)]
+    parts += [f"## Method: {name}\n\n{table(settings)}" for name, settings in methods.items()]
+    parts += [f"## {heading}\n\n{text}" for heading, text in origin.sections.items()]
+    if config or methods:
+        code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
+        parts.append(f"## Loading\n\n```python\n{code}\n```")
     limits = [*_limits(folder, config, adapter), *origin.limits]
-    body = _body(folder, origin, config, methods, base, limits)
-    text = f"{body}\n\n{_PEFT_LOADING.sub('', card.text).strip()}"
-    card.text = f"{text.rstrip()}\n"
+    parts += ["## Limits", "\n".join(f"- {line}" for line in limits), "## Versions", table(versions())]
+    card.text = "\n\n".join([*parts, _PEFT_LOADING.sub("", card.text).strip()]).rstrip() + "\n"
     place.write_text(str(card), encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def shown_name(name: str) -> str:
@@ -72,20 +96,22 @@ def shown_name(name: str) -> str:
 
 def table(values: Mapping[str, Any]) -> str:
     """Return a Markdown table of names and values."""
-    cells = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in values.items()}
-    escaped = {name: cell.replace("|", "\\|").replace("\n", " ") for name, cell in cells.items()}
-    rows = [f"| {name} | {cell} |" for name, cell in escaped.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
+    rows = ["| | |", "|---|---|"]
+    for name, value in values.items():
+        cell = f"{value:.6g}" if isinstance(value, float) else str(value)
+        cell = cell.replace("|", "\\|").replace("\n", " ")
+        rows.append(f"| {name} | {cell} |")
+    return "\n".join(rows)
 
 
-def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the settings of each method in the files, by its name."""
     found: dict[str, Mapping[str, Any]] = {}
-    if adapter is not None:
+    if adapter:
         found[str(adapter.get("peft_type"))] = {
             name: value
             for name, value in adapter.items()
-            if name not in _NOT_SETTINGS and value is not None and value is not False and value not in ({}, [], "")
+            if name not in _NOT_SETTINGS and value is not False and value not in (None, {}, [], "")
         }
     for entry in config.get(FIELD) or []:
         named = entry["method"] if entry["method"] not in found else f"{entry['method']} ({len(found) + 1})"
@@ -93,57 +119,45 @@ def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> di
     return found
 
 
-def _fill(data: Any, config: Mapping[str, Any], adapter: Any, base: str | None, methods: list[str]) -> None:
-    data.library_name = "peft" if adapter is not None else "transformers"
-    names = {re.sub(r"\W+", "-", name.partition(" (")[0].removeprefix("NLR_").lower()) for name in methods}
-    data.tags = sorted({*(data.tags or []), "nonlinear-lowrank", *names})
-    architecture = (config.get("architectures") or [""])[0]
-    for head, pipeline in PIPELINES.items():
-        if architecture.endswith(head) and not data.pipeline_tag:
-            data.pipeline_tag = pipeline
-    # The hub refuses a card whose base is a path; what peft wrote of one goes too.
-    data.base_model = base if base is not None and shown_name(base) == base else None
-    tagged = "base_model:adapter:"
-    data.tags = [tag for tag in data.tags if not tag.startswith(tagged) or tag == f"{tagged}{data.base_model}"]
-
-
-def _body(
-    folder: Path,
-    origin: Origin,
-    config: Mapping[str, Any],
-    methods: Mapping[str, Any],
-    base: str | None,
-    limits: Sequence[str],
-) -> str:
-    facts = {"made by": f"`{origin.command}`"}
-    if base:
-        facts["base model"] = shown_name(base)
-    if architecture := (config.get("architectures") or [None])[0]:
-        facts["architecture"] = f"{architecture} (`{config.get('model_type')}`)"
-    parts = [f"# {origin.title}", origin.summary, table(facts)]
-    for name, settings in methods.items():
-        parts += [f"## Method: {name}", table(settings)]
-    for heading, text in origin.sections.items():
-        parts += [f"## {heading}", text]
-    if config or methods:
-        code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
-        parts += ["## Loading", f"```python\n{code}\n```"]
-    parts += ["## Limits", "\n".join(f"- {line}" for line in limits)]
-    parts += ["## Versions", table(versions())]
-    return "\n\n".join(parts)
-
-
-def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> list[str]:
+def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[str]:
     lines = []
     saved = [method_named(entry["method"]) for entry in config.get(FIELD) or []]
     branches = any(method is not None and method.dense for method in saved)
-    if branches or (adapter is not None and not is_mergeable(str(adapter.get("peft_type")))):
+    if branches or (adapter and not is_mergeable(str(adapter.get("peft_type")))):
         lines.append(
             "The branch beside each dense weight is not linear in its input: it cannot be merged into the weight, and "
             "costs time at inference too."
         )
-    if (config or adapter) and needs_package(folder):
+    if (config or adapter) and _needs_package(folder):
         lines.append("Loading needs `import nonlinear_lowrank` (the package nonlinear-lowrank) first.")
         if config:
             lines.append("Concrete model classes would load the dense part alone and only warn: use the Auto classes.")
     return [*lines, "Nothing was checked beyond the numbers above: bias, safety and other data were not looked at."]
+
+
+def loading_code(folder: Path) -> str:
+    """Return Python that loads a model's or an adapter's folder in a fresh process."""
+    ours = ["import nonlinear_lowrank"] if _needs_package(folder) else []
+    if adapter := _read(folder / ADAPTER_CONFIG):
+        name = _PEFT_CLASSES.get(str(adapter.get("task_type")), "AutoPeftModel")
+        # A base knows its own number of labels, or none: that of the adapter's head must be told.
+        labels = None if (folder / "base").is_dir() else head_labels(folder)
+        more = "" if labels is None else f", num_labels={labels}, ignore_mismatched_sizes=True"
+        return "\n".join([*ours, f"from peft import {name}", f'model = {name}.from_pretrained("{folder}"{more})'])
+    config = read_json(folder / "config.json")
+    name = (config.get("architectures") or ["AutoModel"])[0].removeprefix(CLASS_PREFIX)
+    if ours:  # concrete classes would load the dense part alone
+        pooled = config.get("model_type") == "nlr_mean_pooled"
+        head = "ForSequenceClassification" if pooled else next((each for each in _PIPELINES if name.endswith(each)), "")
+        if not head:
+            return f'from nonlinear_lowrank.hub import load_model\nmodel = load_model("{folder}")'
+        name = f"AutoModel{head}"
+    return "\n".join([*ours, f"from transformers import {name}", f'model = {name}.from_pretrained("{folder}")'])
+
+
+def _needs_package(folder: Path) -> bool:
+    """Return whether a model's or an adapter's folder is of a kind that only this package knows."""
+    if adapter := _read(folder / ADAPTER_CONFIG):
+        return str(adapter.get("peft_type", "")).startswith("NLR_") or (folder / "base").is_dir()
+    config = read_json(folder / "config.json")
+    return bool(config.get(FIELD)) or str(config.get("model_type", "")).startswith(("nlr_", TYPE_PREFIX))

@@ -1,41 +1,136 @@
-"""Model and config classes of augmented backbones, built when they are first asked for.
+"""Augmented twins of transformers' model and config classes, built when they are first asked for.
 
-`LlamaForCausalLM` has the augmented twin `NonlinearLowrankLlamaForCausalLM`, whose config class is
-`NonlinearLowrankLlamaConfig` with model_type "nonlinear_lowrank_llama". The own model_type is what makes
-a process without this package fail by name instead of dropping the branches. A twin is the plain class
-plus `AugmentedModel`: it builds the plain model, then puts the layers back that the config lists.
+`LlamaForCausalLM` has the twin `NonlinearLowrankLlamaForCausalLM`, whose config class `NonlinearLowrankLlamaConfig` has
+the model_type "nonlinear_lowrank_llama": a process without this package fails by that name instead of dropping the
+branches. A twin is the plain class plus `AugmentedModel`: it builds the plain model, then puts the layers back that the
+config lists. Files name tensors as the plain model does (`q_proj.weight`, in memory `q_proj.dense.weight`).
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, conversion_mapping
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    revert_weight_conversion,
+)
 from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, method_of_layer
 from nonlinear_lowrank.surgery.augment import apply_saved
 
-from .names import PlainNames, rename_by_transformers
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 
 
-class AugmentedModel(PlainNames):
+class DenseNames(WeightRenaming):
+    """Renaming, between files and memory, of what belongs to the dense part of the layers of one model.
+
+    Args:
+        layers: by whole name: the child that is the dense part, and the names of the layer's own tensors.
+        prefix: of the backbone within a model with a head, which a file may have or lack.
+        saving: from memory to files.
+    """
+
+    __slots__ = ("layers", "prefix", "saving")
+
+    def __init__(self, layers: dict[str, tuple[str, frozenset[str]]], prefix: str, *, saving: bool = False) -> None:
+        super().__init__("weight", "weight")  # patterns of its own: see rename_source_key
+        self.layers, self.prefix, self.saving = layers, prefix, saving
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the new name, and the pattern that matched; None where none did."""
+        parts = source_key.split(".")
+        for end in range(1, len(parts)):
+            name, rest = ".".join(parts[:end]), parts[end:]
+            spellings = (name, name.removeprefix(self.prefix), self.prefix + name)
+            found = next((self.layers[each] for each in spellings if each in self.layers), None)
+            if found is None:
+                continue
+            dense, own = found
+            if self.saving and rest[0] == dense:
+                return ".".join([name, *rest[1:]]), "weight"
+            if not self.saving and rest[0] != dense and rest[0] not in own:
+                return ".".join([name, dense, *rest]), "weight"
+        return source_key, None
+
+    def reverse_transform(self) -> "DenseNames":
+        """Return the renaming in the other direction."""
+        return DenseNames(self.layers, self.prefix, saving=not self.saving)
+
+    def on_dense(self, model: Any, conversions: list[WeightTransform]) -> list[WeightTransform]:
+        """Return conversions whose converters, which split a file's tensor over linears, name dense parts, and this.
+
+        transformers converts after it renames on loading, and before on saving. A converter that would have to name
+        dense parts in some layers only is dropped: the linears then have tensors of their own in files too.
+        """
+        found: list[WeightTransform] = []
+        names = [f".{name}" for name, _ in model.named_modules()]
+        for each in conversions:
+            if not isinstance(each, WeightConverter):
+                found.append(each)
+                continue
+            held = [
+                [name[1:] in self.layers for name in names if name.endswith(f".{end}")] for end in each.target_patterns
+            ]
+            if not any(map(any, held)):
+                found.append(each)
+            elif all(len(set(of_target)) == 1 for of_target in held):
+                both = zip(each.target_patterns, held, strict=True)
+                targets = [f"{target}.dense" if of_target[0] else target for target, of_target in both]
+                for tensor in ("weight", "bias"):
+                    ends = [[f"{name}.{tensor}" for name in some] for some in (each.source_patterns, targets)]
+                    found.append(each.copy(*ends, operations=each.operations))
+        return [*found, self]
+
+
+def dense_names(model: Any) -> DenseNames | None:
+    """Return the renaming, for loading, of a model's layers that hold a plain linear; None where there are none."""
+    layers = {}
+    for name, module in model.named_modules():
+        method = method_of_layer(module)
+        if method is not None and method.dense is not None:
+            layers[name] = (method.dense, frozenset(own for own, _ in module.named_parameters(recurse=False)))
+    return DenseNames(layers, f"{getattr(model, 'base_model_prefix', '')}.") if layers else None
+
+
+def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model by the names that files have, of those in memory."""
+    names = dense_names(model)
+    return _renamed(names and names.reverse_transform(), tensors)
+
+
+def in_memory(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse `in_files`."""
+    return _renamed(dense_names(model), tensors)
+
+
+def _renamed(names: DenseNames | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {names.rename_source_key(name)[0] if names else name: tensor for name, tensor in tensors.items()}
+
+
+class AugmentedModel:
     """Additions of a twin to its plain class (a mixin in front of a `transformers.PreTrainedModel`)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        apply_saved(self, entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
-        rename_by_transformers(self)
+        apply_saved(self, _entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
         if kept := getattr(self, "_keep_in_fp32_modules", None):  # found by the ends of names
             self._keep_in_fp32_modules = type(kept)([*kept, *(f"{name}.dense" for name in kept)])
-        if not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters()):
-            mark_initialized(self)
+        drawn = not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters())
+        _hand_to_transformers(self, drawn=drawn)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -46,7 +141,7 @@ class AugmentedModel(PlainNames):
         for layer in augmented_layers(self):
             if not getattr(layer, "_is_hf_initialized", False):
                 layer.reset_parameters()
-        mark_initialized(self)
+        _hand_to_transformers(self, drawn=True)
         super().initialize_weights()  # type: ignore[misc]
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -56,6 +151,29 @@ class AugmentedModel(PlainNames):
             plan |= {name: torch.float32 for method in _methods_in(self) for name in method.float32}
         return plan
 
+    @property
+    def _weight_conversions(self) -> list[Any] | None:
+        """Conversions that transformers reverts on saving: the plain class's, and ours last."""
+        known = vars(self).get("_weight_conversions")
+        if (ours := dense_names(self)) is None:
+            return known
+        if known is None:
+            plain = conversion_mapping.get_model_conversion_mapping(self, add_legacy=False)  # type: ignore[arg-type]
+            known = [each for each in plain if not isinstance(each, PrefixChange)]  # as transformers does
+        return ours.on_dense(self, [each for each in known if not isinstance(each, DenseNames)])
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, value: list[Any] | None) -> None:
+        vars(self)["_weight_conversions"] = value
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+        """Load as transformers does, with the renamings of this model."""
+        if (ours := dense_names(model)) is not None:
+            load_config = replace(load_config, weight_mapping=ours.on_dense(model, load_config.weight_mapping or []))
+        plain: Any = super(AugmentedModel, type(model))
+        return plain._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
+
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Distribute the model as transformers does, where its layers can be split (`tensor_parallel`).
@@ -64,16 +182,13 @@ class AugmentedModel(PlainNames):
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
-            unable = sorted({method.name for method in _methods_in(model) if not method.tensor_parallel})
-            if unable:
+            if unable := sorted({method.name for method in _methods_in(model) if not method.tensor_parallel}):
                 raise UserError(
                     f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
                     "(DDP, FSDP) instead"
                 )
-            if not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
-                raise UserError(
-                    f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}; upgrade it"
-                )
+            if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+                raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:
@@ -116,35 +231,33 @@ def _methods_in(model: Any) -> Iterator[Method]:
     return filter(None, map(method_of_layer, model.modules()))
 
 
-def mark_initialized(model: Any) -> None:
-    """Mark our layers as drawn, as transformers does for the modules that it draws."""
+def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
+    """Leave names in files to transformers, which needs those in memory; mark layers that are drawn as it marks its."""
     for layer in augmented_layers(model):
-        layer._is_hf_initialized = True
-        method = method_of_layer(layer)
-        if method is not None and method.dense is not None:
-            layer.get_submodule(method.dense)._is_hf_initialized = True
+        if hasattr(layer, "plain_names"):
+            layer.plain_names = False
+        if drawn:
+            layer._is_hf_initialized = True
+            if dense := method_of_layer(layer).dense:  # type: ignore[union-attr]
+                layer.get_submodule(dense)._is_hf_initialized = True
 
 
-def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved entries with the module names of this model.
 
-    Names are saved as the augmented model had them. Another head changes the prefix ("model.layers.0" in
-    a language model is "layers.0" in its backbone), and modules of a head are absent under another one.
-    That no tensor is lost by it is checked when the checkpoint is loaded.
+    Another head changes the prefix ("model.layers.0" in a language model is "layers.0" in its backbone), and modules of
+    a head are absent under another one. That no tensor is lost by it is checked when the checkpoint is loaded.
     """
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"the config field {FIELD!r} must be a list of methods, got {entries!r}")
     # A classifier builds its backbone by AutoModel, which has put the layers in already.
     # Places that share a module are places of their own.
     plain = {name for name, each in model.named_modules(remove_duplicate=False) if method_of_layer(each) is None}
     prefix = model.base_model_prefix + "."
     resolved = []
-    for entry in entries:
-        if not {"method", "config", "modules"} <= entry.keys():
-            raise UserError(f"an entry of the config field {FIELD!r} needs method, config and modules: {entry!r}")
-        modules = entry["modules"]
-        if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-            raise UserError(f"modules in the config field {FIELD!r} must be a list of module names, got {modules!r}")
+    for entry in entries if isinstance(entries, list) else [entries]:
+        modules = entry.get("modules") if isinstance(entry, dict) else None
+        listed = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
+        if not listed or not {"method", "config"} <= entry.keys():
+            raise UserError(f"the config field {FIELD!r} must list method, config and modules, got {entry!r}")
         spellings = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
         names = [next((name for name in each if name in plain), None) for each in spellings]
         resolved.append({**entry, "modules": [name for name in names if name is not None]})
@@ -152,19 +265,12 @@ def entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def check_loading_info(model: Any, info: dict[str, Any]) -> None:
-    """Raise UserError if a load skipped tensors that both the saved and the loaded class have.
-
-    Args:
-        model: the loaded model.
-        info: what transformers' from_pretrained returns with output_loading_info=True.
-    """
+    """Raise UserError if a load (`output_loading_info`) skipped tensors that the saved and the loaded class have."""
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if missing or extra:
-        written = _keys_of_writer(model)
-        if written is not None:
-            prefix = model.base_model_prefix + "."
-            missing = [key for key in missing if key.removeprefix(prefix) in written]
-            extra = [key for key in extra if key.removeprefix(prefix) not in written]
+    if (missing or extra) and (written := _keys_of_writer(model)) is not None:
+        prefix = model.base_model_prefix + "."
+        missing = [key for key in missing if key.removeprefix(prefix) in written]
+        extra = [key for key in extra if key.removeprefix(prefix) not in written]
     branches = tuple(f"{name}." for name, module in model.named_modules() if method_of_layer(module) is not None)
     resized = sorted(key for key, *_ in info["mismatched_keys"] if key.startswith(branches))
     if problems := listed_problems({"missing": missing, "extra": extra, "of another size": resized}):
@@ -187,54 +293,39 @@ def listed_problems(kinds: Mapping[str, Sequence[str]]) -> str:
 def _keys_of_writer(model: Any) -> set[str] | None:
     """Return tensor names, less the backbone's prefix, of the class that wrote the checkpoint, if it is another."""
     name = (getattr(model.config, "architectures", None) or [""])[0].removeprefix(CLASS_PREFIX)
-    if name in ("", type(model).__name__.removeprefix(CLASS_PREFIX)):
+    if name == type(model).__name__.removeprefix(CLASS_PREFIX) or (writer := plain_class(name)) is None:
         return None
-    writer = plain_class(name)
-    if writer is None:
-        return None
-    from transformers.core_model_loading import revert_weight_conversion
-
     with torch.device("meta"):
         written = twin_of(writer)(model.config)
         tensors = written.state_dict()
         # Tensors that the loading class has no use for are listed under their names on disk.
         keys = tensors.keys() | revert_weight_conversion(written, dict(tensors)).keys()
-    prefix = writer.base_model_prefix + "."
-    return {key.removeprefix(prefix) for key in keys}
+    return {key.removeprefix(writer.base_model_prefix + ".") for key in keys}
 
 
 def plain_class(name: str) -> Any:
     """Return the transformers model class of that name, or one that others registered, or None."""
     found = getattr(transformers, name, None)
     if found is None:
-        registered = [value for mapping in model_mappings().values() for value in mapping._extra_content.values()]
+        registered = [value for mapping in _model_mappings().values() for value in mapping._extra_content.values()]
         flat = [each for value in registered for each in (value if isinstance(value, list | tuple) else [value])]
         found = next((each for each in flat if getattr(each, "__name__", "") == name), None)
     return found if _is_model_class(found) else None
 
 
 def _is_model_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
+    return isinstance(value, type) and issubclass(value, PreTrainedModel)
 
 
 @cache
-def config_class_of(base: Any) -> Any:
-    """Return the augmented twin of a plain config class."""
-
+def _config_twin(base: Any) -> Any:
     def __init__(self: Any, *args: Any, nonlinear_lowrank: list[dict[str, Any]] | None = None, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         self.nonlinear_lowrank = nonlinear_lowrank
 
-    twin: Any = type(
-        CLASS_PREFIX + base.__name__,
-        (base,),
-        {
-            "__module__": __name__,
-            "__doc__": f"{base.__name__} of an augmented model; `{FIELD}` lists the methods and their places.",
-            "__init__": __init__,
-            "model_type": TYPE_PREFIX + base.model_type,
-        },
-    )
+    doc = f"{base.__name__} of an augmented model; `{FIELD}` lists the methods and their places."
+    own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "model_type": TYPE_PREFIX + base.model_type}
+    twin: Any = type(CLASS_PREFIX + base.__name__, (base,), own)
     _share_weight_conversions(base.model_type, twin.model_type)
     return twin
 
@@ -247,22 +338,14 @@ def twin_of(base: Any, config_class: type | None = None) -> Any:
         config_class: plain config class; default: the one the model class names. They differ where one
             model class serves several configs.
     """
-    if issubclass(base, AugmentedModel):
-        return base
-    return _twin_of(base, config_class or base.config_class)
+    return base if issubclass(base, AugmentedModel) else _twin_of(base, config_class or base.config_class)
 
 
 @cache
 def _twin_of(base: Any, config_class: Any) -> Any:
-    twin = type(
-        CLASS_PREFIX + base.__name__,
-        (AugmentedModel, base),
-        {
-            "__module__": __name__,
-            "__doc__": f"`{base.__name__}` with the layers that its config's `{FIELD}` lists.",
-            "config_class": config_class_of(config_class),
-        },
-    )
+    doc = f"`{base.__name__}` with the layers that its config's `{FIELD}` lists."
+    own = {"__module__": __name__, "__doc__": doc, "config_class": _config_twin(config_class)}
+    twin = type(CLASS_PREFIX + base.__name__, (AugmentedModel, base), own)
     _share_weight_conversions(base.__name__, twin.__name__)
     return twin
 
@@ -271,8 +354,8 @@ def __getattr__(name: str) -> Any:
     """Twins by name, so that pickle and `from nonlinear_lowrank.hub.classes import ...` find them."""
     if name.startswith(CLASS_PREFIX):
         base: Any = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
-        if isinstance(base, type) and issubclass(base, transformers.PreTrainedConfig):
-            return config_class_of(base)  # type: ignore[arg-type]
+        if isinstance(base, type) and issubclass(base, PreTrainedConfig):
+            return _config_twin(base)  # type: ignore[arg-type]
         if (base := plain_class(name.removeprefix(CLASS_PREFIX))) is not None:
             return twin_of(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -294,9 +377,9 @@ def register(base_config_class: Any) -> Any:
 
 @cache
 def _register(base: Any) -> Any:
-    twin = config_class_of(base)
+    twin = _config_twin(base)
     AutoConfig.register(twin.model_type, twin, exist_ok=True)
-    for name, mapping in model_mappings().items():
+    for name, mapping in _model_mappings().items():
         if base not in mapping:
             continue
         plain = mapping[base]
@@ -312,7 +395,7 @@ def _register(base: Any) -> Any:
     return twin
 
 
-def model_mappings() -> dict[str, Any]:
+def _model_mappings() -> dict[str, Any]:
     """Return transformers' tables of model classes, each by its name in `modeling_auto`."""
     return {name: each for name, each in vars(modeling_auto).items() if isinstance(each, _LazyAutoMapping)}
 
@@ -343,3 +426,30 @@ def _share_processors(base: Any, twin: Any) -> None:
     for mapping in mappings:
         if base in mapping:
             mapping.register(twin, mapping[base], exist_ok=True)
+
+
+def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
+    """Turn an augmented transformers model into its twin; `augment` calls it. Other modules stay as they are.
+
+    Args:
+        model: the model, its layers swapped already.
+        entry: {"method", "config", "modules"} of the augmentation.
+    """
+    if not isinstance(model, PreTrainedModel) or not getattr(model.config, "model_type", ""):
+        return
+    plain_config, memo = model.config, {}  # type: ignore[var-annotated]
+    config = copy.deepcopy(plain_config, memo)
+    if not isinstance(model, AugmentedModel):
+        config.__class__ = register(type(plain_config))
+        twin = twin_of(type(model), type(plain_config))
+        # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
+        model.__class__ = twin
+    # In the form that is read back: JSON has lists, no tuples.
+    setattr(config, FIELD, [*(getattr(plain_config, FIELD, None) or []), json.loads(json.dumps(entry))])
+    # Inner modules hold the same config object, or a part of it.
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in memo:
+                setattr(module, name, memo[id(value)])
+    _hand_to_transformers(model, drawn=True)

@@ -23,15 +23,14 @@ from nonlinear_lowrank.validation import check_choice, one_line
 
 from .card import Origin, shown_name, write_card
 from .classes import augmented_layers
-from .files import check_folder, check_model_folder
 from .loading import load_model
 from .registration import TYPE_PREFIX
-from .storage import MANIFEST, check_new_or_empty, staged_output
+from .storage import MANIFEST, check_folder, check_model_folder, check_new_or_empty, staged_output
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 # Of image tokens also their tokenizer, as `nlr_lab.tasks.images.tokenizers` saves it: mean patches, or a VQModel whole.
-_IMAGE_TOKENIZER = ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
+_COMPANIONS += ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
 _SEQUENCES, _TOKENS = 2, 32
 
@@ -126,32 +125,23 @@ def convert(
         del model
         copied = copy_companions(source, folder)
         after, _ = first_output(load_model(folder, **load), inputs)
-        converted = ConvertReport(
-            output=output,
-            augmented=report,
-            up_init=up_init if draws_up else None,
-            difference=(after.double() - before.double()).abs().max().item(),
-            bit_equal=torch.equal(before, after),
-            measured=measured,
-            copied=copied,
+        difference, bit_equal = (after.double() - before.double()).abs().max().item(), torch.equal(before, after)
+        up = up_init if draws_up else None
+        converted = ConvertReport(output, report, up, difference, bit_equal, measured, copied)
+        start, what = "" if up is None else f" (up init: {up})", f"{report.method} layers"
+        results = (
+            f"{report.parameters_added:,} parameters were added{start}. {measured} before and after, on random inputs, "
+            f"one measurement (n = 1): {converted.verdict}."
         )
-        write_card(folder, _origin(source, converted))
+        origin = Origin(
+            title=f"{shown_name(str(source))} with {what}",
+            summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",
+            command="nlr convert IN OUT",
+            base=str(source),
+            sections={"Results": results},
+        )
+        write_card(folder, origin)
     return converted
-
-
-def _origin(source: Path, report: ConvertReport) -> Origin:
-    start = "" if report.up_init is None else f" (up init: {report.up_init})"
-    what = f"{report.augmented.method} layers"
-    return Origin(
-        title=f"{shown_name(str(source))} with {what}",
-        summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",
-        command="nlr convert IN OUT",
-        base=str(source),
-        sections={
-            "Results": f"{report.augmented.parameters_added:,} parameters were added{start}. {report.measured} before "
-            f"and after, on random inputs, one measurement (n = 1): {report.verdict}."
-        },
-    )
 
 
 def random_inputs(model: Any) -> dict[str, Tensor]:
@@ -194,8 +184,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
 
 def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[str, ...]:
     """Copy what belongs to a model beside its weights (tokenizer, licence, ...), but for one; return the names."""
-    patterns = (*_COMPANIONS, *_IMAGE_TOKENIZER)
-    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    found = {path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}
     names = sorted({path.relative_to(source).as_posix() for path in found - rewritten} - {without})
     for name in names:

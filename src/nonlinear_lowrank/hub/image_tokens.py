@@ -1,29 +1,26 @@
 """A class-conditional language model of image tokens, as a Hugging Face model of its own type.
 
 GLM (separate q, k, v, o, one fused gate-up projection, GeGLU, RMSNorm, no biases, causal) with rotary positions on the
-grid (`rotary`). Input ids are (B, 1 + rows x columns): the class token, then the
-codes row by row. The embedding has a row for each code and each class, the head one for each code: a class is never
-predicted, so the loss is that of the codes alone. `generate` needs nothing of its own: the prompt is the class token,
-and the position in the sequence, with a cache or without, gives the place in the grid.
+grid (noble.txt, section 4.2.2: "2D RoPE"). Input ids are (B, 1 + rows x columns): the class token, then the codes row
+by row. The embedding has a row for each code and each class, the head one for each code: a class is never predicted, so
+the loss is that of the codes alone. `generate` needs nothing of its own: the prompt is the class token, and the
+position p in the sequence gives the place in the grid, 0 for the class token and for every other
 
-| tensor                     | distribution                                                      |
-|----------------------------|-------------------------------------------------------------------|
-| embedding, linears, head   | N(0, initializer_range^2), transformers'; the task draws its own  |
-| norms                      | 1                                                                 |
+    row 1 + (p - 1) // columns, column 1 + (p - 1) % columns
 
-The model type is `nlr_image_tokens`: a process without this package fails by that name.
+All weights are drawn by transformers, N(0, initializer_range^2); norms are 1. The model type is `nlr_image_tokens`: a
+process without this package fails by that name.
 """
 
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GlmConfig, GlmForCausalLM, GlmModel
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
-
-from .rotary import GridRotary
+from nonlinear_lowrank.validation import check_head_dim, check_integer
 
 
 @strict
@@ -64,6 +61,35 @@ class ImageTokensConfig(GlmConfig):
             raise UserError(
                 "tie_word_embeddings must be false: the input embedding has classes and codes, the head codes alone"
             )
+
+
+class GridRotary(nn.Module):
+    """Cosines and sines of positions on the grid, in the layout of transformers' GLM; it has no tensors.
+
+    Of each head's dimensions the first half turns by the token's row, the second half by its column, each as a rotary
+    embedding of head_dim / 2 dimensions turns text: pair j of a half by place * theta ** (-2j / (head_dim / 2)).
+    Raises UserError where head_dim is not divisible by 4.
+    """
+
+    def __init__(self, head_dim: int, columns: int, theta: float = 10_000.0) -> None:
+        super().__init__()
+        check_head_dim(head_dim)
+        self.head_dim, self.columns, self.theta = head_dim, columns, theta
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin), each (B, T, head_dim) in x's type, for positions (B, T); computed in float32 or wider."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        image, first = position_ids.clamp_min(1) - 1, position_ids < 1
+        places = (1 + image // self.columns, 1 + image % self.columns)
+        pairs = self.head_dim // 4
+        frequencies = self.theta ** -(torch.arange(pairs, device=x.device, dtype=exact) / pairs)
+        halves = [place.masked_fill(first, 0).to(exact)[..., None] * frequencies for place in places]
+        angles = torch.cat(halves * 2, dim=-1)  # GLM reads the first half, an angle a pair, and wants the full width
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, columns={self.columns}, theta={self.theta:g}"
 
 
 class ImageTokensModel(GlmModel):

@@ -1,6 +1,7 @@
-"""Loading models and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
+"""Loading models, adapters and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,16 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import one_line, require
 
 from .classes import check_loading_info, plain_class, twin_of
-from .files import check_folder, check_model_folder, read_json, tensor_shapes, weight_files
 from .registration import CLASS_PREFIX, TYPE_PREFIX, config_class
+from .storage import check_folder, check_hashes, check_model_folder, read_json, tensor_shapes, weight_files
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_HEADS = {f"base_model.model.{head}.weight" for head in ("classifier", "score", "classifier.out_proj")}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_MOST_RATIO, _SMALL = 16, 1 << 20  # parameters described for each number held: packed and tied ones are fewer
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
@@ -34,52 +37,23 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
         The `transformers.PreTrainedModel`, in evaluation mode.
 
     Raises:
-        UserError: the folder or a file in it is not whole (see `hub.files`), the architecture is unknown,
+        UserError: the folder or a file in it is not whole (see `hub.storage`), the architecture is unknown,
             or tensors are missing, extra or of another shape.
     """
     config = check_model_folder(path)
     folder = check_folder(path)
     model_class = _architecture(config, folder)
     _check_scale(model_class, config, folder)
-    kwargs = {**kwargs, "use_safetensors": True, "output_loading_info": True}
     try:
         with quiet_loading():  # what transformers would warn of is an error here
-            model, info = model_class.from_pretrained(str(folder), **kwargs)
+            options = {**kwargs, "use_safetensors": True, "output_loading_info": True}
+            model, info = model_class.from_pretrained(str(folder), **options)
         check_loading_info(model, info)
     except UserError:
         raise
     except (StrictDataclassError, *BUILD_ERRORS) as error:
         raise UserError(f"{folder} cannot be loaded as {model_class.__name__}: {one_line(error)}") from error
     return model
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a model folder, from its files alone; UserError if that cannot be done."""
-    from transformers import AutoTokenizer
-
-    folder = check_folder(path)
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise UserError(f"{folder} has no tokenizer; save one into it with tokenizer.save_pretrained({str(folder)!r})")
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise UserError(f"the tokenizer in {folder} cannot be loaded: {one_line(error)}") from error
-
-
-def check_causal(path: str | Path) -> None:
-    """Raise UserError unless a folder's model continues text, before its weights are read."""
-    folder = check_folder(path)
-    check_causal_config(read_json(folder / "config.json"), str(folder))
-
-
-def check_causal_config(config: dict[str, Any], where: str) -> None:
-    """Raise UserError as `check_causal` does, for the content of config.json; `where` names it in the message."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}
-    names = config.get("architectures") or ["no model class"]
-    if str(names[0]).removeprefix(CLASS_PREFIX) not in registered.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        raise UserError(f"{where} is no causal language model: its config.json names {names[0]}")
 
 
 def _architecture(config: dict[str, Any], folder: Path) -> Any:
@@ -97,23 +71,48 @@ def _architecture(config: dict[str, Any], folder: Path) -> Any:
 def _check_scale(model_class: Any, config: dict[str, Any], folder: Path) -> None:
     """Refuse a config that describes far more than the files hold, before transformers takes the memory for it."""
     shapes = [shape for file in weight_files(folder) for shape in tensor_shapes(file).values()]
-    layers = [config[name] for name in _LAYERS if isinstance(config.get(name), int)]
-    if layers and max(layers) > len(shapes):
+    held, described = sum(map(math.prod, shapes)), 0
+    layers = max((config[name] for name in _LAYERS if isinstance(config.get(name), int)), default=0)
+    if layers <= len(shapes):
+        try:
+            with quiet_loading(), torch.device("meta"):
+                described = sum(each.numel() for each in model_class(model_class.config_class(**config)).parameters())
+        except Exception:  # a config that no model can be built from: from_pretrained says what is wrong with it
+            return
+    if layers > len(shapes) or described > 16 * held + (1 << 20):  # packed and tied parameters are fewer in files
+        what = f"{layers:,} layers" if layers > len(shapes) else f"{described:,} parameters"
         raise UserError(
-            f"{folder / 'config.json'} describes {max(layers):,} layers, and the files hold {len(shapes):,} tensors; "
-            "copy both again"
+            f"{folder / 'config.json'} describes {what}, and the files hold {len(shapes):,} tensors of {held:,} "
+            "numbers; copy both again"
         )
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a model folder, from its files alone; UserError if that cannot be done."""
+    folder = check_folder(path)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{folder} has no tokenizer; save one into it with tokenizer.save_pretrained({str(folder)!r})")
+    return _tokenizer(str(folder), local_files_only=True)
+
+
+def _tokenizer(name: str, **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
     try:
-        with quiet_loading(), torch.device("meta"):
-            described = sum(each.numel() for each in model_class(model_class.config_class(**config)).parameters())
-    except Exception:  # a config that no model can be built from: from_pretrained says what is wrong with it
-        return
-    held = sum(map(math.prod, shapes))
-    if described > _MOST_RATIO * held + _SMALL:
-        raise UserError(
-            f"{folder / 'config.json'} describes {described:,} parameters, and the files hold {held:,} numbers; "
-            "copy both again"
-        )
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"the tokenizer of {name} cannot be loaded: {one_line(error)}") from error
+
+
+def check_causal(path: str | Path, config: dict[str, Any] | None = None) -> None:
+    """Raise UserError unless a folder's model, or that of a config, continues text; before its weights are read."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = read_json(check_folder(path) / "config.json") if config is None else config
+    registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}
+    names = config.get("architectures") or ["no model class"]
+    if str(names[0]).removeprefix(CLASS_PREFIX) not in registered.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise UserError(f"{path} is no causal language model: its config.json names {names[0]}")
 
 
 @contextmanager
@@ -130,3 +129,119 @@ def quiet_loading() -> Iterator[None]:
         hub_logging.set_verbosity(hub)
         if bars:
             logging.enable_progress_bar()
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Return whether a folder holds an adapter of peft, and no model of its own."""
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def base_of(path: str | Path, base: str | None = None) -> str:
+    """Return the folder or hub name of an adapter's base model: `base`, or else the one that the adapter names."""
+    named = base or read_json(check_folder(path) / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{Path(path) / ADAPTER_CONFIG} names no base model (base_model_name_or_path); pass --base")
+    return named
+
+
+def is_mergeable(peft_type: str) -> bool:
+    """Return whether adapters of a type can be merged into weights, as its config class says."""
+    config_class = require("peft", "peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
+    return getattr(config_class, "mergeable", True)
+
+
+def head_labels(folder: Path) -> int | None:
+    """Return how many outputs the classification head has that an adapter brings; None where it brings none."""
+    shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
+    return next((shape[0] for name, shape in sorted(shapes.items()) if name in _HEADS), None)
+
+
+def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
+    """Load a base language model with an adapter on it, unmerged, in evaluation mode.
+
+    What peft's AutoPeftModelForCausalLM does, but an adapter whose tensors are not all there is an error
+    instead of a warning, and pickled weights are never read.
+
+    Args:
+        path: a folder as `PeftModel.save_pretrained` writes it.
+        base: folder or hub name of the base model; None: as the adapter names it.
+        **kwargs: for the base model's from_pretrained (dtype, device_map, ...).
+
+    Raises:
+        UserError: a file is missing or damaged, the base is not there, is no causal language model, or
+            the adapter does not fit it.
+    """
+    folder = check_folder(path)
+    task = read_json(folder / ADAPTER_CONFIG).get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise UserError(f"{folder} is an adapter for {task}, not for a causal language model")
+    check_weights(folder)
+    named = base_of(folder, base)
+    if Path(named).is_dir():
+        check_causal(named)
+        model = load_model(named, **kwargs)
+    else:
+        model = _from_hub(named, folder, kwargs)
+    if (folder / "tokenizer_config.json").is_file():
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the adapter brings them
+    return put_adapter(model, folder, base=named)
+
+
+def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:
+    """Put an adapter's folder on a model that is there already, unmerged; return it in evaluation mode.
+
+    Args:
+        model: the base with a head of the adapter's shape, where it has one; it is changed.
+        path: a folder as `PeftModel.save_pretrained` writes it.
+        base: what messages call the model.
+
+    Raises:
+        UserError: a file is missing or damaged, or the adapter does not fit the model.
+    """
+    peft = require("peft", "peft")
+    folder = check_folder(path)
+    check_weights(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", ".*missing adapter keys")
+            return peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    except UserWarning as warning:
+        raise UserError(f"{folder / ADAPTER_WEIGHTS} is not whole: {one_line(warning)}") from warning
+    except BUILD_ERRORS as error:
+        if isinstance(error, KeyError) and str(error.args[0]).startswith("base_model."):  # of a module saved whole
+            raise UserError(f"{folder / ADAPTER_WEIGHTS} is not whole: it has no {error.args[0]}") from error
+        raise UserError(f"the adapter in {folder} does not fit {base}: {one_line(error)}") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raise UserError if an adapter's tensors are not there, are pickled or have changed."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
+        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS} ({pickled}); save the adapter with safe_serialization=True")
+    tensor_shapes(folder / ADAPTER_WEIGHTS)
+    check_hashes(folder)
+
+
+def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
+    """Load the tokenizer in an adapter's folder, or else its base model's; UserError if that cannot be done."""
+    folder = check_folder(path)
+    named = str(folder) if (folder / "tokenizer_config.json").is_file() else base_of(folder, base)
+    return load_tokenizer(named) if Path(named).is_dir() else _tokenizer(named)
+
+
+def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        check_causal(name, AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict())
+        return AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **kwargs)
+    except UserError:
+        raise
+    except BUILD_ERRORS as error:
+        raise UserError(
+            f"the base model {name!r} of {folder} is no folder here, and cannot be had from the hub "
+            f"({one_line(error)}); pass --base FOLDER"
+        ) from error

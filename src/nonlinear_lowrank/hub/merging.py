@@ -7,25 +7,24 @@ stay: that one is an augmented model of the package (see `hub`).
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from torch import Tensor
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line, require
 
-from .adapter import CONFIG, base_of, check_weights, head_labels, is_mergeable
 from .card import Origin, shown_name, table, write_card
+from .classes import make_saveable
 from .conversion import copy_companions, first_output, random_inputs
-from .files import check_folder, read_json
-from .loading import load_model, quiet_loading
+from .loading import ADAPTER_CONFIG, base_of, check_weights, head_labels, is_mergeable, load_model, quiet_loading
 from .registration import FIELD
-from .saving import make_saveable
-from .storage import check_new_or_empty, staged_output
+from .storage import check_folder, check_new_or_empty, read_json, staged_output
 
 _AUTO = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -98,21 +97,22 @@ def merge_adapter(
     if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / ADAPTER_CONFIG)
     peft_type = _check_type(folder, config)
     check_new_or_empty(output)
-    if output == folder or folder in output.parents:
+    if folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     check_weights(folder)
     named = base_of(folder, base)
 
-    adapted, types = _adapted(folder, config, named, dtype)
-    inputs = random_inputs(adapted.get_base_model())
-    if types is not None:  # what the written model can be given too
-        inputs = _floats_to(_floats_to(inputs, types.main), adapted.get_base_model().dtype)
+    adapted, main, types = _adapted(folder, config, named, dtype)
+    plain: Any = adapted.get_base_model()
+    inputs = random_inputs(plain)
+    if main is not None:  # what the written model can be given too
+        inputs = _floats_to(_floats_to(inputs, main), plain.dtype)
     before, measured = first_output(adapted, inputs)
-    was_tied = getattr(adapted.get_base_model().config, "tie_word_embeddings", False)
-    untied = _untie(adapted, folder)
+    was_tied = getattr(plain.config, "tie_word_embeddings", False)
+    untied = _untie(plain, folder)
     try:
         with warnings.catch_warnings():
             # Of ties, which `_untie` has seen to; peft itself unties what modules_to_save holds, as the report says.
@@ -124,55 +124,43 @@ def merge_adapter(
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)}") from error
     untied |= was_tied and not model.config.tie_word_embeddings
     rounded = None
-    if types is not None:  # quantizing again is no rounding, and is shown but not judged
+    if main is not None:  # quantizing again is no rounding, and is shown but not judged
         _check_same(first_output(model, inputs)[0], before, "the adapter's")
-        types.give(model)
-        inputs = _floats_to(inputs, types.main)
+        _round(model, main, types)
+        inputs = _floats_to(inputs, main)
         rounded, _ = first_output(model, inputs)
     needs_package = _mark_ours(model)
     with staged_output(output, {}) as place:
         model.save_pretrained(place)
-        del model, adapted
+        del model, adapted, plain
         theirs = copy_companions(Path(named), place) if Path(named).is_dir() else ()
-        copied = {*theirs, *copy_companions(folder, place, without=CONFIG)}  # a tokenizer with added tokens wins
+        copied = {*theirs, *copy_companions(folder, place, without=ADAPTER_CONFIG)}  # added tokens win
         after, _ = first_output(load_model(place), inputs)
         if rounded is not None:
             _check_same(after, rounded, "its own before it was written")
         difference, scale = (after.double() - before.double()).abs().max().item(), before.double().abs().max().item()
-        write_card(place, _origin(config, named, measured, difference, scale))
-    return MergeReport(
-        output=output,
-        peft_type=peft_type,
-        base=named,
-        difference=difference,
-        scale=scale,
-        measured=measured,
-        copied=tuple(sorted(copied)),
-        needs_package=needs_package,
-        untied=untied,
-    )
-
-
-def _origin(config: Mapping[str, Any], base: str, measured: str, difference: float, scale: float) -> Origin:
-    adapter = {name: config[name] for name in ("peft_type", "r", "target_modules", "omega") if config.get(name)}
-    return Origin(
-        title=f"{shown_name(base)} with a merged {config['peft_type']} adapter",
-        summary="A base model with an adapter folded into its weights.",
-        command="nlr merge ADAPTER OUT",
-        base=base,
-        sections={
-            "Adapter": table(adapter),
-            "Results": f"{measured} adapted and merged, on random inputs, one measurement (n = 1): max |difference| "
-            f"{difference:.3e}, outputs up to {scale:.3g}.",
-        },
-    )
+        settings = {name: config[name] for name in ("peft_type", "r", "target_modules", "omega") if config.get(name)}
+        results = (
+            f"{measured} adapted and merged, on random inputs, one measurement (n = 1): max |difference| "
+            f"{difference:.3e}, outputs up to {scale:.3g}."
+        )
+        origin = Origin(
+            title=f"{shown_name(named)} with a merged {peft_type} adapter",
+            summary="A base model with an adapter folded into its weights.",
+            command="nlr merge ADAPTER OUT",
+            base=named,
+            sections={"Adapter": table(settings), "Results": results},
+        )
+        write_card(place, origin)
+    copied_names = tuple(sorted(copied))
+    return MergeReport(output, peft_type, named, difference, scale, measured, copied_names, needs_package, untied)
 
 
 def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
     peft_type = config.get("peft_type")
     tuner = require("peft", "peft.mapping").PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)
     if not isinstance(peft_type, str) or tuner is None:
-        raise UserError(f"{folder / CONFIG}: peft knows no peft_type {peft_type!r}")
+        raise UserError(f"{folder / ADAPTER_CONFIG}: peft knows no peft_type {peft_type!r}")
     if not is_mergeable(peft_type):
         raise UserError(
             f"{folder} is a {peft_type} adapter, which cannot be merged: it is not linear in its input, so no weight "
@@ -183,38 +171,24 @@ def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
     return peft_type
 
 
-@dataclass(frozen=True)
-class _Types:
-    """The types that merged weights are rounded to."""
-
-    main: torch.dtype
-    wider: Mapping[str, torch.dtype]
-    """Types of tensors, by name, that are wider: transformers keeps some in float32 beside float16."""
-
-    def give(self, model: Any) -> None:
-        """Cast the model in place; rational coefficients keep their float32, as in every cast."""
-        saved = model.state_dict()
-        kept = {name: saved[name].to(dtype) for name, dtype in self.wider.items() if name in saved}
-        # Rotary frequencies and their like: loading computes them anew, in float32.
-        kept |= {name: buffer.detach() for name, buffer in model.named_buffers() if name not in saved}
-        model.to(self.main)
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-            if name in kept:
-                tensor.data = kept[name]
-
-
-def _floats_to(inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _floats_to(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
-def _check_same(outputs: torch.Tensor, wanted: torch.Tensor, whose: str) -> None:
-    """Raise UserError where outputs are further apart than rounding within one type explains.
+def _round(model: Any, main: torch.dtype, types: Mapping[str, torch.dtype]) -> None:
+    """Cast merged weights in place; rational coefficients keep their float32, as in every cast."""
+    saved = model.state_dict()
+    kept = {name: saved[name].to(dtype) for name, dtype in types.items() if name in saved}
+    # Rotary frequencies and their like: loading computes them anew, in float32.
+    kept |= {name: buffer.detach() for name, buffer in model.named_buffers() if name not in saved}
+    model.to(main)
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if name in kept:
+            tensor.data = kept[name]
 
-    Args:
-        outputs: of the merged model, any shape.
-        wanted: of the same shape.
-        whose: these are, for the message.
-    """
+
+def _check_same(outputs: Tensor, wanted: Tensor, whose: str) -> None:
+    """Raise UserError where outputs are further from those of `whose` than rounding within one type explains."""
     got, right = outputs.double(), wanted.double()
     distance = torch.where(got == right, 0, got - right).square().mean().sqrt().item()  # equal infinities are no fault
     size = right[right.isfinite()].square().mean().sqrt().item()
@@ -225,76 +199,64 @@ def _check_same(outputs: torch.Tensor, wanted: torch.Tensor, whose: str) -> None
         )
 
 
-def _adapted(folder: Path, config: Mapping[str, Any], named: str, dtype: str) -> tuple[Any, _Types | None]:
+def _adapted(
+    folder: Path, config: Mapping[str, Any], named: str, dtype: str
+) -> tuple[Any, torch.dtype | None, dict[str, torch.dtype]]:
     """Return the base model, in float32 or wider, with the adapter on it, evaluating; and the types to round to.
 
-    A quantized base stays as it is, and there are no types then.
+    These are the main type, and those of tensors by name that are wider: transformers keeps some in float32 beside
+    float16. A quantized base stays as it is, and there are none then.
     """
-    import transformers
     from peft import PeftModel
 
-    task, mapping = config.get("task_type"), config.get("auto_mapping") or {}
-    class_name = _AUTO.get(task or "") or mapping.get("base_model_class")
+    class_name = _AUTO.get(config.get("task_type") or "") or (config.get("auto_mapping") or {}).get("base_model_class")
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
-    if revision := config.get("revision"):
-        options["revision"] = revision
+    options |= {"revision": config["revision"]} if config.get("revision") else {}
     if (labels := head_labels(folder)) is not None:
         options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
+    known = getattr(transformers, class_name, None) if class_name else None
+    load = load_model if known is None else known.from_pretrained
+    options = {} if known is None else options
     try:
         with quiet_loading(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie
-            if class_name is None or not hasattr(transformers, class_name):
-                load = partial(load_model, named)
-            else:
-                load = partial(getattr(transformers, class_name).from_pretrained, named, **options)
-            model = load(dtype="auto")
-            types = None
-            if getattr(model.config, "quantization_config", None) is not None:
-                if dtype != "auto":  # of what is not quantized
-                    del model
-                    model = load(dtype=dtype)
-            else:
-                types = _types(model, dtype)
-                model.to(torch.promote_types(torch.promote_types(model.dtype, types.main), torch.float32))
-            return PeftModel.from_pretrained(model, str(folder)).eval(), types
+            model = load(named, dtype="auto", **options)
+            main, types = None, {}
+            if getattr(model.config, "quantization_config", None) is None:
+                main = model.dtype if dtype == "auto" else getattr(torch, dtype)
+                if dtype == "auto":
+                    own = {name: each.dtype for name, each in model.state_dict().items() if each.is_floating_point()}
+                    types = {name: each for name, each in own.items() if torch.promote_types(each, main) != main}
+                model.to(torch.promote_types(torch.promote_types(model.dtype, main), torch.float32))
+            elif dtype != "auto":  # of what is not quantized
+                del model
+                model = load(named, dtype=dtype, **options)
+            return PeftModel.from_pretrained(model, str(folder)).eval(), main, types
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
     except BUILD_ERRORS as error:
         raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)}") from error
 
 
-def _types(model: Any, dtype: str) -> _Types:
-    if dtype != "auto":
-        return _Types(getattr(torch, dtype), {})
-    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    main = model.dtype
-    return _Types(main, {name: each for name, each in own.items() if torch.promote_types(each, main) != main})
-
-
-def _untie(adapted: Any, folder: Path) -> bool:
-    """Give layers that are merged a weight of their own where another module has the same one: it stays as it is.
-
-    Returns:
-        True if there was any.
+def _untie(model: Any, folder: Path) -> bool:
+    """Give layers that are merged a weight of their own where another module has the same one; return if any had.
 
     Raises:
         UserError: the model's config cannot say so, for it is no output head that shares the embedding's weight.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    model: Any = adapted.get_base_model()
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)}
-    bases: dict[str, Any] = {name: layer.get_base_layer() for name, layer in layers.items()}
     owners: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
-        if name.endswith(".original_module"):
-            continue  # of modules_to_save: the adapter's own copy takes its place
-        if isinstance(weight := module._parameters.get("weight"), torch.Tensor):
+        # Of modules_to_save the adapter's own copy takes the place of the original.
+        if isinstance(weight := module._parameters.get("weight"), Tensor) and not name.endswith(".original_module"):
             owners.setdefault(id(weight), []).append((name, module))
-    ends = {id(_unwrapped(end)) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = {id(end.get_base_layer() if hasattr(end, "get_base_layer") else end) for end in both if end}
     found = False
-    for name, base in bases.items():
-        sharing = owners.get(id(base._parameters.get("weight")), [])
+    for name, layer in list(model.named_modules()):
+        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        sharing = owners.get(id(base._parameters.get("weight")), []) if base is not None else []
         if len(sharing) < 2:
             continue
         if not {id(module) for _, module in sharing} <= ends:
@@ -306,10 +268,6 @@ def _untie(adapted: Any, folder: Path) -> bool:
         owners = {key: [each for each in value if each[1] is not base] for key, value in owners.items()}
         found = True
     return found
-
-
-def _unwrapped(module: Any) -> Any:
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def _mark_ours(model: Any) -> bool:

@@ -79,7 +79,7 @@ def _on_peft(_peft: Any) -> None:
 def _on_augment(augment: Any) -> None:
     def make_saveable(model: Any, entry: dict[str, Any]) -> None:
         if hasattr(model, "save_pretrained"):
-            importlib.import_module("nonlinear_lowrank.hub.saving").make_saveable(model, entry)
+            importlib.import_module("nonlinear_lowrank.hub.classes").make_saveable(model, entry)
 
     augment.after_augment.append(make_saveable)
 

@@ -1,28 +1,39 @@
-"""Files that are whole or absent, whenever the process is killed.
+"""Files of models and of runs: written whole or not at all, and checked before anything is loaded from them.
 
 A folder is written beside its final place under a name that starts with `.tmp-`, hashed into a manifest, synced to disk
-and renamed. What is found under `.tmp-` was left by a killed process and can go.
+and renamed. What is found under `.tmp-` was left by a killed process and can go. No pickle is ever opened.
 """
 
 import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import one_line
+
+from .registration import FIELD, TYPE_PREFIX
 
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"
 CARD = "README.md"
 """The model card, which users edit: no manifest lists it."""
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PACKAGES = (
+    *("nonlinear-lowrank", "torch", "triton", "transformers", "accelerate", "peft", "trl", "tokenizers", "datasets"),
+    *("safetensors", "numpy", "scipy", "scikit-learn", "scikit-image", "pillow"),
+)
 
 
 def hash_file(file: Path) -> str:
@@ -72,11 +83,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
 @contextmanager
 def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a folder as `staged_folder` does, for what a user asked for: the parents are made too.
-
-    Raises:
-        UserError: it could not be written; then nothing of it is left.
-    """
+    """Yield a folder as `staged_folder` does, for what a user asked for: parents are made, errors are UserErrors."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with staged_folder(output, manifest) as folder:
@@ -91,45 +98,6 @@ def check_new_or_empty(output: Path, hint: str = "choose another") -> None:
     """Raise UserError if there is a file, or a folder with something in it."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty folder; {hint}")
-
-
-def manifest_files(folder: Path) -> dict[str, Any] | None:
-    """Return the entries of a folder's manifest, by file; None where it has none, or one that is not ours."""
-    try:
-        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> str | None:
-    """Return what is wrong with a file that a folder's manifest lists, or None.
-
-    Args:
-        folder: where the manifest lies.
-        name: of the file, as the manifest has it.
-        entry: the manifest's entry of it.
-        content: compare the hash too, not the size alone.
-    """
-    if not is_inside(name):
-        return f"{folder / MANIFEST} names {name!r}, which is outside its folder"
-    file = folder / name
-    if not file.is_file():
-        return f"{file} is missing"
-    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
-        return f"{folder / MANIFEST} does not say how long {name} is"
-    if (size := file.stat().st_size) != entry["bytes"]:
-        return f"{file} is damaged (its hash does not match): {size:,} bytes of {entry['bytes']:,}"
-    if content and hash_file(file) != entry.get("sha256"):
-        return f"{file} is damaged (its hash does not match)"
-    return None
-
-
-def is_inside(name: object) -> bool:
-    """Return whether a path out of a file's content stays in the folder it is meant for."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        return False
-    path = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
-    return not path.anchor and ".." not in path.parts
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -166,3 +134,150 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def is_inside(name: object) -> bool:
+    """Return whether a path out of a file's content stays in the folder it is meant for."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
+    return not path.anchor and ".." not in path.parts
+
+
+def manifest_files(folder: Path) -> dict[str, Any] | None:
+    """Return the entries of a folder's manifest, by file; None where it has none, or one that is not ours."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> str | None:
+    """Return how a file differs from its entry in the folder's manifest, or None; by size alone without `content`."""
+    if not is_inside(name):
+        return f"{folder / MANIFEST} names {name!r}, which is outside its folder"
+    file = folder / name
+    if not file.is_file():
+        return f"{file} is missing"
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
+        return f"{folder / MANIFEST} does not say how long {name} is"
+    if (size := file.stat().st_size) != entry["bytes"]:
+        return f"{file} is damaged (its hash does not match): {size:,} bytes of {entry['bytes']:,}"
+    if content and hash_file(file) != entry.get("sha256"):
+        return f"{file} is damaged (its hash does not match)"
+    return None
+
+
+def check_hashes(folder: Path) -> None:
+    """Raise UserError if weights differ from those of the folder's manifest, where it has one of ours."""
+    for name, entry in (manifest_files(folder) or {}).items():
+        if name.endswith(".safetensors") and (fault := file_fault(folder, name, entry)) is not None:
+            raise UserError(f"{fault}; copy it again, or delete {folder / MANIFEST} if it was changed on purpose")
+
+
+def check_folder(path: str | Path) -> Path:
+    """Return the path of a folder that exists; UserError otherwise."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist; give a folder that save_pretrained wrote")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the folder that holds config.json and {WEIGHTS}")
+    return folder
+
+
+def check_model_folder(path: str | Path) -> dict[str, Any]:
+    """Return the config.json of a folder that holds a whole model; UserError that names the file otherwise."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    folder = check_folder(path)
+    place = folder / "config.json"
+    config = read_json(place)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{place} is not a model config: it has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{place}: this transformers version does not know model_type {model_type!r}")
+    if model_type.startswith(TYPE_PREFIX) and not isinstance(config.get(FIELD), list):
+        raise UserError(f"{place} has model_type {model_type!r} but no list {FIELD!r} of methods")
+    weight_files(folder)
+    check_hashes(folder)
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; UserError if the file is missing or anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} has no {path.name}; give a folder that save_pretrained wrote") from error
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is JSON but not an object")
+    return content
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a safetensors file, by name; UserError if its header does not fit its length."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise UserError(
+            f"{path} is not a whole safetensors file ({size:,} bytes: {one_line(error)}); copy or download it again"
+        ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the whole safetensors files of a folder, as its index says where there is one.
+
+    Raises:
+        UserError: there are none, or one is missing or not whole.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    elif (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        if faults := index_faults(folder / INDEX, index):
+            raise UserError(f"{faults[0]}; copy or download it again")
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    elif not files:
+        if any(folder.glob("pytorch_model.bin*")):
+            raise UserError(f"{folder} has only pickled weights, which are never read; save it as safetensors first")
+        raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
+    for file in files:
+        tensor_shapes(file)
+    return files
+
+
+def index_faults(index: Path, content: Any) -> list[str]:
+    """Return what is wrong with an index of shards: those that are not there or not whole, or lack tensors."""
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        return [f"{index} is not an index of shards: it has no weight_map"]
+    faults = []
+    for shard in sorted(set(places.values())):
+        file = index.parent / shard
+        if not is_inside(shard) or not file.is_file():
+            faults.append(f"{index} names the shard {shard!r}, which is not there")
+            continue
+        try:
+            absent = sorted({name for name, place in places.items() if place == shard} - tensor_shapes(file).keys())
+        except UserError as error:
+            faults.append(str(error))
+        else:
+            faults += [f"{file} lacks {len(absent):,} tensors of its index, such as {name}" for name in absent[:1]]
+    return faults
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of installed packages that a saved model or a result may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -22,10 +22,8 @@ from safetensors import safe_open
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import WEIGHTS as ADAPTER_WEIGHTS
-from .files import INDEX, WEIGHTS, index_faults, tensor_shapes
-from .storage import CARD, MANIFEST, file_fault, manifest_files
+from .loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .storage import CARD, INDEX, MANIFEST, WEIGHTS, file_fault, index_faults, manifest_files, tensor_shapes
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 _AT_ONCE = 1 << 26  # values that are looked at together
@@ -86,7 +84,8 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _check_folder(folder: Path, found: Verification) -> None:
-    if (folder / MANIFEST).is_file():
+    names = {each.name for each in folder.iterdir()}
+    if MANIFEST in names:
         _check_manifest(folder, found)
     elif folder.parent.name == "checkpoints" and folder.name.startswith("step-"):
         found.faults.append(f"{folder} has no {MANIFEST}: it was not written whole")
@@ -95,11 +94,10 @@ def _check_folder(folder: Path, found: Verification) -> None:
             _check_file(file, found)
         elif file.suffix in _PICKLED:
             found.notes.append(f"{file} is pickled: it is read by --resume with --allow-torch-checkpoints alone")
-    names = {each.name for each in folder.iterdir()}
     if ADAPTER_CONFIG in names and ADAPTER_WEIGHTS not in names:
         found.faults.append(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}")
-    model = "config.json" in names and not names & {ADAPTER_CONFIG, WEIGHTS, INDEX}
-    if model and not any(name.endswith(".safetensors") for name in names):
+    weights = any(name.endswith((".safetensors", INDEX)) for name in names)
+    if "config.json" in names and ADAPTER_CONFIG not in names and not weights:
         found.faults.append(f"{folder} has config.json and no weights: neither {WEIGHTS} nor {INDEX}")
 
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import Origin, write_card
-from nonlinear_lowrank.hub.classes import listed_problems, register
+from nonlinear_lowrank.hub.classes import in_memory, listed_problems, register
 from nonlinear_lowrank.hub.conversion import copy_companions
-from nonlinear_lowrank.hub.files import check_folder, check_model_folder, weight_files
-from nonlinear_lowrank.hub.names import in_memory
 from nonlinear_lowrank.hub.registration import FIELD
-from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
-from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+from nonlinear_lowrank.hub.storage import (
+    check_folder,
+    check_model_folder,
+    check_new_or_empty,
+    staged_output,
+    weight_files,
+)
+from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.surgery.augment import read_entry
 from nonlinear_lowrank.validation import one_line
 
@@ -196,7 +201,7 @@ def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entries:
         method, config = read_entry(entry)
-        values = {key: value for key, value in config_to_dict(config).items() if key in _FUNCTION}
+        values = {key: value for key, value in asdict(config).items() if key in _FUNCTION}
         if hasattr(config, "scale"):
             values["output_scale"] = config.scale
         text = f"{method.name}({', '.join(f'{key}={value}' for key, value in values.items())})"

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 import nonlinear_lowrank as nlr
 from model_helpers import llama
 from nonlinear_lowrank import hub
-from nonlinear_lowrank.hub.files import tensor_shapes
-from nonlinear_lowrank.hub.storage import is_inside
+from nonlinear_lowrank.hub.storage import is_inside, tensor_shapes
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ BROKEN = {
     "no methods": (lambda folder: edit(folder, nonlinear_lowrank=None), "no list 'nonlinear_lowrank'"),
     "unknown method": (lambda folder: edit_entry(folder, method="foo"), "unknown method 'foo'"),
     "unknown field": (lambda folder: edit_entry(folder, config={"ranks": 1}), "no field 'ranks'"),
-    "no modules": (lambda folder: edit_entry(folder, modules=None), "must be a list of module names"),
+    "no modules": (lambda folder: edit_entry(folder, modules=None), "must list method, config and modules"),
     "no class": (lambda folder: edit(folder, architectures=None), "names no model class"),
     "unknown class": (lambda folder: edit(folder, architectures=["FooModel"]), "no model class 'FooModel'"),
     "other size": (lambda folder: edit(folder, hidden_size=64), "cannot be loaded as"),

@@ -9,8 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
 from cli_helpers import run_python
-from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM, ImageTokensModel
-from nonlinear_lowrank.hub.rotary import GridRotary, grid_places
+from nonlinear_lowrank.hub.image_tokens import GridRotary, ImageTokensConfig, ImageTokensForCausalLM, ImageTokensModel
 
 ROWS, COLUMNS, CODES, CLASSES, HEADS, HEAD_DIM = 3, 5, 23, 4, 2, 12
 PLACES = [(0, 0)] + [(1 + row, 1 + column) for row in range(ROWS) for column in range(COLUMNS)]
@@ -49,12 +48,6 @@ def rotated(x, row, column, theta=10_000.0):
     return torch.view_as_real(
         pairs * torch.polar(torch.ones(len(turns)).double(), torch.tensor(turns).double())
     ).flatten()
-
-
-def test_grid_places_are_those_of_the_raster_and_the_class_token():
-    rows, columns = grid_places(torch.arange(1 + ROWS * COLUMNS), COLUMNS)
-    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == PLACES
-    assert len(set(PLACES)) == len(PLACES), "no image token shares the class token's place"
 
 
 def test_attention_is_that_of_the_formula():
