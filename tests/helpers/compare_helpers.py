@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from nlr_lab.compare import compare
-from nlr_lab.compare.models.trial import ModelTrials
+from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.compare.record import ArmRecord, build_results
 from nlr_lab.compare.trial import Choice, Measurement, Run
 from nlr_lab.tasks.task import LOSS, Task

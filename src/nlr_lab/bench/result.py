@@ -112,7 +112,7 @@ def draw(result: BenchResult, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from nlr_lab.runtime.canvas import COLOURS, save
+    from nlr_lab.runtime.tables import COLOURS, save
 
     panels: dict[str, list[Row]] = {}
     for row in result.rows:

@@ -43,7 +43,7 @@ class BenchConfig:
     """cpu, cuda, or empty for the GPU if there is one."""
 
     def __post_init__(self) -> None:
-        from nlr_lab.runtime.resources import choose_device
+        from nlr_lab.runtime.environment import choose_device
 
         for name, hint in get_type_hints(type(self)).items():
             _check(name, hint, getattr(self, name))

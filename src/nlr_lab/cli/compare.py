@@ -6,8 +6,7 @@ from typing import Any, Generic, TypeVar
 from tyro.conf import FlagCreatePairsOff
 
 from nlr_lab.recipes import RECIPES
-from nlr_lab.runtime.cores import let_threads_sleep
-from nlr_lab.runtime.processes import rank
+from nlr_lab.runtime.processes import let_threads_sleep, rank
 
 from .options import comparison_defaults, parse_recipe, seconds_of, take_recipe
 

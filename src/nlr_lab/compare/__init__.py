@@ -1,4 +1,4 @@
-"""Paired runs, statistics, pictures, report: one pipeline (`run`) over the kinds of trials in `models` and `fields`."""
+"""Paired runs, statistics, pictures, report: one pipeline (`run`) over kinds of trials (models, fields)."""
 
 from .run import Comparison, compare
 

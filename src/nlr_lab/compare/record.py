@@ -8,19 +8,18 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.bench.timing import Ratio, paired_ratio
+from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.runtime.environment import machine, versions
-from nlr_lab.runtime.settings import flatten as flat
+from nlr_lab.runtime.storage import flatten as flat
 from nlr_lab.tasks.task import LOSS, Measure
 
-from .pairs import PairSummary, compare_pair
-from .statistics import Estimate, curve_cautions, holm, paired_mean, speed_cautions
-from .trial import Choice, Run
+from .statistics import Estimate, PairSummary, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
+from .trial import Choice, Curve, Run
 
 Times = Mapping[str, Sequence[float]] | None
 
@@ -98,38 +97,41 @@ def build_results(
     if partial:
         listed = ", ".join(str(seed) for seed in partial)
         notes.append(f"Left out, because not every arm has finished it: seed {listed}.")
-    return clean(
-        {
-            **about,
-            "command": command,
-            "versions": versions(),
-            "machine": machine(threads),
-            "metric": asdict(measure),
-            "reference": reference,
-            "n": len(whole),
-            "seeds": whole,
-            "incomplete_seeds": partial,
-            "tuning_seed": tuning_seed,
-            "arms": [_arm(arm, base, whole, times) for arm in arms],
-            "against": found,
-            "notes": notes,
-            "seconds": round(seconds, 1),
-        }
-    )
+    results = {
+        **about,
+        "command": command,
+        "versions": versions(),
+        "machine": machine(threads),
+        "metric": asdict(measure),
+        "reference": reference,
+        "n": len(whole),
+        "seeds": whole,
+        "incomplete_seeds": partial,
+        "tuning_seed": tuning_seed,
+        "arms": [_arm(arm, base, whole, times) for arm in arms],
+        "against": found,
+        "notes": notes,
+        "seconds": round(seconds, 1),
+    }
+    return clean(results)  # type: ignore[no-any-return]
 
 
 def _family(
     pairs: Sequence[tuple[ArmRecord, ArmRecord]], seeds: Sequence[int], times: Times, measure: Measure
 ) -> list[PairSummary]:
     """Compare (reference, arm) pairs, their p-values adjusted together."""
+
+    def points(run: Run) -> Curve:
+        return run.losses if measure.is_loss else run.metric_curve
+
     summaries = []
     for pair in pairs:
-        reference, arm = ({seed: each.runs[seed].as_curve() for seed in seeds} for each in pair)
-        ratio = _ratio(times, pair[1].name, pair[0].name)
+        reference, arm = ({seed: each.runs[seed] for seed in seeds} for each in pair)
+        ratio = paired_ratio(times[pair[1].name], times[pair[0].name]) if times else None
         found = compare_pair(reference, arm, ratio, speed=measure.is_loss)
         cautions: tuple[str, ...] = ()
         if found.delta.value is not None:
-            curves = {each.name: [each.runs[seed].score_curve(measure) for seed in seeds] for each in pair}
+            curves = {each.name: [points(each.runs[seed]) for seed in seeds] for each in pair}
             cautions = curve_cautions(found.delta.value, curves, higher_is_better=measure.higher_is_better)
             if found.seeds and _have_curves(pair, seeds):
                 cautions += speed_cautions(curves, [each.bound for each in found.seeds.values()])
@@ -138,13 +140,9 @@ def _family(
     return [replace(each, p_holm=p) for each, p in zip(summaries, adjusted, strict=True)]
 
 
-def _have_curves(arms: Any, seeds: Sequence[int]) -> bool:
+def _have_curves(arms: Iterable[ArmRecord], seeds: Sequence[int]) -> bool:
     """Return whether there is more of any evaluation curve than its end."""
-    return any(len(arm.runs[seed].as_curve().steps) > 1 for arm in arms for seed in seeds)
-
-
-def _ratio(times: Times, arm: str, reference: str) -> Ratio | None:
-    return None if not times else paired_ratio(times[arm], times[reference])
+    return any(len(arm.runs[seed].losses) > 1 for arm in arms for seed in seeds)
 
 
 def _stability_notes(arm: ArmRecord) -> list[str]:
@@ -154,40 +152,33 @@ def _stability_notes(arm: ArmRecord) -> list[str]:
         if run.diverged_at is not None:
             end = "the run ended there" if run.final_loss is None else f"it ended at {run.final_loss:.4f}"
             notes.append(f"`{arm.name}` diverged at step {run.diverged_at} on seed {run.seed}: {end}.")
-    spiked = {run.seed: run.spikes for run in arm.runs.values() if run.spikes}
-    if spiked:
-        listed = ", ".join(f"{count} on seed {seed}" for seed, count in spiked.items())
-        notes.append(f"The training loss of `{arm.name}` spiked and recovered: {listed}.")
-    return notes
+    spiked = ", ".join(f"{run.spikes} on seed {run.seed}" for run in arm.runs.values() if run.spikes)
+    return notes + ([f"The training loss of `{arm.name}` spiked and recovered: {spiked}."] if spiked else [])
 
 
 def _arm(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int], times: Times) -> dict[str, Any]:
-    seconds = sorted(times[arm.name]) if times else None
-    ratio = _ratio(times, arm.name, base.name)
-    runs = _of_seeds(arm, seeds)
+    choice, runs = arm.choice, _of_seeds(arm, seeds)
 
-    def mean(name: str) -> float | None:
-        return _summary(arm, [getattr(run, name) for run in runs])["mean"]
+    def summary(name: str) -> dict[str, Any]:
+        return _summary(arm, [getattr(run, name) for run in runs])
 
     return {
         "name": arm.name,
         "settings": dict(arm.settings),
         "control": arm.control,
-        "lr": None if arm.choice is None else arm.choice.lr,
-        "init": None if arm.choice is None else arm.choice.init or None,
+        "lr": None if choice is None else choice.lr,
+        "init": None if choice is None else choice.init or None,
         "lr_source": arm.source,
         "parameters": arm.parameters,
         "trainable": arm.trainable,
         "parameters_percent": 100 * (arm.parameters / base.parameters - 1),
         "flops_per_token": arm.flops,
         "flops_percent": None if not arm.flops or not base.flops else 100 * (arm.flops / base.flops - 1),
-        "step_seconds_median": None if seconds is None else seconds[len(seconds) // 2],
-        "step_time_ratio": None if ratio is None else ratio.to_json(),
-        "final_loss": _summary(arm, [run.final_loss for run in runs]),
-        "score": _summary(arm, [run.judged for run in runs]),
-        "best_score": mean("best_score"),
-        "train_loss": mean("train_loss"),
-        "plain_loss": mean("plain_loss"),
+        "step_seconds_median": sorted(times[arm.name])[len(times[arm.name]) // 2] if times else None,
+        "step_time_ratio": paired_ratio(times[arm.name], times[base.name]).to_json() if times else None,
+        "final_loss": summary("final_loss"),
+        "score": summary("judged"),
+        **{name: summary(name)["mean"] for name in ("best_score", "train_loss", "plain_loss")},
         "train_delta": _loss_delta("train_loss", arm, base, seeds),
         "plain_delta": _loss_delta("plain_loss", arm, base, seeds),
         "runs": [arm.runs[seed].to_json() for seed in sorted(arm.runs)],
@@ -225,9 +216,6 @@ def _summary(arm: ArmRecord, values: Sequence[float | None]) -> dict[str, Any]:
     return {"mean": mean, "sd": sd, "n": len(finite), "note": ""}
 
 
-# --- where the numbers came from -----------------------------------------------------------------------------
-
-
 def command_line() -> str:
     """Return the command of this process, as one starts it afresh, with no path of this machine in it."""
     program = Path(sys.argv[0]).name if sys.argv else ""
@@ -255,6 +243,4 @@ def clean(value: Any) -> Any:
         text = os.fspath(value)
         start, mark, path = text.rpartition("=")
         return start + mark + f".../{Path(path).name}" if Path(path).is_absolute() else text
-    if value is None or isinstance(value, bool | int):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, bool | int) else str(value)

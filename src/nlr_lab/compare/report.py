@@ -1,10 +1,10 @@
-"""The common parts of reports: numbers as text, tables, and sentences made from `results.json` alone.
+"""Reports, made from `results.json` alone: what all kinds share, and the report of model trainings.
 
 A difference is claimed only where its 95 % interval excludes zero (a ratio: one); anything else reads "no difference
 shown", with the n.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -17,6 +17,11 @@ Section = tuple[str, Row, list[Row]]
 """Title, head and rows of a table."""
 NONE = "-"
 DELTA_HEAD = ("delta [95 %]", "p", "p (Holm)")
+_SAME = 1.002  # norms and biases alone are no larger model
+_TIME_HEAD = ("arm", "step time [quartiles]")
+_SPEED_HEAD = (*_TIME_HEAD, "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
+_MATCHED_HEAD = ("arm", "matched speedup, steps [95 %]", "p", "wall clock [95 %]", "p")
+_TRAINING_HEAD = ("arm", "as trained", "delta [95 %]", "p", "without augmentation", "delta [95 %]", "p")
 
 
 def percent(value: float | None) -> str:
@@ -63,9 +68,9 @@ def delta_cells(pair: Record) -> Row:
     return delta_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"])
 
 
-def judged(run: Record) -> float | None:
-    """Return what a run is compared by."""
-    return run["final_loss"] if run["score"] is None or run["final_loss"] is None else run["score"]
+def judged(run: Record, name: str = "score") -> float | None:
+    """Return what a run is compared by; "selection": chosen by."""
+    return run["final_loss"] if run[name] is None or run["final_loss"] is None else run[name]
 
 
 def by_loss(results: Record) -> bool:
@@ -82,20 +87,19 @@ def score_name(results: Record) -> str:
 
 def console_tables(sections: Sequence[Section]) -> Group:
     """The console's tables, for `rich.print`; intervals on a line of their own."""
+
+    def text(cell: str) -> Text:  # not str: rich reads square brackets as markup
+        return Text(cell.replace(" [", "\n["))
+
     tables = []
     for title, head, rows in sections:
         table = Table(title=Text(title), title_justify="left")
         for index, name in enumerate(head):
-            table.add_column(_cell(name), justify="left" if index == 0 else "right", overflow="fold")
+            table.add_column(text(name), justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
-            table.add_row(*map(_cell, row))
+            table.add_row(*map(text, row))
         tables.append(table)
     return Group(*tables)
-
-
-def _cell(text: str) -> Text:
-    """Text, not str: rich reads square brackets as markup."""
-    return Text(text.replace(" [", "\n["))
 
 
 def markdown_table(head: Row, rows: Sequence[Row]) -> str:
@@ -179,3 +183,302 @@ def pairs_of(results: Record) -> Iterator[tuple[str, str, Record]]:
     for other, pairs in results["against"].items():
         for name, pair in pairs.items():
             yield name, other, pair
+
+
+def _main_pairs(results: Record) -> Record:
+    """Pairs by arm, against the reference."""
+    return results["against"].get(results["reference"], {})
+
+
+def _has_speed(results: Record) -> bool:
+    """Return whether speedups can be read: losses, and more of each curve than its end."""
+    return by_loss(results) and any(len(run["curve"]) > 1 for arm in results["arms"] for run in arm["runs"])
+
+
+def _is_tuning(results: Record) -> bool:
+    """Return whether pretrained models are tuned: then what counts is how many parameters are trained."""
+    return any((arm["trainable"] or arm["parameters"]) < arm["parameters"] for arm in results["arms"])
+
+
+# --- the tables of model trainings ------------------------------------------------------------------------------
+
+
+def score_table(results: Record) -> tuple[Row, list[Row]]:
+    """The main table, a row for each arm."""
+    tuning, with_best = _is_tuning(results), not by_loss(results)
+    costs = ("trainable",) if tuning else ("params", "FLOPs")
+    best_head = ("best step",) if with_best else ()
+    rows: list[Row] = []
+    for arm in results["arms"]:
+        pair = _main_pairs(results).get(arm["name"])
+        cost: Row = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
+        if tuning:
+            cost = (f"{arm['trainable']:,}",)
+        tail: Row = ("reference" if arm["name"] == results["reference"] else NONE, NONE, NONE)
+        if pair is not None:
+            tail = delta_cells(pair)
+        best = arm["best_score"]
+        shown = (NONE if best is None else f"{best:.4f}",) if with_best else ()
+        rows.append((arm["name"], lr_text(arm), *cost, _score_text(arm, results), *shown, *tail))
+    return ("arm", "lr", *costs, score_name(results), *best_head, *DELTA_HEAD), rows
+
+
+def _score_text(arm: Record, results: Record) -> str:
+    """The mean; or why there is none; and how many of the runs behind it diverged, though to a finite loss."""
+    score = arm["score"]
+    if score["mean"] is None:
+        return str(score["note"])
+    lost = sum(run["seed"] in results["seeds"] and run["diverged_at"] is not None for run in arm["runs"])
+    return f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
+
+
+def _speed_table(results: Record) -> tuple[Row, list[Row]]:
+    """Time of a step; step speedup and wall-clock speedup where there is a curve to read them from."""
+    times = {arm["name"]: _time_text(arm["step_time_ratio"]) for arm in results["arms"]}
+    speeds = _has_speed(results)
+    rows = [
+        (name, times[name], *(_ratio_cells(pair, "step_speedup", "wall_clock_speedup") if speeds else ()))
+        for name, pair in _main_pairs(results).items()
+    ]
+    return _SPEED_HEAD if speeds else _TIME_HEAD, rows
+
+
+def _time_text(time: Record | None) -> str:
+    if time is None:
+        return NONE
+    low, high = 100 * (time["lower_quartile"] - 1), 100 * (time["upper_quartile"] - 1)
+    return f"{100 * (time['median'] - 1):+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _ratio_cells(pair: Record, *names: str) -> Row:
+    return tuple(cell for name in names for cell in (ratio_text(pair[name]), p_text(pair[name]["p_value"])))
+
+
+def _matched_table(results: Record) -> tuple[Row, list[Row]]:
+    """The speedup that also exists for arms slower than the reference."""
+    names = ("matched_speedup", "matched_wall_clock_speedup")
+    return _MATCHED_HEAD, [(name, *_ratio_cells(pair, *names)) for name, pair in _main_pairs(results).items()]
+
+
+def training_rows(results: Record) -> list[Row]:
+    """The rows under `_TRAINING_HEAD`; none where the training examples are not augmented."""
+
+    def cells(arm: Record, which: str) -> Row:
+        loss, delta = arm[f"{which}_loss"], arm[f"{which}_delta"]
+        text = str(arm["final_loss"]["note"]) or NONE if loss is None else f"{loss:.4f}"
+        if delta is None:
+            return text, "reference" if arm["name"] == results["reference"] else NONE, NONE
+        return text, delta_text(delta), p_text(delta["p_value"])
+
+    if all(arm["plain_loss"] is None for arm in results["arms"]):
+        return []
+    return [(arm["name"], *cells(arm, "train"), *cells(arm, "plain")) for arm in results["arms"]]
+
+
+def _sections(results: Record) -> dict[str, Section]:
+    """The tables that there are numbers for."""
+    n, reference = results["n"], results["reference"]
+    found = {
+        "score": (f"{results['metric']['name'].capitalize()} against {reference} (n = {n})", *score_table(results))
+    }
+    head, rows = _speed_table(results)
+    speed = (f"Speed against {reference} (n = {n})", head, rows)
+    if training := training_rows(results):
+        found["training"] = ("Training loss", _TRAINING_HEAD, training)
+    if any(cell != NONE for row in rows for cell in row[1:]):
+        found["speed"] = speed
+    if _has_speed(results) and any(pair["reached"] < pair["n"] for pair in _main_pairs(results).values()):
+        title = "Speed at the lowest loss that both reach (below 1x: slower)"
+        found["matched"] = (title, *_matched_table(results))
+    return found
+
+
+def render_tables(results: Record) -> Group:
+    """The console's tables, for `rich.print`."""
+    return console_tables(list(_sections(results).values()))
+
+
+# --- sentences -----------------------------------------------------------------------------------------------
+
+
+def _speed_sentence(pair: Record, reference: str) -> str:
+    steps, matched, wall, n = pair["step_speedup"], pair["matched_speedup"], pair["wall_clock_speedup"], pair["n"]
+    if pair["diverged"] or not pair["seeds"]:
+        return ""
+    if pair["reached"] < n:
+        text = f"It reached the final loss of `{reference}` in {pair['reached']} of {n} seeds: no step speedup."
+        if matched["value"] is None:
+            return text
+        return f"{text} At the lowest loss that both reach, its speed in steps is {ratio_text(matched)}."
+    if steps["value"] is None:
+        return f"No step speedup: {steps['note']}."
+    text = f"Step speedup {ratio_text(steps)}: no difference shown."
+    if steps["shown"]:
+        text = f"It reached that model's final loss {ratio_text(steps)} as fast in steps: {_faster(steps)}."
+    if wall["value"] is None:
+        return f"{text} Hours: {wall['note']}."
+    return f"{text} In hours {ratio_text(wall)}: {_faster(wall) if wall['shown'] else 'no difference shown'}."
+
+
+def _faster(ratio: Record) -> str:
+    return "**faster**" if ratio["value"] > 1 else "**slower**"
+
+
+def findings(results: Record) -> list[str]:
+    """Say what was found, an item for each arm that is not a control, then what clouds it."""
+    metric, reference, n = results["metric"], results["reference"], results["n"]
+    lines = []
+    if n == 0:
+        lines.append("No seed was finished by all arms: there is nothing to compare yet.")
+    elif n == 1:
+        lines.append("One seed was run (n = 1): no interval and no p-value, so nothing is shown either way.")
+
+    def verdict(name: str, other: str, pair: Record, before: str = "") -> str:
+        speed = _speed_sentence(pair, other) if _has_speed(results) else ""
+        return cautioned(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
+
+    controls = {arm["name"]: arm["score"]["mean"] for arm in results["arms"] if arm["control"]}
+    controls = {name: mean for name, mean in controls.items() if mean is not None}
+    choose: Callable[..., Any] = max if metric["higher_is_better"] else min
+    best = choose(controls, key=controls.__getitem__, default=reference)
+    arms = {arm["name"]: arm for arm in results["arms"]}
+    for name, pair in _main_pairs(results).items() if n else ():
+        lines.append(verdict(name, reference, pair))
+        # The gain over the strongest control is what the branch itself brings.
+        if best != reference and not arms[name]["control"]:
+            lines.append(verdict(name, best, results["against"][best][name], "Against the strongest control: "))
+    return lines + list(results["notes"]) + _clouds(results)
+
+
+def _clouds(results: Record) -> list[str]:
+    """Say what clouds a gain: learning rates that were not tuned, an init or a size without its control."""
+    lines = []
+    arms = results["arms"]
+    untuned = [arm["name"] for arm in arms if arm["lr"] is not None and not arm["tuning"]]
+    if untuned and results["n"]:
+        who = "Learning rates were not tuned" if len(untuned) == len(arms) else f"Not tuned: {', '.join(untuned)}"
+        lines.append(f"{who}: one that suits one arm better can pass for a gain of the method (--tune-lr).")
+    if _is_tuning(results):
+        return lines
+    own = results["recipe"]["settings"].get("task.backbone.dense_init")
+    inits = {arm["settings"]["dense_init"] or own for arm in arms if arm["control"]}
+    if any("noble" in arm["settings"]["method"].split("+") for arm in arms) and "noble" not in inits:
+        lines.append("No control has NOBLE's dense init (baseline:init=noble): part of a difference may be the init's.")
+    largest = max((arm["parameters"] for arm in arms if arm["control"]), default=0)
+    larger = [arm["name"] for arm in arms if not arm["control"] and arm["parameters"] > _SAME * largest]
+    if larger:
+        lines.append(
+            f"No control has as many parameters as {', '.join(larger)} (wide-mlp:match={larger[-1]}): part of a "
+            "difference may be theirs."
+        )
+    return lines
+
+
+# --- the report ----------------------------------------------------------------------------------------------
+
+
+def render_report(results: Record) -> str:
+    """`report.md` from the record in `results.json`."""
+    n, metric, sections = results["n"], results["metric"], _sections(results)
+
+    def table(name: str, *before: str) -> list[str]:
+        return [*before, markdown_table(*sections[name][1:])] if name in sections else []
+
+    parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
+    parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
+    parts += table("score", *_score_intro(results))
+    parts += table("training", "## Training loss", _TRAINING_TEXT)
+    parts += table("speed", "## Speed")
+    parts += table("matched", "At the lowest loss that both reach (below 1x is slower):")
+    parts += ["![evaluation curves](curves.png)", _curve_caption(results)]
+    controls = [each for each in pairs_of(results) if each[1] != results["reference"]]
+    if controls:
+        speeds = ("step_speedup", "matched_speedup") if _has_speed(results) else ()
+        rows = [
+            (name, other, *delta_cells(p), *(ratio_text(p[each]) for each in speeds)) for name, other, p in controls
+        ]
+        head = ("arm", "against", *DELTA_HEAD, *(f"{each.replace('_', ' ')} [95 %]" for each in speeds))
+        parts += ["## Against each control", markdown_table(head, rows)]
+    if any(arm["tuning"] for arm in results["arms"]):
+        picture = f"![{metric['name']} against learning rate](rates.png)"
+        parts += ["## Learning rates", *_tuning_text(results), picture]
+    parts += [*last_sections(results), "## How to read it, and limits", _limits(results, speeds=_has_speed(results))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _score_intro(results: Record) -> list[str]:
+    metric, reference = results["metric"], results["reference"]
+    if by_loss(results):
+        return ["## Loss", f"Reference: `{reference}`. Loss in {metric['unit']}; a delta below 0 is better."]
+    side = "above" if metric["higher_is_better"] else "below"
+    return [
+        f"## {metric['name'].capitalize()}",
+        f"Reference: `{reference}`. {metric['name'].capitalize()} after the last step; a delta {side} 0 is better. "
+        "Best step: the score at the evaluation at which the held-out examples scored best.",
+    ]
+
+
+def _curve_caption(results: Record) -> str:
+    band = " Lines are means over seeds, bands run from the lowest to the highest seed." if results["n"] > 1 else ""
+    longest = max((len(run["curve"]) for arm in results["arms"] for run in arm["runs"]), default=0)
+    skipped = "; the first 20 % of the steps are not shown" if longest >= 10 else ""
+    return f"Baselines dashed, other arms solid{skipped}.{band}"
+
+
+def _tuning_text(results: Record) -> list[str]:
+    rates = sorted({run["lr"] for arm in results["arms"] for run in arm["tuning"]})
+    rows = []
+    for arm in results["arms"]:
+        tried = {run["lr"]: judged(run, "selection") for run in arm["tuning"]}
+        cells = [NONE if lr not in tried else "diverged" if tried[lr] is None else f"{tried[lr]:.4f}" for lr in rates]
+        bold = [f"**{cell}**" if lr == arm["lr"] and tried else cell for lr, cell in zip(rates, cells, strict=True)]
+        rows.append((arm["name"], *bold, f"{lr_text(arm)} ({arm['lr_source']})"))
+    what = "Final loss" if by_loss(results) else f"{results['metric']['name'].capitalize()} on held-out examples"
+    intro = f"{what} on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
+    return [intro, markdown_table(("arm", *(f"{lr:g}" for lr in rates), "chosen"), rows)]
+
+
+# --- how the numbers are made, and what they cannot say ---------------------------------------------------------
+
+_TRAINING_TEXT = """\
+Nats an image; means over seeds. As trained: on augmented images, over the last tenth of the steps. Without \
+augmentation: on some of the training images as they are, after the last step. A delta (paired by seed) below 0 fits \
+them better."""
+
+_SEEDS = """\
+- Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
+lengths of training."""
+
+_SCORES = """\
+- Delta: paired t-test over seeds on the {metric} after the last step, on examples that nothing was chosen by \
+unless a line above says so. Every seed gives all arms the same batches in the same order and the same new head.
+- Best step: chosen by the held-out examples, then scored; means over seeds, no test."""
+
+_LOSSES = """\
+- Delta: paired t-test over seeds on the loss at the last step. Every seed gives all arms the same batches in \
+the same order and the same evaluation text."""
+
+_SPEEDS = """\
+- Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss \
+on the linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs. It is a number only \
+when every seed reached that loss. A curve that rises again at its end flatters it.
+- Matched speedup: the step speedup where it exists; where an arm never came down to the reference's final \
+loss, the steps the reference took to the arm's final loss / the steps of the arm, which is below 1.
+- Wall-clock speedup: speedup in steps / step-time ratio. Its error is bootstrapped and combined with that of \
+the seeds on the log scale, so the interval is never narrower than that of the steps."""
+
+_COMMON = """\
+- Diverged: the loss was no longer a number, or the training loss rose by more than a quarter of what it had fallen, \
+and stayed up for a twentieth of the run or to its end; the step is that of the first logged loss that was up. A \
+finite loss is in the averages all the same.
+- Step time: the median of paired ratios of interleaved training steps (all arms in turn, same batch) on the \
+machine named below, quartiles in brackets; evaluation, loading and checkpoints are not in it.
+- p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
+- Learning rates are tuned on a seed of their own, which is not used in the comparison; a single tuning seed \
+leaves the best one uncertain by about one step of the grid."""
+
+
+def _limits(results: Record, *, speeds: bool) -> str:
+    """The list, with what concerns speed where it was measured."""
+    own = _LOSSES if by_loss(results) else _SCORES.format(metric=results["metric"]["name"])
+    return "\n".join((_SEEDS, own, *((_SPEEDS,) if speeds else ()), _COMMON))

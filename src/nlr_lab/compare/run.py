@@ -17,20 +17,21 @@ from typing import Any
 
 from rich.console import Console
 
-from nlr_lab.runtime.cores import FreeThreads
-from nlr_lab.runtime.environment import cpu_threads
-from nlr_lab.runtime.processes import on_rank_0, rank
-from nlr_lab.runtime.storage import write_text
-from nlr_lab.runtime.time_limit import Lengths, OutOfTimeError, TimeLimit
+from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, duration
+from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
+from nlr_lab.runtime.storage import read_json, write_text
+from nlr_lab.tasks.task import LOSS, Measure
+from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .folder import REPORT, RESULTS, Folder, record_text
-from .plan import Plan
+from .folder import REPORT, RESULT, RESULTS, SHORTENED, Folder, record_text
 from .record import ArmRecord, build_results, command_line
-from .runs import Runs
-from .trial import Choice, Measurement, Run, Trials
-from .tuning import Tried, choose, tune
-from .workers import check_workers, open_workers
+from .time_limit import Forecast, TimeLimit, choose_length, stop_rule
+from .trial import Choice, Measurement, Plan, Run, Trials, tidy
+from .workers import Workers, begun, check_workers, open_workers
+
+Wanted = tuple[Any, Choice, int]
+"""Arm, choice, seed."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,11 @@ class Comparison:
 
     def __str__(self) -> str:
         """The tables, what was found, and where the files are."""
-        console = Console(file=io.StringIO(), width=max(110, shutil.get_terminal_size((130, 40)).columns))
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
+        text = io.StringIO()
+        Console(file=text, width=max(110, shutil.get_terminal_size((130, 40)).columns)).print(self)
         lines = [f"- {line}".replace("**", "") for line in self.trials.report.findings(self.results)]
         files = [name for name in (REPORT, *self.trials.pictures, RESULTS) if (self.out / name).exists()]
-        return "\n".join([console.file.getvalue(), *lines, f"\nIn {self.out}: {', '.join(files)}"])
+        return "\n".join([text.getvalue(), *lines, f"\nIn {self.out}: {', '.join(files)}"])
 
 
 def compare(
@@ -131,60 +131,53 @@ def compare(
             comparison with other settings (the message names the field); an arm that cannot be matched; a time limit
             that does not hold even ten steps of every arm. Nothing has been written then.
     """
-    limit, threads = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads)
+    limit, threads, own_threads = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads), recipe.train.threads
     trials = trials or _trials_of(recipe)
     rounds = trials.timing_rounds if timing_rounds is None else timing_rounds
     check_integer("timing_rounds", rounds, minimum=0)
     check_workers(workers)
     plan = Plan.make(trials, arms, seeds, tune_lr, reference, max_extensions)
-    folder = Folder(Path(out), plan, trials.pictures, kept_runs)
+    arm_settings = {arm.name: trials.arm_settings(arm) for arm in plan.arms}
+    folder = Folder(Path(out), trials.shared_settings(), arm_settings, trials.pictures, kept_runs)
     resume = resume or kept_runs is not None
     trials.join(folder.path)
     on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
     trials.prepare(quiet=quiet)
     if resume:
         on_rank_0(lambda: folder.check_data(trials.fingerprint))
-    is_rank_0 = rank() == 0
-    console = Console(stderr=True, quiet=quiet or not is_rank_0, highlight=False, soft_wrap=True)
 
     def measure() -> Any:
         with threads.chosen():
-            former = folder.load_times(rounds, recipe.train.threads) if resume else None
+            former = folder.load_times(rounds, own_threads) if resume else None
             return trials.count_and_time(plan.arms, rounds, former, limit)
 
     measured, forecast = on_rank_0(measure)
     if forecast is not None and workers:
         forecast.at_once = workers
-    known: dict[str, Any] = {"limit": limit, "forecast": forecast, "threads": threads, "console": console}
-
-    def missing(steps: int | None, anew: bool) -> list[str]:
-        runs = Runs(trials, plan, folder, steps=steps, **known)
-        return [arm.name for arm in runs.missing(plan.seeds[:1], 1, anew=anew)]
-
+    session = _Session(
+        *(trials, plan, folder, limit, threads, measured, forecast),
+        console=Console(stderr=True, quiet=quiet or rank() > 0, highlight=False, soft_wrap=True),
+        keep_checkpoints=keep_checkpoints,
+        command=command or command_line(),
+    )
     on_rank_0(folder.restore_runs)
-    may_shorten = forecast if max_seconds is not None else None
-    lengths = Lengths(trials.steps if may_shorten else 0, may_shorten, limit, folder.lengths, missing)
-    steps = lengths.choose(anew=overwrite)
+    steps = session.choose_length(anew=overwrite)
     with contextlib.ExitStack() as stack:
-        if is_rank_0:
+        if rank() == 0:
             stack.enter_context(folder.opened(trials.fingerprint, overwrite=overwrite))
             if measured.times is not None:
                 with cpu_threads(threads.now):
-                    folder.save_times(measured.times, recipe.train.threads)
-        notes = trials.notes(measured)
+                    folder.save_times(measured.times, own_threads)
+        session.known_notes = trials.notes(measured)
         if resume:
-            notes += on_rank_0(folder.version_notes)
+            session.known_notes += on_rank_0(folder.version_notes)
         if measured.times and (taken := len(measured.times[plan.reference])) < rounds:
-            notes.append(f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit.")
-        helpers = stack.enter_context(open_workers(workers, recipe.train.threads, console))
+            note = f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit."
+            session.known_notes.append(note)
+        if workers is not None:
+            session.workers = stack.enter_context(open_workers(workers, own_threads, session.console))
         on_rank_0(folder.keep_runs)  # what the folder had alone
-        known |= {"workers": helpers, "keep_checkpoints": keep_checkpoints}
-
-        def session(steps: int | None) -> Comparison:
-            runs = Runs(trials, plan, folder, steps=steps, **known)
-            return _Session(runs, measured, lengths, list(notes), command or command_line(), is_rank_0).run()
-
-        return lengths.run(session, steps)
+        return session.run(steps)
 
 
 def _trials_of(recipe: Any) -> Trials:
@@ -192,131 +185,389 @@ def _trials_of(recipe: Any) -> Trials:
     from nlr_lab.training.recipe import Recipe
 
     if isinstance(recipe, Recipe):
-        from .models.trial import ModelTrials
+        from .model_trials import ModelTrials
 
         return ModelTrials(recipe)
-    from .fields.trial import FieldTrials
+    from .field_trials import FieldTrials
 
     return FieldTrials(recipe)
 
 
+@dataclass
 class _Session:
-    """All runs of one length: tuning, then seed by seed, with a report after each."""
+    """The runs of a comparison, all of one length at a time: tuning, then seed by seed, with a report after each."""
 
-    def __init__(
-        self,
-        runs: Runs,
-        measured: Measurement,
-        lengths: Lengths,
-        notes: list[str],
-        command: str,
-        writes: bool,
-    ) -> None:
-        self.runs, self.plan, self.trials, self.limit = runs, runs.plan, runs.trials, runs.limit
-        self.measured, self.lengths, self.notes, self.command, self.writes = measured, lengths, notes, command, writes
-        self.tried: Tried = {}
-        self.chosen: dict[str, tuple[Choice | None, str]] = {}
+    full: Trials
+    plan: Plan
+    folder: Folder
+    limit: TimeLimit
+    threads: FreeThreads
+    measured: Measurement
+    forecast: Forecast | None
+    console: Console
+    keep_checkpoints: bool
+    command: str
+    known_notes: list[str] = field(default_factory=list)
+    workers: Workers | None = None
 
-    def run(self) -> Comparison:
-        """Run all that ends in time and report it.
-
-        Raises:
-            TooLongError: not even the first seed ends in time, and a shorter one would.
-        """
-        if self.runs.steps is not None:
-            self.notes.insert(0, self.lengths.note(self.runs.steps))
-            self.runs.console.print(self.notes[0])
-        free = self.limit.seconds is None
+    def run(self, steps: int | None) -> Comparison:
+        """Run all that ends in time, in so many steps (None: those that were asked for), and report it."""
+        self.trials, self.steps, self.notes = self.full.shortened(steps), steps, list(self.known_notes)
+        self.slowest: dict[str, float] = {}
+        self.tried: dict[str, list[Run]] = {}
+        if steps is not None:
+            asked = self.full.in_steps().steps
+            note = (
+                f"Every run was shortened from {asked} to {steps} steps, its whole schedule with it, so that one seed "
+                f"of every arm ends within {duration(self.limit.seconds or 0.0)}: this compares arms at {steps} steps, "
+                f"and says nothing of {asked}. --resume with more time, or on a free machine, runs those."
+            )
+            self.notes.insert(0, note)
+            self.console.print(note)
         seeds: Sequence[int] = self.plan.seeds
         try:
-            self.tried = tune(self.runs, self.notes, all_at_once=free)
+            self.tried = self._tune()
         except OutOfTimeError as error:
-            self._stop(f"before the first seed: {error}.", needed=error)
+            if (fewer := self._fewer_steps()) is not None:
+                return self.run(fewer)
+            self.notes.append(f"Stopped for time before the first seed: {error}.")
             seeds = ()
-        for arm in self.plan.arms:
-            self.chosen[arm.name] = choose(self.runs, arm, self.tried.get(arm.name, ()), self.notes)
+        self.chosen = {arm.name: self._choose(arm) for arm in self.plan.arms}
         going = self._going()
-        if free:
-            self.runs.run_ahead([(arm, choice, seed) for seed in seeds for arm, choice in going])
+        if self.limit.seconds is None:
+            self._run_ahead([(arm, choice, seed) for seed in seeds for arm, choice in going])
         for index, seed in enumerate(seeds):
-            first = index == 0
-            missing = [each for each in going if not self.runs.is_done(*each, seed, with_weights=first)]
-            if not first and missing and not self.runs.have_time_for([arm for arm, _ in missing]):
-                self._stop(f"before seed {seed}; {len(self.plan.seeds)} seeds were asked for.")
+            missing = [each for each in going if not self._is_done(*each, seed, with_weights=index == 0)]
+            if index and missing and not self._have_time_for([arm for arm, _ in missing]):
+                self.notes.append(f"Stopped for time before seed {seed}; {len(self.plan.seeds)} seeds were asked for.")
                 break
             try:
-                self._run_seed(seed, missing, f"seed {index + 1} of {len(self.plan.seeds)}", first)
+                self._run_ahead([(arm, choice, seed) for arm, choice in missing])
+                place = f"seed {index + 1} of {len(self.plan.seeds)}"
+                for number, (arm, choice) in enumerate(missing, 1):
+                    after = [later for later, _ in missing[number:]]
+                    self._get(arm, choice, seed, place, after, needed=index == 0, with_weights=index == 0)
             except OutOfTimeError as error:
-                self._stop(f"in seed {seed}: {error}.", needed=error if first else None)
+                if index == 0 and (fewer := self._fewer_steps()) is not None:
+                    return self.run(fewer)
+                self.notes.append(f"Stopped for time in seed {seed}: {error}.")
                 break
             if missing and index + 1 < len(self.plan.seeds):
-                self.report()
-        return self.report()
+                self._report()
+        return self._report()
 
-    def _run_seed(self, seed: int, missing: Sequence[tuple[Any, Choice]], place: str, first: bool) -> None:
-        self.runs.run_ahead([(arm, choice, seed) for arm, choice in missing])
-        for number, (arm, choice) in enumerate(missing, 1):
-            after = [later for later, _ in missing[number:]]
-            self.runs.get(arm, choice, seed, place, after=after, needed=first, with_weights=first)
+    def _going(self) -> list[tuple[Any, Choice]]:
+        return [(arm, choice) for arm in self.plan.arms if (choice := self.chosen[arm.name][0]) is not None]
 
-    def _stop(self, where: str, needed: OutOfTimeError | None = None) -> None:
-        """Note that time is up; `needed`: for a run that the comparison cannot do without, so fewer steps are tried."""
-        if needed is not None:
-            self.lengths.shorten(self.runs.steps, needed)
-        self.notes.append(f"Stopped for time {where}")
+    # --- within the time limit -------------------------------------------------------------------------------
 
-    def report(self) -> Comparison:
+    def choose_length(self, most: int | None = None, *, anew: bool = False) -> int | None:
+        """Return the steps of runs that end in time, at most so many; `anew`: as if none were finished."""
+        forecast = self.forecast
+        if forecast is None or self.limit.seconds is None:
+            return None
+        full = self.full.in_steps().steps
+        every = [arm.name for arm in self.plan.arms for _ in range(1 + bool(self.plan.tuned(arm)))]
+
+        def missing(steps: int | None) -> list[str]:
+            return every if anew else [arm.name for arm in self._missing(steps, self.plan.seeds[:1], 1)]
+
+        def choose() -> int | None:
+            earlier = [] if anew else self.folder.lengths()
+            return choose_length(full if most is None else most, full, forecast, self.limit, earlier, missing, every)
+
+        return on_rank_0(choose)
+
+    def _fewer_steps(self) -> int | None:
+        """Return fewer steps that would have ended in time; None: none would."""
+        with contextlib.suppress(UserError):
+            return self.choose_length((self.steps or self.full.in_steps().steps) - 1)
+        return None
+
+    def _missing(self, steps: int | None, seeds: Sequence[int], choices: int | None = None) -> list[Any]:
+        """Return the arms of runs that are not finished, as often as they have any, as this process sees the folder.
+
+        Args:
+            steps: to which the runs are shortened.
+            seeds: at each of which an arm has a run at its choice, whichever that is.
+            choices: so many of the first choices of each arm that is tuned; None: all.
+        """
+
+        def done(arm: Any, choice: str, seed: int) -> bool:
+            return any(self._of_arm(arm, steps).glob(f"{choice}/seed-{seed}/{RESULT}"))
+
+        found = []
+        for arm in self.plan.arms:
+            tuned = self.plan.tuned(arm)[:choices]
+            found += [arm for choice in tuned if not done(arm, choice.folder, self.plan.tuning_seed)]
+            any_choice = "*/lr-*" if self.plan.choices[arm.name][0].init else "lr-*"
+            found += [arm for seed in seeds if not done(arm, any_choice, seed)]
+        return found
+
+    def _expected_seconds(self, arms: Sequence[Any]) -> float:
+        """Return how long one more run of each arm takes: as its slowest so far and a tenth, else by the forecast."""
+        slowest = max(self.slowest.values(), default=0.0)
+
+        def expected(arm: Any) -> float:
+            if arm.name in self.slowest or self.forecast is None:
+                return 1.1 * self.slowest.get(arm.name, slowest)
+            return self.forecast.seconds(arm.name, self.trials.in_steps().steps)
+
+        return sum(expected(arm) for arm in arms)
+
+    def _have_time_for(self, arms: Sequence[Any]) -> bool:
+        """Return whether one more run of each arm ends in time; clocks differ, so rank 0 decides for all processes."""
+        return on_rank_0(lambda: self._expected_seconds(arms) < self.limit.left)
+
+    # --- single runs -----------------------------------------------------------------------------------------
+
+    def _of_arm(self, arm: Any, steps: int | None) -> Path:
+        folder = self.folder.path / "runs" / arm.name
+        return folder if steps is None else folder / f"{SHORTENED}{steps}"
+
+    def _path(self, arm: Any, choice: Choice, seed: int) -> Path:
+        return self._of_arm(arm, self.steps) / choice.folder / f"seed-{seed}"
+
+    def _find(self, arm: Any, choice: Choice, seed: int) -> Run | None:
+        """Return the finished run, or None. A torn result counts as unfinished."""
+        path = self._path(arm, choice, seed) / RESULT
+
+        def read() -> Run | None:
+            with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
+                return self.trials.read(read_json(path), choice, seed) if path.is_file() else None
+            return None
+
+        found = on_rank_0(read)
+        if found is not None:
+            self.slowest[arm.name] = max(found.seconds, self.slowest.get(arm.name, 0.0))
+        return found
+
+    def _is_done(self, arm: Any, choice: Choice, seed: int, *, with_weights: bool = False) -> bool:
+        """Return whether a run is finished, and has what pictures need of it."""
+        found = self._find(arm, choice, seed)
+        if found is None or not with_weights or found.final_loss is None:
+            return found is not None
+        return on_rank_0(lambda: self.trials.has_weights(self._path(arm, choice, seed)))
+
+    def _get(
+        self,
+        arm: Any,
+        choice: Choice,
+        seed: int,
+        place: str,
+        after: Sequence[Any],
+        *,
+        needed: bool = False,
+        with_weights: bool = False,
+    ) -> Run:
+        """Return the finished run, run or resumed first if need be. A run that diverges is a result too.
+
+        Args:
+            arm: what is run.
+            choice: of what is tuned of it.
+            seed: its seed.
+            place: of it in the comparison, for the screen.
+            after: arms of runs that the comparison cannot do without and that come later: time is kept for them.
+            needed: whether this is such a run: then it stops as soon as its pace says that it will not end in time.
+            with_weights: whether pictures need it.
+
+        Raises:
+            OutOfTimeError: it would not end in time.
+        """
+        if self._is_done(arm, choice, seed, with_weights=with_weights):
+            found = self._find(arm, choice, seed)
+            assert found is not None
+            return found
+        path = self._path(arm, choice, seed)
+        resume = on_rank_0(lambda: begun(path))
+        left = 0.0 if self.console.quiet else self._expected_seconds(self._missing(self.steps, self.plan.seeds))
+        words = f"; {'about' if left <= self.limit.left else 'at most'} " if left else ""
+        words += f"{duration(max(0.0, min(left, self.limit.left)))} to go" if left else ""
+        self.console.print(f"[bold]{arm.name}[/] {choice}, {place}{', resumed' if resume else ''}{words}")
+        started, steps = self.limit.passed, self.trials.in_steps().steps
+        reserve = self._expected_seconds(after)
+        known: dict[str, Any] = {"arm": arm.name, "steps": steps, "reserve": reserve, "looks_ahead": needed}
+        stop = stop_rule(self.limit, self.threads, self.forecast, **known)
+        # A run that diverges has written its result before it raises; any other error is the user's to see.
+        with contextlib.suppress(DivergedError), self.threads.chosen():
+            self.trials.run(arm, choice, seed, path, resume=resume, stop=stop)
+        found = self._ended(arm, choice, seed)
+        if not resume and found.final_loss is not None:
+            seconds = self.limit.passed - started
+            self.slowest[arm.name] = max(seconds, self.slowest[arm.name])
+            if self.forecast is not None:
+                self.forecast.observe(arm.name, steps, seconds)
+        score = "diverged" if found.judged is None else f"{self.trials.measure.name} {found.judged:.4f}"
+        self.console.print(f"    {score} after {found.steps} steps ({found.seconds:.0f} s)")
+        on_rank_0(self.folder.keep_runs)
+        return found
+
+    def _run_ahead(self, wanted: Sequence[Wanted]) -> None:
+        """Run those that are missing side by side, where there are workers; `_get` finds them."""
+        if self.workers is None:
+            return
+        missing = [each for each in dict.fromkeys(wanted) if self._find(*each) is None]
+        self.workers.train(self.trials, [(*each, self._path(*each)) for each in missing], self.limit)
+        for each in missing:
+            self._ended(*each)
+        on_rank_0(self.folder.keep_runs)
+
+    def _ended(self, arm: Any, choice: Choice, seed: int) -> Run:
+        found, path = self._find(arm, choice, seed), self._path(arm, choice, seed)
+        assert found is not None, f"{path} has no {RESULT}"
+        if found.final_loss is not None and not self.keep_checkpoints:
+            on_rank_0(lambda: shutil.rmtree(path / "checkpoints", ignore_errors=True))
+        return found
+
+    # --- each arm's choice -----------------------------------------------------------------------------------
+
+    def _tune(self) -> dict[str, list[Run]]:
+        """Run every choice of each arm on the tuning seed, and go beyond its grid where the best is at the edge.
+
+        Choice by choice, so that all arms have as many when time is up; where that does not matter, workers begin all
+        at once. Time is kept for the first seed of every arm.
+
+        Raises:
+            OutOfTimeError: not even the first choice of every arm ends in time.
+        """
+        plan, seed = self.plan, self.plan.tuning_seed
+        first_seed = on_rank_0(lambda: self._missing(self.steps, plan.seeds[:1], 0))
+        choices = {arm: plan.tuned(arm) for arm in plan.arms if plan.tuned(arm)}
+        longest = max(map(len, choices.values()), default=0)
+        tried: dict[str, list[Run]] = {arm.name: [] for arm in choices}
+        if self.limit.seconds is None:
+            self._run_ahead([(arm, choice, seed) for arm in choices for choice in choices[arm]])
+        for index in range(longest):
+            now = [(arm, own[index]) for arm, own in choices.items() if index < len(own)]
+            missing = [arm for arm, choice in now if self._find(arm, choice, seed) is None]
+            try:
+                if index > 0 and missing and not self._have_time_for([*missing, *first_seed]):
+                    raise OutOfTimeError("no time for another choice of every arm")
+                self._run_ahead([(arm, choice, seed) for arm, choice in now])
+                for place, (arm, choice) in enumerate(now, 1):
+                    after = [*(later for later, _ in now[place:] if later in missing), *first_seed]
+                    where = f"tuning {index + 1} of {len(choices[arm])}"
+                    tried[arm.name].append(self._get(arm, choice, seed, where, after, needed=index == 0))
+            except OutOfTimeError:
+                if index == 0:
+                    raise
+                self.notes.append(f"Tuning stopped for time after {index} of {longest} choices of every arm.")
+                return {name: found[:index] for name, found in tried.items()}
+        growing = list(choices)
+        for _ in range(plan.max_extensions):
+            growing = self._extend(growing, tried, first_seed)
+        return tried
+
+    def _extend(self, arms: list[Any], tried: dict[str, list[Run]], first_seed: Sequence[Any]) -> list[Any]:
+        """Try learning rates beyond the grids of these arms; return those that time allowed to grow."""
+        seed = self.plan.tuning_seed
+        beyond = {arm: next_choices(tried[arm.name], self.trials.measure) for arm in arms}
+        growing = []
+        for arm, choices in beyond.items():
+            missing = [arm for choice in choices if self._find(arm, choice, seed) is None]
+            if choices and (not missing or self._have_time_for([*missing, *first_seed])):
+                growing.append(arm)
+        try:
+            self._run_ahead([(arm, choice, seed) for arm in growing for choice in beyond[arm]])
+        except OutOfTimeError:
+            return []
+        for arm in list(growing):
+            try:
+                for choice in beyond[arm]:
+                    place = f"tuning, grid extended to {choice.lr:g}"
+                    tried[arm.name].append(self._get(arm, choice, seed, place, first_seed))
+            except OutOfTimeError:
+                growing.remove(arm)
+        return growing
+
+    def _choose(self, arm: Any) -> tuple[Choice | None, str]:
+        """Return the arm's choice (None: it diverged at all of them) and where it comes from; note what clouds it."""
+        choices, tried = self.plan.choices[arm.name], self.tried.get(arm.name, ())
+        if not tried:
+            return choices[0], "the recipe's" if arm.lr is None else "set by the arm"
+        best = best_run(tried, self.trials.measure)
+        if best is None:
+            self.notes.append(f"`{arm.name}` diverged at every choice tried, and was left out of the comparison.")
+            return None, "none trains"
+        if next_choices(tried, self.trials.measure):
+            self.notes.append(
+                f"`{arm.name}`: the best learning rate {best.lr:g} is still at the edge of its grid after "
+                f"{max(0, len(tried) - len(choices))} extensions, so it may do better than shown."
+            )
+        return Choice(lr=best.lr, init=best.init), "tuned"
+
+    # --- the record ------------------------------------------------------------------------------------------
+
+    def _report(self) -> Comparison:
         """Write record, pictures and report; each file whole or not at all."""
-        plan, trials, path = self.plan, self.trials, self.runs.folder.path
-        arms = [self._record(arm) for arm in plan.arms]
+        plan, trials, path = self.plan, self.trials, self.folder.path
         about = trials.about()
         own = {"train.lr": trials.recipe.train.lr, "train.seed": plan.tuning_seed, "tune_lr": list(plan.grid)}
-        own |= {
-            f"grid of {arm.name}": rates
-            for arm in plan.arms
-            if (rates := sorted({choice.lr for choice in plan.tuned(arm)})) and rates != list(plan.grid)
-        }
+        for arm in plan.arms:
+            rates = sorted({choice.lr for choice in plan.tuned(arm)})
+            own |= {f"grid of {arm.name}": rates} if rates and rates != list(plan.grid) else {}
         settings = trials.shared_settings() | own | {"seeds": len(plan.seeds)}
         results = build_results(
             about=about | {"recipe": about["recipe"] | {"settings": settings}},
-            arms=arms,
+            arms=[self._record(arm) for arm in plan.arms],
             pairs=trials.pairs(plan.reference, plan.arms),
             reference=plan.reference,
             seeds=plan.seeds,
             tuning_seed=plan.tuning_seed,
             measure=trials.measure,
             times=self.measured.times,
-            notes=self.notes + self.runs.threads.notes,
+            notes=self.notes + self.threads.notes,
             command=self.command,
             seconds=self.limit.passed,
             threads=trials.recipe.train.threads,
         )
-        results = trials.add_to(results, plan.arms)
-        if self.writes:
+        results = trials.add_to(results)
+        if rank() == 0:
             write_text(path / RESULTS, record_text(results))
-            first = plan.seeds[0]
-            folders = {arm.name: self.runs.path(arm, choice, first) for arm, choice in self._going()}
+            folders = {arm.name: self._path(arm, choice, plan.seeds[0]) for arm, choice in self._going()}
             trials.draw(path, results, folders)
             write_text(path / REPORT, trials.report.render_report(results))
         return Comparison(path, results, trials)
 
-    def _going(self) -> list[tuple[Any, Choice]]:
-        return [(arm, choice) for arm in self.plan.arms if (choice := self.chosen[arm.name][0]) is not None]
-
     def _record(self, arm: Any) -> ArmRecord:
         choice, source = self.chosen[arm.name]
-        found: dict[int, Run | None] = {}
-        if choice is not None:
-            found = {seed: self.runs.find(arm, choice, seed) for seed in self.plan.seeds}
+        seeds = () if choice is None else self.plan.seeds
+        found = {seed: run for seed in seeds if (run := self._find(arm, choice, seed)) is not None}  # type: ignore[arg-type]
         return ArmRecord(
             name=arm.name,
-            settings=self.plan.arm_settings[arm.name],
+            settings=self.trials.arm_settings(arm),
             control=self.trials.control(arm),
             choice=choice,
             source=source,
             parameters=self.measured.parameters[arm.name],
             trainable=self.measured.trainable.get(arm.name),
             flops=self.measured.flops.get(arm.name),
-            runs={seed: run for seed, run in found.items() if run is not None},
+            runs=found,
             tuning=self.tried.get(arm.name, ()),
         )
+
+
+def best_run(tried: Sequence[Run], measure: Measure = LOSS) -> Run | None:
+    """Return the run with the best selection, of equals the one with the lower loss, then the smaller learning rate.
+
+    Correlations of a classifier that knows the commonest class alone are all 0, and the loss still tells them apart.
+    """
+    sign = -1 if measure.higher_is_better else 1
+    finite = [(sign * run.chosen_by, run.final_loss, run.lr, run) for run in tried if run.chosen_by is not None]
+    return min(finite, key=lambda each: each[:3], default=(0, 0, 0, None))[3]
+
+
+def next_choices(tried: Sequence[Run], measure: Measure = LOSS) -> list[Choice]:
+    """Return what an arm tries next: its best init at the learning rate beyond the edge that its best is at.
+
+    Where every choice diverged: every init, at the next lower one.
+    """
+    best = best_run(tried, measure)
+    found = []
+    for init in dict.fromkeys(run.init for run in tried) if best is None else (best.init,):
+        rates = sorted({run.lr for run in tried if run.init == init})
+        if len(rates) > 1 and (best is None or best.lr == rates[0]):
+            found.append(Choice(lr=tidy(rates[0] * rates[0] / rates[1]), init=init))
+        elif len(rates) > 1 and best is not None and best.lr == rates[-1]:
+            found.append(Choice(lr=tidy(rates[-1] * rates[-1] / rates[-2]), init=init))
+    return found

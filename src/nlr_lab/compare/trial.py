@@ -1,7 +1,4 @@
-"""A trial as the pipeline knows it: settings -> run -> scores over steps. A kind of trial is a subclass of `Trials`.
-
-A trial is one run of an arm, at one choice of what is tuned of it, with one seed.
-"""
+"""A trial as the pipeline knows it, one run of an arm at one choice of what is tuned of it with one seed; the plan."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-from nlr_lab.runtime.time_limit import Forecast, TimeLimit, shortened
 from nlr_lab.tasks.task import Measure
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
-from .pairs import RunCurve
+from .time_limit import Forecast, TimeLimit, shortened
 
 Curve = tuple[tuple[int, float], ...]
 Stop = Callable[[int], bool]
@@ -27,12 +25,10 @@ def tidy(rate: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A value of all that is tuned of an arm."""
+    """A value of all that is tuned of an arm: its learning rate, `tidy`, and the init of a neural field's linears."""
 
     lr: float
-    """Learning rate, `tidy`."""
     init: str = ""
-    """Init of a neural field's linears."""
 
     @property
     def folder(self) -> str:
@@ -74,10 +70,6 @@ class Run:
     """Number of times that it spiked and recovered."""
 
     @property
-    def choice(self) -> Choice:
-        return Choice(lr=self.lr, init=self.init)
-
-    @property
     def judged(self) -> float | None:
         """The number that the run is compared by."""
         return self.final_loss if self.score is None or self.final_loss is None else self.score
@@ -87,25 +79,12 @@ class Run:
         """The number that a choice is made by."""
         return self.judged if self.selection is None or self.final_loss is None else self.selection
 
-    def as_curve(self) -> RunCurve:
-        """Return the curve for the statistics; the final loss closes it where no evaluation lies at the end."""
-        points = list(self.curve)
-        if self.final_loss is not None and (not points or points[-1][0] < self.steps):
-            points.append((self.steps, self.final_loss))
-        return RunCurve(
-            steps=tuple(float(step) for step, _ in points),
-            losses=tuple(loss for _, loss in points),
-            total_steps=self.steps,
-            final_loss=self.final_loss,
-            score=self.judged,
-        )
-
-    def score_curve(self, measure: Measure) -> list[tuple[float, float]]:
-        """The number that the run is compared by, over its steps."""
-        if measure.is_loss:
-            curve = self.as_curve()
-            return list(zip(curve.steps, curve.losses, strict=True))
-        return [(float(step), value) for step, value in self.metric_curve]
+    @property
+    def losses(self) -> Curve:
+        """The curve; the final loss closes it where no evaluation lies at the end."""
+        if self.final_loss is None or (self.curve and self.curve[-1][0] >= self.steps):
+            return self.curve
+        return (*self.curve, (self.steps, self.final_loss))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"status": "diverged" if self.final_loss is None else "done"}
@@ -127,7 +106,7 @@ class Measurement:
 
 
 class Trials(ABC):
-    """The trials of one recipe.
+    """The trials of one recipe: a kind of trial (training a model, fitting a field) is a subclass.
 
     Args:
         recipe: with name, description, train, arms, seeds and tune_lr.
@@ -150,8 +129,10 @@ class Trials(ABC):
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
 
-    def shortened(self, steps: int) -> Self:
-        """Return the same trials in fewer steps."""
+    def shortened(self, steps: int | None) -> Self:
+        """Return the same trials in fewer steps; None: in as many."""
+        if steps is None:
+            return self
         other = object.__new__(type(self))
         other.__dict__ |= vars(self)
         other.recipe = replace(self.recipe, train=shortened(self.in_steps(), steps))
@@ -160,10 +141,6 @@ class Trials(ABC):
     def in_steps(self) -> Any:
         """Return the recipe's training, its length in steps; known once data are prepared."""
         return self.recipe.train
-
-    @property
-    def steps(self) -> int:
-        return self.in_steps().steps
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that all runs share, flat."""
@@ -193,17 +170,17 @@ class Trials(ABC):
         references = [reference] + [arm.name for arm in arms if self.control(arm) and arm.name != reference]
         return [[(other, arm.name) for arm in arms if arm.name != other] for other in references]
 
-    def add_to(self, results: dict[str, Any], arms: Sequence[Any]) -> dict[str, Any]:
+    def add_to(self, results: dict[str, Any]) -> dict[str, Any]:
         """Return the record with what this kind of trial adds to it."""
         return results
+
+    def default_reference(self, arms: Sequence[Any]) -> str:
+        """Return the name of the arm that the others are compared with."""
+        return arms[0].name
 
     @abstractmethod
     def parse_arm(self, text: str) -> Any:
         """Read an arm's short form."""
-
-    @abstractmethod
-    def default_reference(self, arms: Sequence[Any]) -> str:
-        """Return the name of the arm that the others are compared with."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -225,16 +202,10 @@ class Trials(ABC):
     def count_and_time(
         self, arms: Sequence[Any], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
     ) -> tuple[Measurement, Forecast | None]:
-        """Build every arm, count it, time interleaved steps and forecast the runs' time.
+        """Build every arm (UserError where one cannot be), count it, time interleaved steps, forecast the runs' time.
 
-        Args:
-            arms: what is measured.
-            rounds: timed steps of each arm; 0 leaves times out.
-            former: step times of an earlier session, which need not be taken again.
-            limit: of the comparison; a forecast is needed where there is one.
-
-        Raises:
-            UserError: an arm that cannot be built.
+        Rounds of 0 leave times out; `former` are those of an earlier session, which need not be taken again. A forecast
+        is needed where there is a limit.
         """
 
     @abstractmethod
@@ -255,10 +226,64 @@ class Trials(ABC):
 
     @abstractmethod
     def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
-        """Write the pictures of a record.
+        """Write the pictures of a record; `run_folders`: each arm's run with the first seed, where it has a choice."""
 
-        Args:
-            out: the comparison's folder.
-            results: the record.
-            run_folders: where each arm's run with the first seed is, of arms that have a choice.
-        """
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The checked arguments of `compare`: arms, seeds and learning rates."""
+
+    arms: tuple[Any, ...]
+    seeds: tuple[int, ...]
+    tuning_seed: int
+    grid: tuple[float, ...]
+    choices: dict[str, list[Choice]]
+    """Choices that each arm is tuned over, by name; one choice: it is not tuned."""
+    reference: str
+    max_extensions: int
+
+    @classmethod
+    def make(
+        cls,
+        trials: Trials,
+        arms: Sequence[Any] | None,
+        seeds: int | None,
+        tune_lr: Sequence[float] | None,
+        reference: str | None,
+        max_extensions: int,
+    ) -> "Plan":
+        """Raise UserError for arms, seeds or learning rates that make no comparison."""
+        recipe = trials.recipe
+        given = recipe.arms if arms is None else arms
+        chosen = tuple(trials.parse_arm(arm) if isinstance(arm, str) else arm for arm in given)
+        count = recipe.seeds if seeds is None else seeds
+        grid = tuple(sorted(map(tidy, recipe.tune_lr if tune_lr is None else tune_lr)))
+        names = [arm.name for arm in chosen]
+        if len(names) < 2:
+            raise UserError(f"a comparison needs at least two arms, such as: {trials.example}")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
+        check_integer("seeds", count, minimum=1)
+        check_integer("max_extensions", max_extensions, minimum=0)
+        if any(not 0 < rate < float("inf") for rate in grid):
+            raise UserError("every learning rate of tune_lr must be a finite number above 0")
+        if len(grid) == 1 or len(set(grid)) < len(grid):
+            raise UserError("tune_lr needs at least two different learning rates; to set one, set lr instead")
+        if reference is not None and reference not in names:
+            raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
+        chosen = trials.resolve(chosen)
+        first = recipe.train.seed + 1
+        return cls(
+            arms=chosen,
+            seeds=tuple(range(first, first + count)),
+            tuning_seed=recipe.train.seed,
+            grid=grid,
+            choices={arm.name: trials.choices(arm, grid) for arm in chosen},
+            reference=reference or trials.default_reference(chosen),
+            max_extensions=max_extensions,
+        )
+
+    def tuned(self, arm: Any) -> list[Choice]:
+        """Return what an arm is tuned over; empty where it is not tuned."""
+        return self.choices[arm.name] if len(self.choices[arm.name]) > 1 else []

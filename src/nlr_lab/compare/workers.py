@@ -10,19 +10,27 @@ A joined cluster's workers run in the comparison's working folder, so that relat
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from nlr_lab.runtime.environment import OutOfTimeError
 from nlr_lab.runtime.processes import world_size
-from nlr_lab.runtime.time_limit import OutOfTimeError, TimeLimit
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer, one_line, require
 
+from .time_limit import TimeLimit
 from .trial import Choice, Trials
 
 _RETRIES, _STARTS = 3, 3
+
+
+def begun(folder: Path) -> bool:
+    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    (folder / "result.json").unlink(missing_ok=True)
+    return folder.exists() and any(folder.iterdir())
 
 
 def check_workers(workers: int | None) -> None:
@@ -35,11 +43,12 @@ def check_workers(workers: int | None) -> None:
     require("ray", "ray")
 
 
+@dataclass(frozen=True)
 class Workers:
     """Workers for a number of runs at once, made by `open_workers`."""
 
-    def __init__(self, number: int, console: Console) -> None:
-        self._number, self._console = number, console
+    number: int
+    console: Console
 
     def train(self, trials: Trials, runs: Sequence[tuple[Any, Choice, int, Path]], limit: TimeLimit) -> None:
         """Run each (arm, choice, seed) in its folder, several at once; divergence is a result.
@@ -51,59 +60,49 @@ class Workers:
         """
         import ray
 
-        asked = _resources(trials.recipe.train.threads)
-        task = ray.remote(_train).options(**asked, max_retries=_RETRIES)
-        waiting = list(reversed(runs))
-        going: dict[Any, Path] = {}
-        with contextlib.ExitStack() as at_error:
-            at_error.callback(_cancel, going)
+        task = ray.remote(_train).options(**_resources(trials.recipe.train.threads), max_retries=_RETRIES)
+        waiting, going = list(reversed(runs)), dict[Any, Path]()
+        try:
             while waiting or going:
-                while waiting and len(going) < self._number:
+                while waiting and len(going) < self.number:
                     arm, choice, seed, folder = waiting.pop()
                     going[task.remote(trials, arm, choice, seed, str(folder.absolute()), str(Path.cwd()))] = folder
-                    self._console.print(f"[bold]{arm.name}[/] {choice}, seed {seed} on a worker")
-                ended, _ = ray.wait(
-                    list(going), num_returns=1, timeout=None if limit.seconds is None else max(0, limit.left)
-                )
+                    self.console.print(f"[bold]{arm.name}[/] {choice}, seed {seed} on a worker")
+                timeout = None if limit.seconds is None else max(0, limit.left)
+                ended, _ = ray.wait(list(going), num_returns=1, timeout=timeout)
                 if not ended:
                     raise OutOfTimeError(f"stopped {len(going)} runs for time; go on with --resume")
                 folder = going.pop(ended[0])
                 try:
                     problem = ray.get(ended[0])
                 except ray.exceptions.RayError as error:
-                    last = one_line(error)
-                    raise UserError(f"the run in {folder} was lost {_RETRIES + 1} times: {last}") from error
+                    raise UserError(f"the run in {folder} was lost {_RETRIES + 1} times: {one_line(error)}") from error
                 if problem:
                     raise UserError(problem)
-
-
-def _cancel(going: dict[Any, Path]) -> None:
-    import ray
-
-    for task in going:
-        with contextlib.suppress(Exception):
-            ray.cancel(task, force=True)
+        finally:
+            for each in going:
+                with contextlib.suppress(Exception):
+                    ray.cancel(each, force=True)
 
 
 @contextlib.contextmanager
-def open_workers(number: int | None, cores: int | None, console: Console) -> Iterator[Workers | None]:
-    """Workers while it is open; None for None. A cluster is joined where RAY_ADDRESS names one, else one is started.
-
-    Args:
-        number: of runs side by side.
-        cores: threads of a run; None: one.
-        console: for a line a run.
-    """
-    if number is None:
-        yield None
-        return
+def open_workers(number: int, cores: int | None, console: Console) -> Iterator[Workers]:
+    """Workers while it is open, of so many cores each; in a cluster that RAY_ADDRESS names, or a new one."""
     import ray
 
     mine = not ray.is_initialized()
-    if mine:
-        # Ray counts what tasks ask for: as many runs as were asked for must fit, whatever the machine has.
-        own = {"num_cpus": max(number * (cores or 1), os.cpu_count() or 1), "include_dashboard": False}
-        _start({} if os.environ.get("RAY_ADDRESS") else own)
+    # Ray counts what tasks ask for: as many runs as were asked for must fit, whatever the machine has.
+    own = {"num_cpus": max(number * (cores or 1), os.cpu_count() or 1), "include_dashboard": False}
+    for attempt in range(_STARTS if mine else 0):
+        try:
+            # Workers would send their lines, bars and all, to this screen; each run has its own files.
+            shared: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else own
+            ray.init(log_to_driver=False, configure_logging=False, **shared)
+            break
+        except Exception as error:  # Ray raises bare ones, and on a busy machine waits for half a minute only
+            ray.shutdown()
+            if attempt + 1 == _STARTS or "timed out" not in str(error):
+                raise UserError(f"Ray cannot be started or joined: {one_line(error)}") from error
     try:
         yield Workers(number, console)
     finally:
@@ -111,49 +110,28 @@ def open_workers(number: int | None, cores: int | None, console: Console) -> Ite
             ray.shutdown()
 
 
-def _start(cluster: dict[str, Any]) -> None:
-    """Join or start a cluster; on a busy machine Ray, which waits for half a minute, needs another attempt."""
-    import ray
-
-    for attempt in range(_STARTS):
-        try:
-            # Workers would send their lines, bars and all, to this screen; each run has its own files.
-            ray.init(log_to_driver=False, configure_logging=False, **cluster)
-            return
-        except Exception as error:  # Ray raises bare ones
-            ray.shutdown()
-            if attempt + 1 == _STARTS or "timed out" not in str(error):
-                raise UserError(f"Ray cannot be started or joined: {one_line(error)}") from error
-
-
 def _resources(threads: int | None) -> dict[str, float]:
     """Return what a run asks of the cluster; raise UserError where no machine has that: it would wait for ever."""
     import ray
 
-    cores = threads or 1
-    gpus = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) >= 1 else {}
+    cores, gpus = threads or 1, int(ray.cluster_resources().get("GPU", 0) >= 1)
     machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-    if not any(
-        machine.get("CPU", 0) >= cores and machine.get("GPU", 0) >= gpus.get("num_gpus", 0) for machine in machines
-    ):
+    if not any(machine.get("CPU", 0) >= cores and machine.get("GPU", 0) >= gpus for machine in machines):
         most = max((machine.get("CPU", 0) for machine in machines), default=0)
         raise UserError(
             f"a run asks for {cores} cores{' and a GPU' if gpus else ''}, and no machine of the cluster has them (at "
             f"most {most:g} cores); lower --train.threads"
         )
-    return {"num_cpus": cores, **gpus}
+    return {"num_cpus": cores, "num_gpus": gpus}
 
 
 def _train(trials: Trials, arm: Any, choice: Choice, seed: int, folder: str, working: str) -> str | None:
     """One run, in a worker; what the user has to fix, if it could not be."""
-    from .runs import begun
-
     try:
         os.chdir(working)
     except OSError as error:
-        return (
-            f"a worker does not see {working} ({error.strerror}); start the comparison from a folder all machines see"
-        )
+        fix = "start the comparison from a folder all machines see"
+        return f"a worker does not see {working} ({error.strerror}); {fix}"
     try:
         trials.run(arm, choice, seed, Path(folder), resume=begun(Path(folder)), stop=None)
     except DivergedError:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nlr_lab.runtime.resources import RESERVE, free_memory
+from nlr_lab.runtime.environment import RESERVE, free_memory
 from nonlinear_lowrank.errors import UserError
 
 

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from nlr_lab.runtime.environment import cpu_threads, many_compiled, provenance
-from nlr_lab.runtime.resources import check_bytes, choose_device, told_of_memory
-from nlr_lab.runtime.settings import flatten
+from nlr_lab.runtime.environment import check_bytes, choose_device, told_of_memory
+from nlr_lab.runtime.storage import flatten
 from nlr_lab.runtime.storage import (
     FolderLock,
     clear_folder,
@@ -44,7 +44,7 @@ from nlr_lab.runtime.storage import (
     remove_temporaries,
     write_json,
 )
-from nlr_lab.runtime.time_limit import OutOfTimeError, duration
+from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear

@@ -22,7 +22,7 @@ from PIL import Image
 from PIL.Image import Transpose
 from torch import Tensor, nn
 
-from nlr_lab.runtime.pictures import eight_bits
+from nlr_lab.runtime.bounds import eight_bits
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 

@@ -20,7 +20,7 @@ import torch
 from scipy.ndimage import maximum_filter, minimum_filter
 from torch import Tensor
 
-from nlr_lab.runtime.resources import check_bytes
+from nlr_lab.runtime.environment import check_bytes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 

@@ -1,4 +1,4 @@
-"""Files that a user gives, read within bounds.
+"""Files that a user gives, read within bounds, and pictures of any depth as 8 bits a channel.
 
 What their headers claim is held against their sizes, and against the memory that is free, before any of it is taken.
 No pickle is ever read.
@@ -18,7 +18,7 @@ import numpy as np
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .resources import free_memory
+from .environment import free_memory
 
 _PIECE = 16 << 20  # bytes read at a time
 
@@ -123,3 +123,27 @@ def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
             raise ValueError(f"{name} is cut off: {at:,} bytes of {claimed:,}")
         at += count
     return np.ndarray(shape, dtype, data, order="F" if fortran else "C")
+
+
+def eight_bits(image: Any) -> Any:
+    """Return a PIL image of 8 bits a channel, of a PIL image or an array (H, W) or (H, W, C) uint8.
+
+    Grey of 16 bits is divided by 257, so that white stays white: Pillow's own conversion cuts it off at 255.
+
+    Raises:
+        UserError: there is no image, or nothing says which value is white: integers of 32 bits, or real ones.
+    """
+    from PIL import Image
+
+    if image is None:
+        raise UserError("there is no image")
+    if isinstance(image, np.ndarray):
+        return Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
+    # Pillow before 11 has 16-bit PNGs in 32-bit integers.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise UserError(
+            f"its values are 32-bit (mode {image.mode}), and nothing says which is white; save it with 8 or 16 bits"
+        )
+    return image

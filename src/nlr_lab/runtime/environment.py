@@ -1,26 +1,40 @@
-"""Surroundings that a result depends on beside its settings: versions, the kind of machine, the state of the user's
-code, how many threads compute, and whether every kernel repeats its bits.
-"""
+"""What a result depends on beside its settings: versions, the machine, its devices, memory, kernels and threads."""
 
+import contextlib
+import math
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.versions import versions
+from nonlinear_lowrank.hub.storage import versions
 
 from .processes import world_size
+
+RESERVE = 100_000_000
+"""Bytes that are left free."""
 
 _FORMS = 4096  # more compiled forms of one function than a process has time to make
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
+# On the CPU torch has no class for it.
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size calculation overflowed|Overflow when")
+# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
+)
+
+
+class OutOfTimeError(UserError):
+    """A run was stopped because it would not end within its time limit."""
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -66,7 +80,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
         return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Use only kernels that repeat their bits inside it, where that is wanted.
 
@@ -111,7 +125,7 @@ def determinism() -> dict[str, Any]:
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Use so many of torch's CPU threads inside it; None leaves them."""
     before = torch.get_num_threads()
@@ -123,7 +137,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterator[None]:
     """Compile every model that torch.compile meets inside it, for its own shapes, however many there are.
 
@@ -154,3 +168,70 @@ def _processor() -> str:
     text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def duration(seconds: float, *, up: bool = False) -> str:
+    """Return words of one unit: 40 s, 3 min, 2.5 h."""
+    whole = math.ceil if up else round
+    if seconds < 90:
+        return f"{whole(seconds)} s"
+    if seconds < 5400:
+        return f"{whole(seconds / 60)} min"
+    return f"{whole(seconds / 360) / 10:g} h"
+
+
+# --- devices and memory ------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str, *, dtype: torch.dtype | None = None) -> torch.device:
+    """Return the device of that name, as torch has it; where it is empty, the GPU if there is one.
+
+    Raises:
+        UserError: there is no such device here, or it holds no numbers of that dtype (None: torch's default).
+    """
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; use --device cpu")
+    try:
+        torch.zeros((), dtype=dtype, device=device).item()  # "meta" gives nothing back
+    except Exception as error:  # each backend has errors of its own
+        words = str(error).partition("\n")[0].partition(". ")[0]
+        raise UserError(f"device {name} cannot be used here ({words}); omit --device") from error
+    return device
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still take: the machine's, or its group's where that is less."""
+    free = psutil.virtual_memory().available
+    for limit, used, prefix in _CGROUPS:
+        try:
+            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
+            parts = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # given up on demand
+        free = min(free, max(0, most - now + cached))
+    return free
+
+
+def check_bytes(needed: int, what: str, hint: str) -> None:
+    """Raise UserError unless so many bytes fit the memory that is free."""
+    free = free_memory()
+    if needed + RESERVE > free:
+        raise UserError(f"{what} takes {(needed + RESERVE) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; {hint}")
+
+
+@contextlib.contextmanager
+def told_of_memory(what: str) -> Iterator[None]:
+    """Raise UserError, which says in one line what did not fit memory, where it did not."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        raise UserError(f"{what} does not fit memory; choose a smaller width, or fewer points or rays") from error

@@ -1,15 +1,32 @@
-"""Training processes: which one this is, how many there are, and work that one does for all.
+"""Training processes (which one this is, how many, work that one does for all) and the cores that they compute on.
 
-Importing this does not import torch, so that `--help` stays cheap.
+A thread that shares its core keeps all others waiting at the end of every operation, and threads that spin while they
+wait take the cores of those that work: with two threads on two cores that others use, a step can take ten times as long
+as with one. Importing this does not import torch: with it OpenMP is loaded, which reads its settings only then.
 """
 
+import contextlib
 import functools
+import math
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
+
+_NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice gives way, guests are in user
+_BLIP = 0.25  # of a core: less than that is no load
+_LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run that goes on gives way
+# Of each version of control groups: where quota and period are, in microseconds.
+_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
 
 
 def rank() -> int:
@@ -90,3 +107,112 @@ def warn_of_restarts() -> None:
 def _distributed() -> bool:
     torch: Any = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+# --- free cores --------------------------------------------------------------------------------------------------
+
+
+def free_cores(seconds: float = 0.5) -> float:
+    """Return the cores that other processes leave to this one, of those that it may use, by its group's quota too.
+
+    This process sleeps while it looks: what runs then is the others'.
+    """
+    before, started = _busy(), time.monotonic()
+    time.sleep(seconds)
+    return _left((_busy() - before) / (time.monotonic() - started))
+
+
+def let_threads_sleep() -> None:
+    """Have threads that wait sleep, not spin (which is faster on free cores), where others use the cores.
+
+    To be called before torch is imported.
+    """
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ and free_cores() + _BLIP < len(_cores()):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+class FreeThreads:
+    """torch's CPU threads for the runs of one process, each to find a core of its own.
+
+    Args:
+        wanted: threads that the runs set themselves; then nothing is chosen, nor where OMP_NUM_THREADS is set, a GPU
+            computes, or this is one of several training processes.
+    """
+
+    def __init__(self, wanted: int | None) -> None:
+        import torch
+
+        several = world_size() > 1
+        self._fixed = bool(wanted or os.environ.get("OMP_NUM_THREADS") or several or torch.accelerator.is_available())
+        self.most = torch.get_num_threads()
+        self.now = self.fewest = self.most
+        """Those that were chosen last, and the fewest so far."""
+        self._looked = (0.0, 0.0, 0.0)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for the report, where there were fewer than the machine's."""
+        if self.fewest == self.most:
+            return []
+        return [f"Other processes kept cores busy: steps were taken by {self.fewest} of {self.most} threads at times."]
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Use as many threads inside it as cores are free now; takes half a second to see."""
+        from .environment import cpu_threads
+
+        count = None
+        if not self._fixed and self.most > 1:
+            self.now = count = max(1, min(self.most, math.floor(free_cores() + _BLIP)))
+            self.fewest = min(self.fewest, count)
+            self._looked = _now()
+        with cpu_threads(count):
+            yield
+
+    def give_way(self) -> None:
+        """Take fewer threads for the rest of `chosen` if others have begun to use its cores; to be called often."""
+        import torch
+
+        if self._fixed or self.now <= 1 or time.monotonic() - self._looked[0] < _LOOK_EVERY:
+            return
+        now = _now()
+        passed, busy, own = (after - before for after, before in zip(now, self._looked, strict=True))
+        self._looked = now
+        count = max(1, math.floor(_left((busy - own) / passed) + _LOAD))
+        if count < self.now:
+            torch.set_num_threads(count)
+            self.now, self.fewest = count, min(self.fewest, count)
+
+
+def _now() -> tuple[float, float, float]:
+    """Seconds: of the clock, for which the cores have worked, and for which they worked for this process."""
+    return time.monotonic(), _busy(), time.process_time()
+
+
+def _left(load: float) -> float:
+    """Cores that are left beside such a load."""
+    return min(_quota(), max(0.0, len(_cores()) - load))
+
+
+def _cores() -> set[int]:
+    """Those that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _busy() -> float:
+    """Seconds for which those cores have worked."""
+    mine = _cores()
+    times = [each._asdict() for core, each in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    return sum(value for each in times for name, value in each.items() if name not in _NO_LOAD)
+
+
+def _quota() -> float:
+    """Cores that this process' group may use at a time."""
+    for paths in _QUOTAS:
+        try:
+            quota, period = (float(each) for path in paths for each in Path(path).read_text().split())
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return math.inf

@@ -4,8 +4,9 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,15 @@ class FolderLock:
     def release(self) -> None:
         """Let others in."""
         self._file.close()
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dataclasses and mappings as one dict; tuples as lists, which is what JSON makes of them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    if not isinstance(value, Mapping):
+        return {prefix: list(value) if isinstance(value, tuple) else value}
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+    return flat

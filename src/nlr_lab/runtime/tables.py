@@ -1,10 +1,25 @@
-"""Tables as plain text."""
+"""Tables as plain text, and the shared parts of all pictures: colours, and a file that is whole or absent.
+
+Figures are plain `Figure` objects on the Agg canvas, so nothing here touches pyplot or the user's backend.
+"""
 
 import io
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from nonlinear_lowrank.hub.storage import TEMPORARY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by colour-blind readers. Greys are kept for the baselines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
+GREYS = ("#222222", "#777777", "#A0A0A0", "#BBBBBB")
 
 
 def number_table(*columns: str) -> Table:
@@ -35,3 +50,28 @@ def readable_bytes(nbytes: float) -> str:
 def fold_numbers(name: str) -> str:
     """Return a module's name with * for layer numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
+    """Return one plot of so many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a PNG at once: readers see the old one or the new one."""
+    buffer = io.BytesIO()
+    # No "Software" entry: the same numbers give the same bytes whatever matplotlib drew them.
+    figure.savefig(buffer, format="png", dpi=140, metadata={"Software": None})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f"{TEMPORARY}{path.name}")
+    staged.write_bytes(buffer.getvalue())
+    staged.replace(path)

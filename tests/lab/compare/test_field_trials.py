@@ -11,10 +11,9 @@ from PIL import Image
 
 from compare_helpers import a_record, a_run, an_arm
 from nlr_lab.compare import compare
-from nlr_lab.compare.fields import pictures, trial
-from nlr_lab.compare.fields.rate_distortion import bd_psnr, bd_rate
-from nlr_lab.compare.fields.record import field_sections
-from nlr_lab.compare.fields.report import render_report
+from nlr_lab.compare import field_trials as trial
+from nlr_lab.compare import plots as pictures
+from nlr_lab.compare.field_report import bd_psnr, bd_rate, field_sections, render_report
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm, FieldMethod

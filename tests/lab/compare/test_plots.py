@@ -8,8 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from nlr_lab.compare.models import plots
-from nlr_lab.compare.models.plots import ArmCurves, mean_curve, plot_curves, plot_rate_sweep
+from nlr_lab.compare import plots
+from nlr_lab.compare.plots import mean_curve, plot_curves, plot_rate_sweep
 from seeds import rng
 
 
@@ -35,18 +35,15 @@ def lines(axes):
 
 
 def test_curves_are_truncated_dashed_and_averaged(tmp_path, drawn):
-    arms = [
-        ArmCurves(name="baseline", dashed=True, curves=falling(1.0)),
-        ArmCurves(name="noble", dashed=False, curves=falling(1.3)),
-    ]
-    plot_curves(tmp_path / "curves.png", arms, target=2.0, title="a test")
+    arms = {"baseline": falling(1.0), "noble": falling(1.3)}
+    plot_curves(tmp_path / "curves.png", arms, ["baseline"], target=2.0, title="a test")
     assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.01, "an empty picture"
     assert not list(tmp_path.glob(".tmp*"))
     baseline, noble = lines(drawn[0])["baseline"], lines(drawn[0])["noble"]
     assert baseline.is_dashed()
     assert not noble.is_dashed()
     assert min(noble.get_xdata()) == 20, "the first fifth of the steps is left out"
-    expected = np.mean([[loss for step, loss in curve if step >= 20] for curve in arms[1].curves], axis=0)
+    expected = np.mean([[loss for step, loss in curve if step >= 20] for curve in arms["noble"]], axis=0)
     np.testing.assert_allclose(noble.get_ydata(), expected)
     assert any(np.allclose(line.get_ydata(), 2.0) for line in drawn[0].lines), "the reference's final loss"
     assert len(drawn[0].collections) == 2, "one band for each arm"
@@ -63,11 +60,7 @@ def test_mean_curve_of_seeds_with_different_steps():
 def test_diverged_and_missing_curves_are_cut_not_drawn(tmp_path, drawn):
     steps, *_ = mean_curve([[(0, 4.0), (10, math.nan), (20, 3.0)]])
     np.testing.assert_array_equal(steps, [0])
-    arms = [
-        ArmCurves(name="lost", dashed=False, curves=(((0.0, math.nan),),)),
-        ArmCurves(name="none", dashed=True, curves=()),
-    ]
-    plot_curves(tmp_path / "curves.png", arms)
+    plot_curves(tmp_path / "curves.png", {"lost": [[(0.0, math.nan)]], "none": []}, ["none"])
     assert not drawn[0].lines
     assert (tmp_path / "curves.png").exists()
 
@@ -87,5 +80,5 @@ def test_rate_sweep_marks_choice_and_divergence(tmp_path, drawn):
 
 
 def test_drawing_leaves_pyplot_alone():
-    code = "import sys, nlr_lab.compare.models.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, nlr_lab.compare.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

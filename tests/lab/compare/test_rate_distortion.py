@@ -6,7 +6,7 @@ from scipy.integrate import quad
 from scipy.interpolate import Akima1DInterpolator
 
 import seeds
-from nlr_lab.compare.fields.rate_distortion import bd_psnr, bd_rate
+from nlr_lab.compare.field_report import bd_psnr, bd_rate
 from nonlinear_lowrank import UserError
 
 # Published, never ours: sine_lowrank.txt, Table 3, PSNR on LLFF; the rates are the parameter counts that belong to the

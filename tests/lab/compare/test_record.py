@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from compare_helpers import a_record, a_run, an_arm
-from nlr_lab.compare.fields.record import field_sections
-from nlr_lab.compare.fields.report import findings as field_findings
-from nlr_lab.compare.models.report import findings, render_report, training_rows
+from nlr_lab.compare.field_report import field_sections
+from nlr_lab.compare.field_report import findings as field_findings
+from nlr_lab.compare.report import findings, render_report, training_rows
+from nlr_lab.compare.run import next_choices
 from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
-from nlr_lab.compare.tuning import next_choices
 from nlr_lab.tasks.task import LOSS, Measure
 
 SEEDS = (1, 2, 3)

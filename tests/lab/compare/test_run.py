@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from compare_helpers import BASE, CONTROL, NOBLE, STEPS, FakeTraining, StubTask, bowl, compare_stub, gain, seed_luck
-from nlr_lab.compare.models.report import findings, render_report
 from nlr_lab.compare.record import clean
+from nlr_lab.compare.report import findings, render_report
 from nlr_lab.training import Recipe, TrainConfig
 from nonlinear_lowrank.errors import UserError
 

@@ -12,13 +12,14 @@ from PIL import Image
 from compare_helpers import StubTask, compare_stub
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
+from nlr_lab.compare.time_limit import shortened
 from nlr_lab.compare.trial import Measurement
 from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
-from nlr_lab.runtime.time_limit import OutOfTimeError, duration, shortened
+from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training

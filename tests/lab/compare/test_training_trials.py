@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nlr_lab.compare import compare
-from nlr_lab.compare.models.measure import measure_arms, training_step
+from nlr_lab.compare.model_trials import measure_arms, training_step
 from nlr_lab.tasks.task import Prepared
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nlr_lab.compare import compare
-from nlr_lab.compare.models.trial import ModelTrials
+from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training

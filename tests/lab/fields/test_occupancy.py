@@ -16,7 +16,7 @@ from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, log_odds, surface
 from nlr_lab.fields.occupancy_grid import LatticePoints
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.runtime import resources
+from nlr_lab.runtime import environment as resources
 from nonlinear_lowrank import UserError
 from seeds import rng
 

@@ -9,7 +9,7 @@ from scipy.spatial.transform import Rotation
 from nlr_lab.fields import occupancy_grid as module
 from nlr_lab.fields.mesh_files import knot, read_mesh
 from nlr_lab.fields.occupancy_grid import occupancy_grid
-from nlr_lab.runtime import resources
+from nlr_lab.runtime import environment as resources
 from nonlinear_lowrank import UserError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compare_helpers import BASE, NOBLE, STEPS, FakeTraining, StubTask, compare_stub, gain
-from nlr_lab.runtime import cores as cores_module
+from nlr_lab.runtime import processes as cores_module
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.training import Recipe, TrainConfig
 
@@ -110,7 +110,7 @@ def command_in(folder, busy, **own):
     """What the command sets before torch is imported, on two cores of which so many are busy."""
     code = (
         "import os, sys\n"
-        "from nlr_lab.runtime import cores\n"
+        "from nlr_lab.runtime import processes as cores\n"
         f"cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()\n"
         "from nlr_lab.cli.main import main\n"
         "from nlr_lab.cli import compare\n"

@@ -21,9 +21,9 @@ from typing import Any
 from torch import nn
 
 from nlr_lab.training.arms import Arm
+from nlr_lab.training.methods import WideMlp, mlp_width
 from nlr_lab.training.recipe import Recipe
 from nlr_lab.training.run import apply_arm, count_parameters
-from nlr_lab.training.widening import WideMlp, mlp_width
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine import SineLowRankLinear

@@ -10,29 +10,21 @@ import torch
 from torch import nn
 
 from nlr_lab.bench.timing import Clock, interleaved_step_times
-from nlr_lab.compare.record import clean, flatten
-from nlr_lab.compare.trial import Choice, Measurement, Run, Stop, Trials, tidy
 from nlr_lab.fields.fit import OF_PICTURES, RESULT, SETTINGS, Stepper, build, fit, load_weights
 from nlr_lab.fields.problem import FieldArm, FieldMethod, Problem
 from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
-from nlr_lab.runtime.resources import choose_device, told_of_memory
+from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
 from nlr_lab.runtime.storage import read_json, read_manifest, write_json
-from nlr_lab.runtime.time_limit import (
-    PACE_ROUNDS,
-    TIMING_SHARE,
-    Forecast,
-    TimeLimit,
-    median_steps,
-    seconds_around,
-)
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
-from . import report
-from .pictures import PICTURES, plot_omegas, plot_sizes, plot_strip
-from .record import field_sections
+from . import field_report
+from .field_report import field_sections
+from .plots import plot_omegas, plot_sizes, plot_strip
+from .record import clean, flatten
+from .time_limit import PACE_ROUNDS, TIMING_SHARE, Forecast, TimeLimit, median_steps, seconds_around
+from .trial import Choice, Measurement, Run, Stop, Trials, tidy
 
 _UNITS = {"psnr": "dB", "iou": "%"}  # of scores that have one
 _START = 0.2  # seconds of a fit beside its steps, at the least
@@ -42,8 +34,8 @@ class FieldTrials(Trials):
     """Fits of one recipe's problem."""
 
     example = "low-rank:rank=5 sine:rank=5,omega=50"
-    pictures = PICTURES
-    report = report
+    pictures = ("rate.png", "omega.png", "strip.png")
+    report = field_report
     timing_rounds = 20
     free = frozenset(
         {
@@ -69,23 +61,14 @@ class FieldTrials(Trials):
 
     def pairs(self, reference: str, arms: Sequence[FieldArm]) -> list[list[tuple[str, str]]]:
         """Plain low rank and sine at equal size, in one family."""
-        sizes = {arm.name: self.sizes[arm.name] for arm in arms}
-        return [
-            [
-                (low.name, sine.name)
-                for sine in arms
-                for low in arms
-                if (low.method.kind, sine.method.kind) == ("low-rank", "sine") and sizes[low.name] == sizes[sine.name]
-            ]
-        ]
+        lows, sines = ([arm.name for arm in arms if arm.method.kind == kind] for kind in ("low-rank", "sine"))
+        return [[(low, sine) for sine in sines for low in lows if self.sizes[low] == self.sizes[sine]]]
 
     def settings(self) -> dict[str, Any]:
         return flatten({"problem": self.recipe.problem, "train": self.recipe.train})
 
     def arm_settings(self, arm: FieldArm) -> dict[str, Any]:
-        settings = asdict(arm.method)
-        del settings["init"]
-        return settings
+        return {name: value for name, value in asdict(arm.method).items() if name != "init"}
 
     def choices(self, arm: FieldArm, grid: Sequence[float]) -> list[Choice]:
         rates = (arm.lr,) if arm.lr is not None else grid or (self.recipe.train.lr,)
@@ -139,20 +122,17 @@ class FieldTrials(Trials):
             self.problem.evaluate(model)
             drawing = time.monotonic()
             self.problem.picture(model)
-            limit.keep((len(arms) + 1) * (time.monotonic() - drawing))
-        return Forecast(
-            step=median_steps(times),
-            evaluation=dict.fromkeys(times, drawing - evaluating),
-            evaluations=sum(train.evaluates(step) for step in range(1, train.steps + 1)),
-            start=start,
-        )
+            limit.kept += (len(arms) + 1) * (time.monotonic() - drawing)
+        evaluations = sum(train.evaluates(step) for step in range(1, train.steps + 1))
+        evaluation = dict.fromkeys(times, drawing - evaluating)
+        return Forecast(step=median_steps(times), evaluation=evaluation, evaluations=evaluations, start=start)
 
     def run(self, arm: FieldArm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         damaged = _is_damaged(folder)
         try:
             fit(
                 self.problem,
-                self._method(arm, choice),
+                replace(arm.method, init=choice.init),  # type: ignore[arg-type]  # one of the arm's
                 replace(self.recipe.train, lr=choice.lr, seed=seed),
                 folder,
                 resume=resume and not damaged,
@@ -165,10 +145,6 @@ class FieldTrials(Trials):
         except DivergedError as error:
             write_json(folder / RESULT, {"diverged": error.step})
             raise
-
-    @staticmethod
-    def _method(arm: FieldArm, choice: Choice) -> FieldMethod:
-        return replace(arm.method, init=choice.init)  # type: ignore[arg-type]  # one of the arm's
 
     def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
         known: dict[str, Any] = {"seed": seed, "lr": choice.lr, "init": choice.init}
@@ -196,37 +172,29 @@ class FieldTrials(Trials):
         return True
 
     def about(self) -> dict[str, Any]:
-        name = self.recipe.name
-        return {
-            "recipe": {"name": name, "summary": self.recipe.description},
-            "problem": self.problem.name,
-            "data": clean({"fingerprint": self.fingerprint}),
-        }
+        recipe = {"name": self.recipe.name, "summary": self.recipe.description}
+        return {"recipe": recipe, "problem": self.problem.name, "data": clean({"fingerprint": self.fingerprint})}
 
-    def add_to(self, results: dict[str, Any], arms: Sequence[FieldArm]) -> dict[str, Any]:
+    def add_to(self, results: dict[str, Any]) -> dict[str, Any]:
         return field_sections(results, self.dense_parameters, self.omegas)
 
     def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
-        plot_sizes(out / "rate.png", results)
-        plot_omegas(out / "omega.png", results)
-        self._draw_strip(out / "strip.png", results, run_folders)
-
-    def _draw_strip(self, path: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
-        """The first seed's fits beside the truth, drawn when they are others than those drawn last in this session.
+        """Draw the plots; the strip of the first seed's fits where they are others than drawn last in this session.
 
         A picture can take longer than a fit (a shape is a mesh, a scene its rays), and further seeds change none.
         """
+        plot_sizes(out / "rate.png", results)
+        plot_omegas(out / "omega.png", results)
         shown = []
         for arm in results["arms"]:
             run = next((run for run in arm["runs"] if run["seed"] == results["tuning_seed"] + 1), None)
             if run is not None and run["score"] is not None and self.has_weights(run_folders[arm["name"]]):
                 shown.append((arm, run, run_folders[arm["name"]]))
         now = [(arm["name"], arm["percent"], run) for arm, run, _ in shown]
-        if now == self._drawn:
-            return
-        cells = [(arm, run["score"], self.problem.picture(self._model(arm, run, folder))) for arm, run, folder in shown]
-        plot_strip(path, results, self.problem.picture(None), cells)
-        self._drawn = now
+        if now != self._drawn:
+            fits = [(arm, run["score"], self.problem.picture(self._model(arm, run, at))) for arm, run, at in shown]
+            plot_strip(out / "strip.png", results, self.problem.picture(None), fits)
+            self._drawn = now
 
     def _model(self, arm: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> nn.Module:
         """A finished fit's network."""

@@ -1,0 +1,303 @@
+"""Records and reports of neural fields: sizes, frequencies, and how far apart the curves of both kinds are.
+
+    BD-rate = 100 (10^mean(log10 r_test(q) - log10 r_anchor(q)) - 1)  %, mean over the qualities q that both reach
+    BD-PSNR = mean(q_test(log10 r) - q_anchor(log10 r))               in q's unit, mean over the rates that both span
+
+A curve is a list of points (rate, quality): parameters, bytes, bits per pixel or a share of the full size, and PSNR in
+dB or another figure that is better when higher. Between points it is Akima's interpolation, as in sine_lowrank.txt,
+section 4.3. Nothing is extrapolated: points outside the common range count only through the shape of the curve at its
+edge.
+
+Source: G. Bjontegaard, VCEG-M33, 2001; C. Herglotz et al., Beyond Bjontegaard, ICIP 2022.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+from scipy.interpolate import Akima1DInterpolator
+
+from nonlinear_lowrank.errors import UserError
+
+from .plots import metric_name, omega_sweeps, score_label
+from .report import (
+    DELTA_HEAD,
+    NONE,
+    Record,
+    Row,
+    cautioned,
+    console_tables,
+    delta_cells,
+    last_sections,
+    lr_text,
+    markdown_table,
+    pairs_of,
+)
+from .statistics import late_change
+
+Curve = Sequence[tuple[float, float]]
+"""Points (rate, quality), in any order."""
+
+KINDS = ("low-rank", "sine")
+LEAST_POINTS = 3
+"""Akima's interpolation needs so many; with two it is a straight line."""
+
+
+def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
+    """Mean change of the rate at equal quality, in percent: -64.7 says that `test` needs 64.7 % less.
+
+    Args:
+        anchor: the curve to compare with, at least `LEAST_POINTS` points.
+        test: the curve in question; it need not have as many points, or the same rates.
+        names: of the two, in errors.
+
+    Raises:
+        UserError: too few points, a number that is not finite, a rate that is not above 0, a rate given twice, a
+            quality that does not rise with the rate, no common quality, or curves so flat somewhere that the
+            interpolation between their points leaves all measured rates.
+    """
+    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
+    for name, curve in zip(names, (anchor, test), strict=True):
+        for (low, worse), (high, better) in pairwise(curve):
+            if better <= worse:
+                raise UserError(
+                    f"BD-rate needs a quality that rises with the rate; {name} goes from {worse:g} at rate {low:g} "
+                    f"to {better:g} at rate {high:g}: leave such points out, or report BD-PSNR"
+                )
+    _check_overlap("quality", names, [quality for _, quality in anchor], [quality for _, quality in test])
+    curves = ([(quality, np.log10(rate)) for rate, quality in curve] for curve in (anchor, test))
+    change = 100 * (10 ** _mean_gap(*curves) - 1)
+    rates = [rate for rate, _ in (*anchor, *test)]
+    most = max(rates) / min(rates)
+    if not 1 / most <= 1 + change / 100 <= most:
+        raise UserError(
+            f"BD-rate would be {change:.3g} %, more than the measured rates ({min(rates):g} to {max(rates):g}) allow: "
+            f"between two points of nearly one quality the interpolation leaves them; leave one out, or report BD-PSNR"
+        )
+    return change
+
+
+def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
+    """Mean gain of the quality at equal rate, in the quality's unit (dB for PSNR).
+
+    Unlike `bd_rate`, whose arguments it has, it is defined for a quality that falls somewhere.
+
+    Raises:
+        UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
+    """
+    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
+    _check_overlap("rate", names, [rate for rate, _ in anchor], [rate for rate, _ in test])
+    return _mean_gap(*([(np.log10(rate), quality) for rate, quality in curve] for curve in (anchor, test)))
+
+
+def _mean_gap(anchor: Curve, test: Curve) -> float:
+    """Mean of test(x) - anchor(x) over the x that both span; points (x, y) with x increasing."""
+    low, high = max(anchor[0][0], test[0][0]), min(anchor[-1][0], test[-1][0])
+    first, second = (Akima1DInterpolator(*zip(*curve, strict=True)).integrate(low, high) for curve in (anchor, test))
+    return float((second - first) / (high - low))
+
+
+def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
+    """The points by rising rate."""
+    if len(curve) < LEAST_POINTS:
+        raise UserError(f"a Bjontegaard delta needs at least {LEAST_POINTS} points; {name} has {len(curve)}")
+    points = sorted((float(rate), float(quality)) for rate, quality in curve)
+    for rate, quality in points:
+        if not (math.isfinite(rate) and math.isfinite(quality)):
+            raise UserError(f"{name} has a point that is not finite: rate {rate:g}, quality {quality:g}; leave it out")
+        if rate <= 0:
+            raise UserError(f"{name} has rate {rate:g}; rates must be above 0, for their logarithm is taken")
+    for (low, _), (high, _) in pairwise(points):
+        if low == high:
+            raise UserError(f"{name} has rate {low:g} twice; give one point for each rate, such as the mean over seeds")
+    return points
+
+
+def _check_overlap(what: str, names: tuple[str, str], anchor: list[float], test: list[float]) -> None:
+    if max(min(anchor), min(test)) >= min(max(anchor), max(test)):
+        raise UserError(
+            f"the curves share no {what}: {names[0]} has {min(anchor):g} to {max(anchor):g}, {names[1]} "
+            f"{min(test):g} to {max(test):g}; measure points in between"
+        )
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+def field_sections(results: dict[str, Any], dense: int, omegas: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the record with what fields have besides.
+
+    Sizes are shares of the `dense` network's parameters. The frequencies, by arm, are as the network has them: also
+    where the method leaves them to a published table.
+    """
+    metrics: Mapping[str, float] = next(
+        (run["metrics"] for arm in results["arms"] for run in arm["runs"] if run["metrics"]), {}
+    )
+    size = "bits_per_pixel" if "bits_per_pixel" in metrics else "parameters"
+    arms = []
+    for arm in results["arms"]:
+        runs = [] if arm["score"]["mean"] is None else [run for run in arm["runs"] if run["seed"] in results["seeds"]]
+        late = [change for run in runs if (change := late_change(run["metric_curve"])) is not None]
+        means = {name: float(np.mean([run["metrics"][name] for run in runs])) for name in metrics if runs}
+        own = {
+            "omega": omegas[arm["name"]],
+            "percent": 100 * arm["parameters"] / dense,
+            "size": float(arm["parameters"]) if size == "parameters" else means.get(size),
+            "metrics": means,
+            "late_gain": float(np.mean([gain for gain, _ in late])) if late else None,
+            "late_share": max(share for _, share in late) if late else None,
+            "seconds": float(np.mean([run["seconds"] for run in runs])) if runs else None,
+        }
+        arms.append(arm | own)
+    distances = _rate_distortion(arms, results["seeds"])
+    return results | {"arms": arms, "dense_parameters": dense, "size": size, "rate_distortion": distances}
+
+
+def _rate_distortion(arms: Sequence[Record], seeds: Sequence[int]) -> dict[str, Any]:
+    """The two kinds' curves and how far apart they are: of the means, and seed by seed."""
+    curves = {kind: _curve(arms, kind) for kind in KINDS}
+    lost = [arm["name"] for curve in curves.values() for arm in curve if arm["score"]["mean"] is None]
+
+    def points(score: Callable[[Record], float]) -> list[list[tuple[float, float]]]:
+        return [[(arm["size"], score(arm)) for arm in curves[kind]] for kind in KINDS]
+
+    def of_seed(seed: int) -> Callable[[Record], float]:
+        return lambda arm: next(run["score"] for run in arm["runs"] if run["seed"] == seed)
+
+    found: dict[str, Any] = {kind: [arm["name"] for arm in curve] for kind, curve in curves.items()}
+    for name, delta in (("bd_rate", bd_rate), ("bd_score", bd_psnr)):
+        by_seed: list[float | None] = []
+        try:
+            if lost:  # without its worst point a curve flatters
+                raise UserError(f"{' and '.join(lost)} diverged")
+            value, note = delta(*points(lambda arm: arm["score"]["mean"]), names=KINDS), ""
+            for seed in seeds:
+                try:
+                    by_seed.append(delta(*points(of_seed(seed))))
+                except UserError:
+                    by_seed.append(None)
+        except UserError as error:
+            value, note = None, str(error)
+        found |= {name: value, f"{name}_note": note, f"{name}_by_seed": by_seed}
+    return found
+
+
+def _curve(arms: Sequence[Record], kind: str) -> list[Record]:
+    """Arms of a kind by rising size; of several at one size (omegas) that which was best where choices were made.
+
+    Where one of them was not tuned, that which ended best. An arm that diverged is on its curve, without a
+    score: it has none to be left out for.
+    """
+    by_size: dict[int, list[Record]] = {}
+    for arm in arms:
+        diverged = any(run["status"] == "diverged" for run in (*arm["runs"], *(arm["tuning"] if not arm["lr"] else ())))
+        if arm["settings"]["kind"] == kind and (arm["score"]["mean"] is not None or diverged):
+            by_size.setdefault(arm["parameters"], []).append(arm)
+    curve = []
+    for _, equal in sorted(by_size.items()):
+        values = [_or_lowest(arm["score"]["mean"]) for arm in equal]
+        if all(arm["tuning"] for arm in equal):
+            values = [max(_or_lowest(run["score"]) for run in arm["tuning"]) for arm in equal]
+        curve.append(equal[values.index(max(values))])
+    return curve
+
+
+def _or_lowest(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def render_tables(results: Record) -> Group:
+    """The console's table, for `rich.print`."""
+    title = f"{results['problem']}, n = {results['n']}"
+    return console_tables([(title, *_arm_table(results, all_metrics=False))])
+
+
+def render_report(results: Record) -> str:
+    """`report.md` from the record in `results.json`."""
+    shares = [arm["late_share"] for arm in results["arms"] if arm["late_share"] is not None]
+    seeds = ", ".join(map(str, results["seeds"])) or "none yet"
+    rows = [(name, other, *delta_cells(pair)) for name, other, pair in pairs_of(results)]
+    parts = [
+        f"# {results['recipe']['name']}: {results['problem']}",
+        f"Score: {score_label(results)}, mean and standard deviation over n = {results['n']} seeds ({seeds}). "
+        f"Where an arm had a choice of init and learning rate, it runs at its best of seed {results['tuning_seed']}. "
+        f"`late` is what the last {100 * max(shares, default=0.2):.0f} % of the steps added to the score. "
+        f"Sizes are shares of the dense network's {results['dense_parameters']:,} parameters.",
+        markdown_table(*_arm_table(results)),
+        "## Sine against plain low rank, at equal parameters",
+        markdown_table(("arm", "over", *DELTA_HEAD), rows) if rows else "No rank has both.",
+        "\n".join(f"- {line}" for line in findings(results)),
+        "![score against size](rate.png)",
+        *(["![score against omega](omega.png)"] if omega_sweeps(results) else []),
+        f"![ground truth and fits, seed {results['seeds'][0] if results['seeds'] else NONE}](strip.png)",
+        *last_sections(results),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def findings(results: Record) -> list[str]:
+    """Sentences, each made from the numbers."""
+    unit = f" {results['metric']['unit']}" if results["metric"]["unit"] else ""
+    lines = []
+    for name, other, pair in pairs_of(results):
+        delta = pair["delta"]
+        if delta["value"] is None:
+            text = f"no difference to give ({delta['note']})."
+        elif delta["low"] is None:
+            text = f"{delta['value']:+.3g}{unit}, n = {delta['n']} ({delta['note']})."
+        else:
+            interval = f"[{delta['low']:+.3g}, {delta['high']:+.3g}], n = {delta['n']}."
+            text = f"no difference shown, {delta['value']:+.3g}{unit} {interval}"
+            if delta["shown"]:
+                side = "above" if delta["value"] > 0 else "below"
+                text = f"{side} by {abs(delta['value']):.3g}{unit} {interval}"
+        lines.append(cautioned(f"{name} against {other}: {text}", pair))
+    return lines + _distance_sentences(results, unit) + list(results["notes"])
+
+
+def _distance_sentences(results: Record, unit: str) -> list[str]:
+    curves, score = results["rate_distortion"], results["metric"]["name"]
+    if not (curves["low-rank"] and curves["sine"]):
+        return []
+    lines = []
+    bd_score = "BD-PSNR" if score == "psnr" else f"BD-{score}"
+    for key, name, form, of in (("bd_rate", "BD-rate", "+.2f", " %"), ("bd_score", bd_score, "+.3g", unit)):
+        if curves[key] is None:
+            lines.append(f"{name} of sine over low rank: none, since {curves[f'{key}_note']}.")
+            continue
+        seeds = curves[f"{key}_by_seed"]
+        each = ", ".join(NONE if value is None else format(value, form) for value in seeds)
+        spread = f" (seed by seed: {each})" if len(seeds) > 1 else ""
+        lines.append(f"{name} of sine over low rank: {curves[key]:{form}}{of}{spread}.")
+    return lines
+
+
+def _arm_table(results: Record, *, all_metrics: bool = True) -> tuple[Row, list[Row]]:
+    score = results["metric"]["name"]
+    known: Record = next((arm["metrics"] for arm in results["arms"] if arm["metrics"]), {})
+    others = [name for name in known if all_metrics and name != score]
+    timed = any(arm["step_time_ratio"] for arm in results["arms"])
+    sines = any(arm["omega"] is not None for arm in results["arms"])
+    head = ("arm", *(("omega",) if sines else ()), "init", "lr", "parameters", "%", score_label(results), "n", "late")
+    head += (*map(metric_name, others), *((f"step time over {results['reference']}'s",) if timed else ()))
+    rows = []
+    for arm in results["arms"]:
+        omega = NONE if arm["omega"] is None else f"{arm['omega']:g}"
+        cells = (*((omega,) if sines else ()), arm["init"] or NONE, lr_text(arm), f"{arm['parameters']:,}")
+        late = NONE if arm["late_gain"] is None else f"{arm['late_gain']:+.2g}"
+        cells += (f"{arm['percent']:.3g}", _score_text(arm["score"]), str(arm["score"]["n"]), late)
+        cells += tuple(f"{arm['metrics'][name]:.4g}" if arm["metrics"] else NONE for name in others)
+        rows.append((arm["name"], *cells, *((f"{arm['step_time_ratio']['median']:.3f}",) if timed else ())))
+    return head, rows
+
+
+def _score_text(score: Record) -> str:
+    if score["mean"] is None:
+        return score["note"]
+    return f"{score['mean']:.4g}" + ("" if score["sd"] is None else f" +- {score['sd']:.2g}")
