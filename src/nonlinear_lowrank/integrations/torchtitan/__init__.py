@@ -27,9 +27,8 @@ if (_found := require("torchtitan", "torchtitan").__version__) != VERSION:
     raise UserError(f"torchtitan {_found} is not the tested one: pip install torchtitan=={VERSION}")
 require("torchtitan", "torchtitan.models.llama3.model")  # fails where torch brings no triton
 
-from .converter import AugmentConverter  # noqa: E402
 from .hugging_face import export, hf_config, read_checkpoint, read_hf, state_dict_adapter  # noqa: E402
-from .job import augment, optimizer_config  # noqa: E402
+from .job import AugmentConverter, augment, optimizer_config  # noqa: E402
 
 __all__ = [
     "AugmentConverter",

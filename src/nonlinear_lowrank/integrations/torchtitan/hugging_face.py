@@ -1,24 +1,43 @@
 """Hugging Face folders of torchtitan's models: names and rows of their tensors, export and import."""
 
+import copy
 import functools
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torchtitan
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.llama3.model import Llama3Model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.card import Origin
-from nonlinear_lowrank.integrations import foreign
-from nonlinear_lowrank.surgery.augment import layer_entries
+from nonlinear_lowrank.hub.card import Origin, write_card
+from nonlinear_lowrank.hub.classes import in_memory, listed_problems, register
+from nonlinear_lowrank.hub.conversion import copy_companions
+from nonlinear_lowrank.hub.registration import FIELD
+from nonlinear_lowrank.hub.storage import (
+    check_folder,
+    check_model_folder,
+    check_new_or_empty,
+    staged_output,
+    weight_files,
+)
+from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+from nonlinear_lowrank.surgery.augment import layer_entries, read_entry
 from nonlinear_lowrank.validation import one_line
 
-from .layers import Layer, built
+from .job import Layer, built
+
+# Settings that change what a layer computes; the others are of its init and training.
+_FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}
+_FUNCTION |= {"omega", "gain"}
 
 
 def state_dict_adapter(base: type) -> type:
@@ -45,7 +64,8 @@ class BranchAdapter:
     fqn_to_index_mapping: dict[Any, int] | None
 
     @functools.cached_property
-    def _layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, Layer]:
+        """The model's layers, on the meta device."""
         return {name: each for name, each in built(self.model_config).named_modules() if isinstance(each, Layer)}
 
     @functools.cached_property
@@ -53,7 +73,7 @@ class BranchAdapter:
         """Layer and local name of every tensor that the family's adapter does not know, by its whole name."""
         return {
             f"{name}.{own}": (name, own)
-            for name, layer in self._layers.items()
+            for name, layer in self.layers.items()
             for own, parameter in layer.named_parameters(recurse=False)
             if own not in ("weight", "bias")
         }
@@ -61,18 +81,33 @@ class BranchAdapter:
     @functools.cached_property
     def hf_names(self) -> dict[str, str]:
         """Module names in the Hugging Face model, by those in torchtitan's."""
-        convert = super().to_hf  # type: ignore[misc]
-        return {name: foreign.renamed(convert, name, layer.shape) for name, layer in self._layers.items()}
+        found = {}
+        for name, layer in self.layers.items():
+            keys = list(super().to_hf({f"{name}.weight": torch.empty(layer.shape, device="meta")}))  # type: ignore[misc]
+            if len(keys) != 1 or not keys[0].endswith(".weight"):
+                raise UserError(f"{name} has no name in the Hugging Face model; leave it out with exclude=")
+            found[name] = keys[0].removesuffix(".weight")
+        return found
 
     def _permuted(self, name: str, own: str, value: Any, back: bool) -> Any:
-        layer = self._layers[name]
+        """Return a tensor with its rows in the order of the weight's in the other format; a split one becomes whole."""
+        layer = self.layers[name]
         if own not in layer.by_rows:
             return value
-        known: dict[Any, Tensor] = vars(self).setdefault("_known_orders", {})
+        orders: dict[Any, Tensor] = vars(self).setdefault("_orders", {})
         kind = (re.sub(r"\d+", "*", name), *layer.shape)
-        if kind not in known:
-            known[kind] = foreign.row_order(super().to_hf, name, layer.shape)  # type: ignore[misc]
-        return foreign.take_rows(value, known[kind].argsort() if back else known[kind])
+        if kind not in orders:  # which row of a weight the family's adapter puts at each place
+            numbers = torch.arange(layer.shape[0], dtype=torch.int32)
+            (moved,) = super().to_hf({f"{name}.weight": numbers[:, None].expand(layer.shape)}).values()  # type: ignore[misc]
+            if moved.shape != layer.shape or not moved[:, 0].sort().values.equal(numbers):
+                raise UserError(f"{name} is changed by more than the order of its rows; leave it out with exclude=")
+            orders[kind] = moved[:, 0].long()
+        order = orders[kind].argsort() if back else orders[kind]
+        if not isinstance(value, DTensor):
+            return value[order.to(value.device)]
+        whole: Any = [Replicate()] * value.device_mesh.ndim
+        local = value.redistribute(value.device_mesh, whole).to_local()
+        return DTensor.from_local(local[order.to(local.device)], value.device_mesh, whole, run_check=False)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert from torchtitan's names and row order to Hugging Face's."""
@@ -112,15 +147,22 @@ def hf_config(spec: Any, plain_config: Any = None) -> Any:
         plain_config: that of the plain model, e.g. a `Qwen3Config`; default: made for Llama 3.
 
     Raises:
-        UserError: another family, or a rotary embedding that transformers' Llama does not have, and no plain_config.
+        UserError: another family, or a rotary embedding that transformers' Llama does not have, and no plain_config;
+            or transformers has no causal language model of this config.
     """
     plain_config = _llama_config(spec) if plain_config is None else plain_config
-    return foreign.config_with(plain_config, _entries(_adapter(spec)))
+    config = copy.deepcopy(plain_config)
+    if entries := _entries(_adapter(spec)):
+        config.__class__ = register(type(config))
+        setattr(config, FIELD, entries)
+    known: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise UserError(f"{type(plain_config).__name__} is the config of no causal language model")
+    config.architectures = [known[type(config)].__name__]
+    return config
 
 
 def _llama_config(spec: Any) -> Any:
-    from transformers import LlamaConfig
-
     if not isinstance(model := spec.model, Llama3Model.Config):
         raise UserError(f"{spec.name} is not Llama 3; give plain_config=, transformers' config of the plain model")
     first, attention, rope = model.layers[0], model.layers[0].attention, model.layers[0].attention.rope
@@ -128,9 +170,8 @@ def _llama_config(spec: Any) -> Any:
     positions = rope.max_seq_len  # a run makes it its own sequence length
     if rope.scaling == "llama":
         positions = max(positions, int(rope.scaling_factor * rope.original_max_position_embeddings))
-        rotary |= {"rope_type": "llama3", "factor": rope.scaling_factor}
         same = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        rotary |= {name: getattr(rope, name) for name in same}
+        rotary |= {"rope_type": "llama3", "factor": rope.scaling_factor, **{name: getattr(rope, name) for name in same}}
     elif rope.scaling != "none":
         raise UserError(f"transformers' Llama has no {rope.scaling!r} rotary embedding; give plain_config=")
     return LlamaConfig(
@@ -175,20 +216,38 @@ def export(
     Raises:
         UserError: tensors are missing, extra or of another shape, the folder is not empty or cannot be written.
     """
-    config = hf_config(spec, plain_config)
-    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-    foreign.check_state(whole, built(spec.model).state_dict(), "the state")
+    config, output = hf_config(spec, plain_config), Path(folder).expanduser().resolve()
+    state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    _check_state(state, built(spec.model).state_dict(), "the state")
+    check_new_or_empty(output)
+    source = None if assets is None else check_folder(assets)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = _adapter(spec).to_hf(state)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    whole = in_memory(model, {**{name: tensors[of] for name, of in tied.items() if of in tensors}, **tensors})
+    _check_state(whole, model.state_dict(), "the exported state")
+    if dtype is not None:
+        wide = {own for entry in getattr(config, FIELD, None) or [] for own in all_methods()[entry["method"]].float32}
+        whole = {key: each if key.rpartition(".")[2] in wide else each.to(dtype) for key, each in whole.items()}
+    model.load_state_dict(whole, assign=True)
+    model.tie_weights()
     origin = Origin(
         title=f"{spec.name} {spec.flavor}, trained with torchtitan",
         summary=f"A model of torchtitan {torchtitan.__version__} ({spec.name}, {spec.flavor}), in the Hugging Face "
         "format.",
         command="nonlinear_lowrank.integrations.torchtitan.export",
     )
-    return foreign.write_folder(folder, _adapter(spec).to_hf(whole), config, origin, assets=assets, dtype=dtype)
+    with staged_output(output, {}) as staged:
+        model.save_pretrained(staged)
+        if source is not None:
+            copy_companions(source, staged)
+        write_card(staged, origin)
+    return output
 
 
 def read_hf(spec: Any, folder: str | Path) -> dict[str, Tensor]:
-    """Return torchtitan's state from a Hugging Face folder (of `export` or `nlr convert`).
+    """Return torchtitan's state from a Hugging Face folder (of `export` or `nlr convert`), for `load_state_dict`.
 
     In a run torchtitan does it itself: `--checkpoint.initial_load_in_hf --checkpoint.initial_load_path FOLDER`.
 
@@ -196,19 +255,21 @@ def read_hf(spec: Any, folder: str | Path) -> dict[str, Tensor]:
         spec: the augmented `ModelSpec`.
         folder: with the same layers of the same method.
 
-    Returns:
-        The state, for `model.load_state_dict`.
-
     Raises:
         UserError: the folder is not whole, or is of another model, method or settings.
     """
     adapter = _adapter(spec)
-    tensors = foreign.read_folder(folder, _entries(adapter))
+    theirs, ours = _settings(check_model_folder(folder).get(FIELD) or []), _settings(_entries(adapter))
+    if theirs != ours:
+        name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        there, here = (each.get(name, "a plain linear") for each in (theirs, ours))
+        raise UserError(f"{folder} has other layers than the model, first at {name}: {there} there, {here} here")
+    tensors = {name: each for file in weight_files(check_folder(folder)) for name, each in load_file(file).items()}
     try:
         state = adapter.from_hf(tensors)
     except (KeyError, ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"{folder} does not fit {spec.name} {spec.flavor}: {one_line(error)}") from error
-    foreign.check_state(state, built(spec.model).state_dict(), str(folder))
+    _check_state(state, built(spec.model).state_dict(), str(folder))
     return state
 
 
@@ -226,9 +287,45 @@ def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: b
     Raises:
         UserError: it was not allowed, the folder holds no checkpoint, or not one of this model.
     """
-    state = built(spec.model).to_empty(device="cpu").state_dict()
-    foreign.read_torch_checkpoint(state, folder, allow=allow_torch_checkpoints)
+    path, state = check_folder(folder), built(spec.model).to_empty(device="cpu").state_dict()
+    if not (path / ".metadata").is_file():
+        raise UserError(f"{path} is no checkpoint of torch.distributed: it has no .metadata")
+    if not allow_torch_checkpoints:
+        raise UserError(
+            f"{path}/.metadata is a pickle, which can run code when it is read; if the checkpoint is your own, pass "
+            "allow_torch_checkpoints=True"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+            dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    except (RuntimeError, ValueError, KeyError, OSError, dcp.CheckpointException) as error:
+        raise UserError(f"{path} is not a whole checkpoint of this model: {one_line(error)}") from error
     return state
+
+
+def _check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
+    """Raise UserError unless a state has exactly the names and shapes of a model's."""
+    problems = {
+        "missing": sorted(wanted.keys() - state.keys()),
+        "extra": sorted(state.keys() - wanted.keys()),
+        "of another shape": [k for k in sorted(wanted.keys() & state.keys()) if wanted[k].shape != state[k].shape],
+    }
+    if words := listed_problems(problems):
+        raise UserError(f"{where} does not fit the model: tensors {words}")
+
+
+def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the settings that decide what each layer computes, by its name."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        method, config = read_entry(entry)
+        values = {key: value for key, value in config_to_dict(config).items() if key in _FUNCTION}
+        if hasattr(config, "scale"):
+            values["output_scale"] = config.scale
+        text = f"{method.name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+        found |= dict.fromkeys(entry["modules"], text)
+    return found
 
 
 def _adapter(spec: Any) -> Any:
@@ -238,5 +335,4 @@ def _adapter(spec: Any) -> Any:
 
 
 def _entries(adapter: Any) -> list[dict[str, Any]]:
-    layers = adapter._layers.items()
-    return layer_entries({adapter.hf_names[name]: layer.config.method for name, layer in layers})
+    return layer_entries({adapter.hf_names[name]: layer.config.method for name, layer in adapter.layers.items()})
