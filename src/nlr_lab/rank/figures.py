@@ -1,4 +1,4 @@
-"""Figures 2 and 3 of sine_lowrank.txt again: what an activation does to the rank of a low-rank product.
+"""Pictures of ranks: Figures 2 and 3 of sine_lowrank.txt again, and the spectra of a checkpoint's matrices.
 
 Figure 2: |weights| of 128 x 128 matrices: Kaiming uniform, U V at k = 1, and its sine at omega = 100 and 2000.
 Figure 3: normalised singular values of 256 x 256 matrices: Kaiming uniform, U V at k = 5, and phi(omega U V); left
@@ -9,13 +9,22 @@ Everything is float64 and a function of the seeds alone.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from nlr_lab.runtime.tables import COLOURS, GREYS, fold_numbers, new_figure, save
+
 from .measures import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
+from .report import LayerRank
 
 HEAT_SIZE, HEAT_RANK, HEAT_OMEGAS = 128, 1, (100.0, 2000.0)
 SIZE, RANK = 256, 5
@@ -23,8 +32,8 @@ OMEGAS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 LEFT_OMEGA = 300.0
 TOLERANCES = (0.1, 0.01)
 
-_Make = Callable[[Tensor, Tensor], Tensor]
-"""(the dense matrix, the product U V) -> the matrix that is measured."""
+_Make = Callable[[Tensor, Tensor], Tensor]  # of the dense matrix and the product U V, the matrix that is measured
+_PLAIN: dict[str, _Make] = {"dense": lambda dense, product: dense, "U V": lambda dense, product: product}
 
 
 def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, Any]:
@@ -33,10 +42,7 @@ def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, An
     Every number is mean, lowest and highest over draws of seeds 0 to `seeds` - 1; a spectrum is the mean, as
     [i, s_i / s_1] at places i from 1.
     """
-    lines = _plain()
-    for name in ACTIVATIONS:
-        for omega in OMEGAS:
-            lines[f"{name}, omega={omega:g}"] = _activated(name, omega)
+    lines = _PLAIN | {f"{name}, omega={omega:g}": _activated(name, omega) for name in ACTIVATIONS for omega in OMEGAS}
     return {
         "source": "sine_lowrank.txt, Figures 2 and 3",
         "init": init,
@@ -74,12 +80,8 @@ def format_figures(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plain() -> dict[str, _Make]:
-    return {"dense": lambda dense, product: dense, "U V": lambda dense, product: product}
-
-
 def _heats() -> dict[str, _Make]:
-    return _plain() | {f"sine, omega={omega:g}": _activated("sine", omega) for omega in HEAT_OMEGAS}
+    return _PLAIN | {f"sine, omega={omega:g}": _activated("sine", omega) for omega in HEAT_OMEGAS}
 
 
 def _activated(name: str, omega: float) -> _Make:
@@ -117,3 +119,61 @@ def _figure(
 
 def _spread(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+
+
+def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:
+    """Draw Figure 2 above, as heat maps of one draw, and Figure 3 below, as mean spectra, into a PNG."""
+    figure = Figure(figsize=(11.0, 6.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = np.ravel(figure.subfigures(2, 1, height_ratios=(1.0, 1.25)))  # type: ignore[arg-type]
+    heats, measured = heat_maps(figures["init"]), figures["figure_2"]["matrices"]
+    shades = colormaps["viridis"].resampled(16)  # noise in 256 colours makes a large file
+    above.suptitle(f"Figure 2: |weights|, k = {figures['figure_2']['rank']}, one draw")
+    for axes, (name, heat) in zip(np.ravel(above.subplots(1, len(heats))), heats.items(), strict=True):
+        axes.imshow(heat.numpy(), cmap=shades, vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        stable = measured[name]["stable_rank"]["mean"]
+        axes.set_title(f"{name}\nstable rank {stable:.1f} (n = {figures['seeds']})", fontsize=9)
+    spectra, rank = figures["figure_3"]["matrices"], figures["figure_3"]["rank"]
+    below.suptitle(f"Figure 3: singular values over the largest, k = {rank}, mean of {figures['seeds']} draws")
+    left, right = below.subplots(1, 2)
+    at_omega = [name for name in spectra if name.endswith(f"omega={figures['left_omega']:g}")]
+    sines = [name for name in spectra if name.startswith("sine")]
+    for axes, shown in ((left, at_omega), (right, sines)):
+        styles = [(name, grey, "--") for name, grey in zip(_PLAIN, GREYS, strict=False)]
+        for name, colour, style in [*styles, *((name, each, "-") for name, each in zip(shown, COLOURS, strict=False))]:
+            curve = zip(*spectra[name]["spectrum"], strict=True)
+            axes.plot(*curve, linewidth=1.5, label=name, color=colour, linestyle=style)
+        _style(axes)
+        axes.legend(frameon=False, fontsize=8)
+    left.set_ylabel("s_i / s_1")
+    save(figure, path)
+
+
+def plot_layer_spectra(path: Path, layers: Sequence[LayerRank], *, title: str = "") -> None:
+    """Draw normalised spectra of a checkpoint's matrices into a PNG, coloured by the name without layer numbers."""
+    figure, axes = new_figure(9.0, 5.4)
+    groups: dict[str, int] = {}
+    for layer in layers:
+        group = fold_numbers(layer.name)
+        label = "_" if group in groups else group
+        index = groups.setdefault(group, len(groups))
+        colour, style = COLOURS[index % len(COLOURS)], ("-", "--", ":", "-.")[index // len(COLOURS) % 4]
+        axes.plot(
+            *zip(*layer.spectrum, strict=True), color=colour, linestyle=style, linewidth=1.0, alpha=0.7, label=label
+        )
+    _style(axes)
+    axes.set_xscale("log")
+    axes.set_ylabel("s_i / s_1")
+    axes.set_title(title, parse_math=False)
+    axes.legend(frameon=False, fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, path)
+
+
+def _style(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(1e-4, 1.3)
+    axes.set_xlabel("i")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.5)

@@ -1,4 +1,4 @@
-"""Ranks of a matrix: its singular values, and what low-rank products gain by an activation.
+"""Ranks of a matrix, what low-rank products gain by a sine, and the paper's bounds on that.
 
 A matrix (m, n) with singular values s_1 >= s_2 >= ... has
 
@@ -13,12 +13,14 @@ Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_number
 
 ACTIVATIONS = {"sine": torch.sin, "sigmoid": torch.sigmoid, "relu": torch.relu, "tanh": torch.tanh}
 """phi of Figure 3; tanh is here as a sigmoid without its constant."""
@@ -31,6 +33,9 @@ LEADING = 256
 """Singular values that a sketch finds."""
 LEAST_TOLERANCE = 1e-7
 """Gram matrices square the singular values, so float64 tells them apart down to about 1e-8 of the largest."""
+
+SATURATED = 0.95
+"""Share of `random_stable_rank` that counts as all of it."""
 
 _SPARE, _ROUNDS = 32, 4  # directions of a sketch beyond the LEADING, and its power iterations
 _BLOCK = 2**24  # numbers that are held in float64 at a time
@@ -175,3 +180,125 @@ def _leading(tall: Tensor, seed: int) -> Tensor:
         basis = torch.linalg.qr(tall.T @ basis)[0]
         basis = torch.linalg.qr(tall @ basis)[0]
     return torch.linalg.svdvals(basis.T @ tall)[:LEADING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmegaGuess:
+    """Result of the rule for one shape and target."""
+
+    omega: float | None
+    """None where plain low rank has the target's stable rank already."""
+    saturated: bool
+    """True where the target was out of reach: cut to `SATURATED` of what independent entries have, or omega to 1e6."""
+    target: float
+    """The stable rank that was asked for."""
+    low_rank: float
+    """The stable rank of U V at the init."""
+
+
+@torch.no_grad()
+def guess_omega(
+    shape: tuple[int, int], rank: int, target: float, *, init: str = "kaiming_sqrt5", seed: int = 0
+) -> OmegaGuess:
+    """Return the omega at which sin(omega U V) (m, n) of rank k has a stable rank at its init: where to begin.
+
+    The stable rank rises with omega, from that of U V itself to about that of independent entries, so the omega is
+    found by bisection, to 1 %, on draws of the layer's own shape and init. It equals a property of the init and knows
+    nothing of training; docs/theory.md compares it with the published frequencies.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draws = 3 if shape[0] * shape[1] <= 2**18 else 1
+    factors = [kaiming_factors(shape, rank, generator, init=init) for _ in range(draws)]
+    products = [up.float() @ down.float() for up, down in factors]  # float32, as the layer's own
+    plain = statistics.fmean([stable_rank(product) for product in products])
+    most = SATURATED * random_stable_rank(shape)
+    if target <= plain:
+        return OmegaGuess(omega=None, saturated=False, target=target, low_rank=plain)
+    wanted = min(target, most)
+    low, high = math.log(1e-2), math.log(1e6)
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        reached = statistics.fmean([stable_rank(torch.sin(math.exp(middle) * product)) for product in products])
+        low, high = (low, middle) if reached >= wanted else (middle, high)
+    # Rank one needs an omega beyond any use to saturate: then it is the end of the range.
+    beyond = high == math.log(1e6)
+    return OmegaGuess(omega=math.exp(high), saturated=target > most or beyond, target=target, low_rank=plain)
+
+
+def stable_rank(matrix: Tensor) -> float:
+    """Return ||W||_F^2 / ||W||_op^2 by block power iterations, to about 1 %; much faster than a spectrum."""
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    if tall.shape[1] <= 64:
+        norm = float(torch.linalg.matrix_norm(tall, 2))
+    else:
+        basis = torch.randn(tall.shape[1], 16, generator=torch.Generator().manual_seed(0), dtype=tall.dtype)
+        for _ in range(12):
+            basis = torch.linalg.qr(tall.T @ (tall @ basis))[0]
+        norm = float(torch.linalg.svdvals(tall @ basis)[0])
+    return (float(torch.linalg.vector_norm(matrix)) / norm) ** 2 if norm else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SineBounds:
+    """Both sides of the paper's inequalities for one matrix and one omega, as printed and as they hold.
+
+    A is m x n and not zero; A_min is its smallest non-zero |entry|, |A| and sqrt are entry by entry, and everything is
+    stated for 0 < omega <= pi / (3 A_min). docs/theory.md has the derivations.
+    Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
+    """
+
+    a_min: float
+    """A_min."""
+    largest_omega: float
+    """pi / (3 A_min), up to which the statements are made."""
+    frobenius_squared: float
+    """||sin(omega A)||_F^2, what Lemma 1 bounds from below."""
+    lemma_1: float
+    """omega^2 A_min^2 / 4."""
+    lemma_1_printed: float
+    """omega^2 A_min."""
+    operator_squared: float
+    """||sin(omega A)||_op^2, what Lemma 2 bounds from above."""
+    lemma_2: float
+    """omega ||sqrt|A|||_op^2."""
+    stable_rank: float
+    """Stable rank of sin(omega A); NaN where that is zero."""
+    proposition_1: float
+    """(omega / 4) (A_min / ||sqrt|A|||_op)^2."""
+    proposition_1_printed: float
+    """Without the 1/4."""
+    equation_29: float
+    """omega A_min / ||sqrt|A|||_op, printed; (30) claims that it reaches k."""
+
+
+def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
+    """Evaluate the bounds in float64.
+
+    Args:
+        matrix: A (m, n), not zero.
+        omega: any number above 0; above `largest_omega` the lower bounds need not hold.
+
+    Raises:
+        UserError: the matrix is zero or not finite, or omega is not above 0.
+    """
+    if matrix.ndim != 2 or not matrix.isfinite().all() or not (matrix != 0).any():
+        raise UserError("the bounds need a matrix that is finite and not zero")
+    check_number("omega", omega, above=0)
+    size = matrix.double().abs()
+    a_min = float(size[size > 0].min())
+    root = float(torch.linalg.matrix_norm(size.sqrt(), 2))
+    sine = torch.sin(omega * matrix.double())
+    frobenius, operator = float(sine.square().sum()), float(torch.linalg.matrix_norm(sine, 2)) ** 2
+    return SineBounds(
+        a_min=a_min,
+        largest_omega=math.pi / (3 * a_min),
+        frobenius_squared=frobenius,
+        lemma_1=(omega * a_min) ** 2 / 4,
+        lemma_1_printed=omega**2 * a_min,
+        operator_squared=operator,
+        lemma_2=omega * root**2,
+        stable_rank=frobenius / operator if operator else math.nan,
+        proposition_1=omega / 4 * (a_min / root) ** 2,
+        proposition_1_printed=omega * (a_min / root) ** 2,
+        equation_29=omega * a_min / root,
+    )

@@ -1,25 +1,58 @@
-"""`nlr inspect --rank`: ranks of every matrix of a checkpoint, and a first guess of omega."""
+"""`nlr inspect --rank`: ranks of every matrix of a checkpoint, one at a time, and a first guess of omega.
+
+| what is named                                    | matrices                                                      |
+|--------------------------------------------------|---------------------------------------------------------------|
+| a folder with config.json, or one .safetensors   | every tensor of two or more dimensions (a kernel as           |
+|                                                  | out x the rest); of a sine or low-rank layer the weight that  |
+|                                                  | its factors make                                              |
+| the model of a fitted field                      | the same; fit.json beside it says what its factors make       |
+| an adapter of peft                               | the deltas of LoRA and sine-LoRA; tensors of other methods    |
+
+Only safetensors are read, each tensor when it is asked for.
+"""
 
 import json
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from peft import PeftConfig
+from peft.utils.other import get_pattern_key
+from safetensors import safe_open
+from torch import Tensor
 
+from nlr_lab.fields.fit import SETTINGS as FIT
+from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.runtime.tables import fold_numbers, number_table, render_table
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_integer
+from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, load_model
+from nonlinear_lowrank.hub.registration import FIELD, TYPE_PREFIX
+from nonlinear_lowrank.hub.storage import read_json, tensor_shapes, weight_files
+from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
+from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
+from nonlinear_lowrank.validation import check_integer, one_line
 
-from .measures import EXACT, Spectrum, check_tolerance, curve_places
-from .omega import guess_omega
-from .weights import Weight, checkpoint_weights
+from .measures import EXACT, Spectrum, check_tolerance, curve_places, guess_omega, product_spectrum, spectrum
 
 TOLERANCES = (0.1, 0.01)
+
 _LARGEST_GUESS = 2**26  # entries: beyond, a bisection would take minutes a shape
+_UP, _DOWN = "sine_up", "sine_down"
+_TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt"}  # their linears are Conv1D: (n, m)
+_TABLES = re.compile(r"(embed|wte|wpe|lm_head|word_embeddings|position)")  # one row a token: never factored
+_FACTORS = {  # by peft's type: how the names of a down and an up factor end
+    "LORA": ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")),
+    "NLR_SINE_LORA": ((".nlr_sine_lora_down", ".nlr_sine_lora_up"),),
+}
+_BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
+
+_Load = Callable[[], Tensor | tuple[Tensor, Tensor, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +60,10 @@ class LayerRank:
     """One matrix; its shape is (m, n)."""
 
     name: str
+    """Name of the layer as the file has it, or of the tensor."""
     kind: str
-    """See `weights.Weight`."""
+    """"dense", "table" (embeddings, output heads), "kernel" (a convolution's), "branch" (a tensor of a method), "sine",
+    "low-rank", "LoRA", ..."""
     shape: tuple[int, int]
     rank: int | None
     """k of a factored weight."""
@@ -44,18 +79,12 @@ class LayerRank:
     spectrum: list[tuple[int, float]]
     """(i, s_i / s_1) at up to 64 places i from 1."""
     omega_guess: dict[str, Any] | None = None
-    """Result of `omega.guess_omega` for the layer's group."""
+    """Result of `guess_omega` for the layer's group."""
 
     @property
     def group(self) -> tuple[Any, ...]:
         """The same for layers that differ by their number alone."""
         return fold_numbers(self.name), self.kind, self.shape, self.rank, self.omega
-
-    @property
-    def title(self) -> str:
-        """Kind, rank and frequency."""
-        rank = "" if self.rank is None else f" k={self.rank}"
-        return self.kind + rank + ("" if self.omega is None or self.kind == "low-rank" else f" omega={self.omega:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +115,29 @@ def rank_report(
     device: str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
 ) -> RankReport:
-    """Measure every matrix of a checkpoint; memory for one of them at a time.
+    """Measure every matrix of a checkpoint, in the natural order of names; memory for one of them at a time.
 
     Args:
-        checkpoint: as in `checkpoint_weights`, and so is `omega`.
+        checkpoint: a model's folder (also one without config.json), an adapter's, or a .safetensors file.
         for_rank: k for which an omega is suggested for each dense matrix.
         init: of the layer that would take its place.
         tolerances: for the ranks, in the order they are shown.
         include: a regular expression that the names of matrices must match somewhere.
-        omega: of sine factors.
+        omega: frequency of sine factors about which no config says anything.
         exact_up_to: as in `measures.spectrum`.
         device: for the spectra.
         progress: called with a line for each matrix.
 
     Raises:
-        UserError: a setting is out of range, no matrix is found or matches, or a weight is not finite.
+        UserError: a setting is out of range, nothing is there, a file is not whole, no matrix is found or matches, or
+            a weight is not finite; the message names the tensor.
     """
     check_integer("for_rank", for_rank, minimum=1)
     for tolerance in tolerances:
         check_tolerance(tolerance)
-    weights = checkpoint_weights(checkpoint, omega=omega)
+    weights = _weights(checkpoint, omega)
+    if not weights:
+        raise UserError(f"{checkpoint} holds no floating-point tensor of two or more dimensions")
     if include is not None:
         try:
             weights = [weight for weight in weights if re.search(include, weight.name)]
@@ -113,17 +145,15 @@ def rank_report(
             raise UserError(f"--include {include!r} is no regular expression: {error}") from error
         if not weights:
             raise UserError(f"no matrix of {checkpoint} has a name that matches {include!r}")
+    weights.sort(key=lambda weight: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", weight.name)])
     layers = []
     for index, weight in enumerate(weights, 1):
         progress(f"{index}/{len(weights)} {weight.name} {weight.shape[0]} x {weight.shape[1]}")
-        layers.append(_measured(weight, weight.spectrum(device=device, exact_up_to=exact_up_to), tolerances))
+        layers.append(_measured(weight, tolerances, device, exact_up_to))
     guesses = _guesses(layers, for_rank, init, progress)
+    layers = [replace(layer, omega_guess=guesses.get(layer.group)) for layer in layers]
     return RankReport(
-        checkpoint=str(checkpoint),
-        for_rank=for_rank,
-        init=init,
-        tolerances=tuple(tolerances),
-        layers=[replace(layer, omega_guess=guesses.get(layer.group)) for layer in layers],
+        checkpoint=str(checkpoint), for_rank=for_rank, init=init, tolerances=tuple(tolerances), layers=layers
     )
 
 
@@ -136,51 +166,37 @@ def format_ranks(report: RankReport, *, every_layer: bool = False, width: int = 
     tolerances = [f"rank({tolerance:g})" for tolerance in report.tolerances]
     table = number_table("matrix", "n", "shape", "kind", "stable rank", *tolerances, guess)
     for members in groups.values():
-        first = members[0]
-        stable = [layer.stable_rank for layer in members]
+        first, stable = members[0], [layer.stable_rank for layer in members]
+        title = first.kind if first.rank is None else f"{first.kind} k={first.rank}"
         ranks = [median([layer.ranks[f"{each:g}"] for layer in members]) for each in report.tolerances]
         more = "" if all(layer.exact for layer in members) else ">="
         table.add_row(
             first.name if len(members) == 1 else fold_numbers(first.name),
             str(len(members)),
             f"{first.shape[0]} x {first.shape[1]}",
-            first.title,
+            title if first.omega is None or first.kind == "low-rank" else f"{title} omega={first.omega:g}",
             f"{median(stable):.1f}" + (f" ({min(stable):.1f} to {max(stable):.1f})" if len(members) > 1 else ""),
             *(f"{more}{rank:.0f}" for rank in ranks),
             _guess_text(first.omega_guess),
         )
-    lines = [render_table(table, width)]
-    lines.append("stable rank: |W|_F^2 / |W|_op^2; rank(t): singular values above t times the largest; median (range)")
     guessed = [layer.omega_guess for layer in report.layers if layer.omega_guess]
-    if guessed:
-        lines.append(
-            f"{guess}: sin(omega U V), drawn by {report.init}, has the matrix's stable rank; where to begin a sweep"
-        )
-    if any(each["omega"] is None for each in guessed):
-        lines.append("U V: plain low rank has that stable rank without a sine")
-    if any(each["saturated"] for each in guessed):
-        lines.append(">: the matrix has as much as independent entries; the omega is where the sine nearly has, too")
-    if any(not layer.exact for layer in report.layers):
-        lines.append(">=: of the leading singular values, by a randomised sketch")
-    return "\n".join(lines)
+    drawn = f"sin(omega U V), drawn by {report.init}, has the matrix's stable rank; where to begin a sweep"
+    notes = {
+        "stable rank: |W|_F^2 / |W|_op^2; rank(t): singular values above t times the largest; median (range)": True,
+        f"{guess}: {drawn}": bool(guessed),
+        "U V: plain low rank has that stable rank without a sine": any(each["omega"] is None for each in guessed),
+        ">: the matrix has as much as independent entries; the omega is where the sine nearly has, too": any(
+            each["saturated"] for each in guessed
+        ),
+        ">=: of the leading singular values, by a randomised sketch": not all(layer.exact for layer in report.layers),
+    }
+    return "\n".join([render_table(table, width), *(note for note, holds in notes.items() if holds)])
 
 
-def _measured(weight: Weight, spectrum: Spectrum, tolerances: Sequence[float]) -> LayerRank:
-    zero = spectrum.norm == 0  # an adapter's delta at its start
-    places = curve_places(len(spectrum.values))
-    normalised = [] if zero else spectrum.normalised[torch.tensor(places) - 1].tolist()
-    return LayerRank(
-        name=weight.name,
-        kind=weight.kind,
-        shape=weight.shape,
-        rank=weight.rank,
-        omega=weight.omega,
-        norm=spectrum.norm,
-        stable_rank=0.0 if zero else spectrum.stable_rank,
-        ranks={f"{tolerance:g}": spectrum.rank(tolerance) for tolerance in tolerances},
-        exact=spectrum.exact,
-        spectrum=list(zip(places, normalised, strict=False)),
-    )
+def _guess_text(guess: dict[str, Any] | None) -> str:
+    if guess is None:
+        return "-"
+    return "U V" if guess["omega"] is None else f"{'> ' if guess['saturated'] else ''}{guess['omega']:.3g}"
 
 
 def _guesses(
@@ -200,7 +216,192 @@ def _guesses(
     return guesses
 
 
-def _guess_text(guess: dict[str, Any] | None) -> str:
-    if guess is None:
-        return "-"
-    return "U V" if guess["omega"] is None else f"{'> ' if guess['saturated'] else ''}{guess['omega']:.3g}"
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """One matrix of a checkpoint: what `LayerRank` says of it, and how it is read."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+    rank: int | None = None
+    omega: float | None = None
+    load: _Load
+    """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
+
+
+def _measured(weight: _Weight, tolerances: Sequence[float], device: str, exact_up_to: int) -> LayerRank:
+    loaded = weight.load()
+    try:
+        if isinstance(loaded, tuple):
+            found: Spectrum = product_spectrum(loaded[0].to(device), loaded[1].to(device), loaded[2])
+        else:
+            found = spectrum(loaded.to(device), exact_up_to=exact_up_to)
+    except UserError as error:
+        raise UserError(f"{weight.name}: {error}") from error
+    zero = found.norm == 0  # an adapter's delta at its start
+    places = curve_places(len(found.values))
+    normalised = [] if zero else found.normalised[torch.tensor(places) - 1].tolist()
+    return LayerRank(
+        **{name: getattr(weight, name) for name in ("name", "kind", "shape", "rank", "omega")},
+        norm=found.norm,
+        stable_rank=0.0 if zero else found.stable_rank,
+        ranks={f"{tolerance:g}": found.rank(tolerance) for tolerance in tolerances},
+        exact=found.exact,
+        spectrum=list(zip(places, normalised, strict=False)),
+    )
+
+
+class _Tensors:
+    """Names, shapes and contents of safetensors files; packed integers are skipped."""
+
+    def __init__(self, *files: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        for file in files:
+            shapes = tensor_shapes(file)
+            with safe_open(file, framework="pt") as opened:
+                for name, shape in shapes.items():
+                    if opened.get_slice(name).get_dtype().startswith(("F", "BF")):
+                        self.shapes[name], self._files[name] = shape, file
+
+    def get(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def pairs(self, down_end: str, up_end: str) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
+        """Give the layer, the names of up and down, (m, n) and k of factors, which are then not listed again."""
+        for down in [name for name in self.shapes if name.endswith(down_end)]:
+            layer = down.removesuffix(down_end)
+            if layer + up_end in self.shapes and len(self.shapes[down]) == 2:
+                (rank, n), (m, _) = self.shapes.pop(down), self.shapes.pop(layer + up_end)
+                yield layer, layer + up_end, down, (m, n), rank
+
+
+def _weights(path: Path, omega: float | None) -> list[_Weight]:
+    if not path.exists():
+        raise UserError(f"no such file or folder: {path}")
+    if is_adapter(path):
+        if not (path / ADAPTER_WEIGHTS).is_file():
+            raise UserError(f"{path} has no {ADAPTER_WEIGHTS}; pickled weights are never read")
+        tensors = _Tensors(path / ADAPTER_WEIGHTS)
+        return [*_deltas(path, tensors), *_plain(tensors)]
+    if path.is_file() and path.suffix != ".safetensors":
+        raise UserError(f"{path} is no .safetensors file; name one, or the folder of a model or an adapter")
+    tensors = _Tensors(path) if path.is_file() else _Tensors(*weight_files(path))
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    transposed = str(config.get("model_type", "")).removeprefix(TYPE_PREFIX) in _TRANSPOSED
+    return [*_sines(path, tensors, config, omega), *_plain(tensors, transposed)]
+
+
+def _plain(tensors: _Tensors, transposed: bool = False) -> Iterator[_Weight]:
+    for name, shape in tensors.shapes.items():
+        m, n = shape[0] if shape else 1, math.prod(shape[1:])
+        if len(shape) < 2 or min(m, n) < 2:
+            continue
+        layer = name.removesuffix(".weight")
+        flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
+        kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
+        kind = "kernel" if len(shape) > 2 else kind
+        load = partial(_matrix, tensors, name, flip)
+        yield _Weight(name=layer, kind=kind, shape=(n, m) if flip else (m, n), load=load)
+
+
+def _matrix(tensors: _Tensors, name: str, flip: bool) -> Tensor:
+    matrix = tensors.get(name).flatten(1)
+    return matrix.T if flip else matrix
+
+
+def _sines(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: float | None) -> Iterator[_Weight]:
+    """Give the sine and low-rank layers of a model or a field."""
+    try:
+        configs = [
+            SineLowRankConfig(**entry["config"])
+            for entry in config.get(FIELD) or []
+            if entry["method"] == SineLowRankConfig.method
+        ]
+    except (TypeError, KeyError) as error:
+        raise UserError(f"config.json lists no methods that can be read in {FIELD!r}: {one_line(error)}") from error
+    pairs = list(tensors.pairs(_DOWN, _UP))
+    if any(each != configs[0] for each in configs):  # by names that the file may lack: the model itself says
+        for name, layer in load_model(path).named_modules():
+            if isinstance(layer, SineLowRankLinear):
+                factors = layer.sine_up.detach(), layer.sine_down.detach()
+                yield _factored(name, factors, (layer.out_features, layer.in_features), layer.sine_config)
+        return
+    fitted = None if configs else _fitted(path)
+    for name, up, down, shape, rank in pairs:
+        layer = name.removesuffix(".")
+        if not configs and fitted is None and omega is None:
+            raise UserError(f"{layer} holds sine factors, and no config.json says at which omega; give --omega")
+        own = SineLowRankConfig(rank=rank, omega=omega) if fitted is None else fitted(shape[1])
+        yield _factored(layer, (up, down), shape, configs[0] if configs else own, tensors.get)
+
+
+def _factored(
+    name: str, factors: tuple[Any, Any], shape: tuple[int, int], config: SineLowRankConfig, get: Callable = lambda x: x
+) -> _Weight:
+    """Return a factored weight, from its factors or from what `get` gets them by."""
+    omega, gain = float(config.omega), config.gain_for(shape[1])  # type: ignore[arg-type]
+    plain = config.activation == "identity"
+
+    def load() -> Any:
+        up, down = map(get, factors)
+        return (up, down, omega / gain) if plain else lowrank_weight(up, down, config.activation, omega, gain)
+
+    kind = "low-rank" if plain else config.activation
+    return _Weight(name=name, kind=kind, shape=shape, rank=config.rank, omega=omega, load=load)
+
+
+def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
+    """Return, by the number of inputs, the config of the factored layers of a neural field (coordinate network), given
+    as the fit's `model`, a checkpoint or their file; None for other models."""
+    folder = (path if path.is_dir() else path.parent).absolute().parent
+    fit = (folder.parent if folder.name == "checkpoints" else folder) / FIT
+    if not fit.is_file():
+        return None
+    try:
+        settings = read_json(fit)["settings"]
+        problem, method = settings["problem"], FieldMethod(**settings["method"])
+        field = problem.get("field", {"activation": ""})  # it says so where the fit was told its problem's settings
+        if method.kind == "sine" and method.omega is None and "field" not in problem:
+            return None
+        table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
+        config = method.resolved(table).factors_config()
+        if config is None or config.activation != "sine" or field["activation"] != "siren":
+            return None if config is None else lambda n: config
+        frequency = float(field["frequency"])  # the activation multiplies by it, and the weight has it in its gain
+        return lambda n: replace(config, gain=config.gain_for(n) * frequency)
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{fit} does not say what was fitted: {one_line(error)}") from error
+
+
+def _deltas(path: Path, tensors: _Tensors) -> Iterator[_Weight]:
+    """Give the deltas of LoRA and sine-LoRA."""
+    try:
+        config: Any = PeftConfig.from_pretrained(str(path))
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise UserError(f"{path / ADAPTER_CONFIG} describes no adapter known here: {one_line(error)[:200]}") from error
+    kind = getattr(config.peft_type, "value", str(config.peft_type))
+    for ends in _FACTORS.get(kind, ()):
+        for name, up, down, (m, n), rank in tensors.pairs(*ends):
+            layer = name.removeprefix("base_model.model.")
+            if kind == "LORA":
+                patterns: dict[str, float] = config.alpha_pattern or {}
+                alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
+                scale, omega = alpha / rank ** (0.5 if config.use_rslora else 1), None
+                load = partial(_lora_factors, tensors, up, down, scale)
+            else:
+                own = config.resolve(layer)
+                gain, omega = n**0.5 if own.gain is None else own.gain, own.omega
+                gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
+                load = partial(_sine_delta, tensors, up, down, own.omega, gain)
+            title = "LoRA" if kind == "LORA" else "sine-LoRA"
+            yield _Weight(name=layer, kind=title, shape=(m, n), rank=rank, omega=omega, load=load)
+
+
+def _lora_factors(tensors: _Tensors, up: str, down: str, scale: float) -> tuple[Tensor, Tensor, float]:
+    return tensors.get(up), tensors.get(down), scale
+
+
+def _sine_delta(tensors: _Tensors, up: str, down: str, omega: float, gain: float) -> Tensor:
+    return lowrank_weight(tensors.get(up), tensors.get(down), "sine", omega, gain)

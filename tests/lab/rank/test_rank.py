@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from nlr_lab.rank.bounds import sine_bounds
-from nlr_lab.rank.measures import ACTIVATIONS, kaiming_factors, product_spectrum, random_stable_rank, spectrum
+from nlr_lab.rank.measures import (
+    ACTIVATIONS,
+    kaiming_factors,
+    product_spectrum,
+    random_stable_rank,
+    sine_bounds,
+    spectrum,
+)
 from nonlinear_lowrank import UserError
 
 

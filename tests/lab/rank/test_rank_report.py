@@ -20,8 +20,14 @@ from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.rank.measures import kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
-from nlr_lab.rank.omega import guess_omega, stable_rank
+from nlr_lab.rank.measures import (
+    guess_omega,
+    kaiming_factors,
+    kaiming_uniform,
+    random_stable_rank,
+    spectrum,
+    stable_rank,
+)
 from nlr_lab.rank.report import rank_report
 
 
