@@ -189,7 +189,7 @@ def _run_rank(arguments: list[str]) -> None:
     check_parent(options.plot, "--plot")
 
     from nlr_lab.rank.report import format_ranks, rank_report
-    from nlr_lab.runtime.resources import choose_device
+    from nlr_lab.runtime.environment import choose_device
 
     device = str(choose_device(options.device))
 
@@ -207,7 +207,7 @@ def _run_rank(arguments: list[str]) -> None:
     if sys.stderr.isatty():
         _progress("")
     if options.plot is not None:
-        from nlr_lab.rank.plots import plot_layer_spectra
+        from nlr_lab.rank.figures import plot_layer_spectra
 
         plot_layer_spectra(Path(options.plot), report.layers, title=path.name)
     if options.json:
@@ -228,8 +228,7 @@ def _run_figures(arguments: list[str]) -> None:
         if file.exists() and not options.overwrite:
             raise UserError(f"{file} is there already; --overwrite replaces it")
 
-    from nlr_lab.rank.figures import format_figures, rank_figures
-    from nlr_lab.rank.plots import plot_rank_figures
+    from nlr_lab.rank.figures import format_figures, plot_rank_figures, rank_figures
     from nlr_lab.runtime.storage import write_json
 
     figures = rank_figures(seeds=options.seeds, init=options.init)
