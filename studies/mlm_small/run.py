@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
+from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training import Recipe, TrainConfig
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from nlr_lab.compare.study import one_line_errors, run_study, study_parser
-from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
+from nlr_lab.tasks.finetune.classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 

@@ -20,8 +20,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
-from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
+from nlr_lab.tasks.finetune.classification import GlueData, GlueTask, ImageData, ImageTask
 from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training import Arm, Recipe, TrainConfig

@@ -441,7 +441,7 @@ def _tsv(name: str, folder_name: str, task: str, *more: bytes) -> Target:
         return [(folder / "glue" / folder_name / "train.tsv").read_bytes(), *more]
 
     def read(folder: Path, data: bytes) -> Any:
-        from nlr_lab.tasks.finetune.glue_files import read_tsv
+        from nlr_lab.tasks.finetune.classification import read_tsv
 
         return read_tsv(_input(folder, data, ".tsv"), task)
 
@@ -456,7 +456,7 @@ def _instructions(folder: Path) -> list[bytes]:
 
 
 def _read_instructions(folder: Path, data: bytes) -> Any:
-    from nlr_lab.tasks.finetune.instruction_files import read_examples
+    from nlr_lab.tasks.finetune.instructions import read_examples
 
     return list(read_examples(str(_input(folder, data, ".json")), "alpaca"))
 
@@ -466,7 +466,7 @@ def _corpus(suffix: str, pack: Callable[[bytes], bytes]) -> Target:
         return [pack(b'{"text": "one"}\n{"text": "two, and more"}\n')]
 
     def read(folder: Path, data: bytes) -> Any:
-        from nlr_lab.tasks.text.corpus import Corpus
+        from nlr_lab.tasks.text.data import Corpus
 
         return list(Corpus(source=str(_input(folder, data, suffix)), max_bytes=1 << 20).documents())
 

@@ -256,7 +256,7 @@ def _score_own_text(model: Any, folder: Path, options: EvaluateOptions) -> tuple
 
 def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
     from nlr_lab.evaluation import score_documents
-    from nlr_lab.tasks.text.corpus import Corpus
+    from nlr_lab.tasks.text.data import Corpus
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
     if longest < 2:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from nlr_lab.tasks.metrics import scores_of_examples
-from nlr_lab.tasks.task import Score
+from nlr_lab.tasks.task import Score, scores_of_examples
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.hub.loading import check_weights, is_adapter, put_adapter

@@ -13,8 +13,7 @@ QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 e
 from collections.abc import Callable
 from typing import Any
 
-from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
-from nlr_lab.tasks.finetune.glue_files import GLUE
+from nlr_lab.tasks.finetune.classification import GLUE, GlueData, GlueTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training.recipe import Recipe, TrainConfig
 

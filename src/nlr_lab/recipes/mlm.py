@@ -9,7 +9,7 @@ width, a multiple of 64, as in section 4.1.1. Embeddings have standard deviation
 from typing import Any
 
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask
+from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from .shared import BASELINES, EVERY_2000, FAST, NOBLE_ARMS, OPENWEBTEXT, named

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from nlr_lab.tasks.finetune.image_classification import ImageData, ImageTask
+from nlr_lab.tasks.finetune.classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training.recipe import Recipe, TrainConfig
 

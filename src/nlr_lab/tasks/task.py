@@ -1,13 +1,18 @@
-"""Interface of a task and of its data for training and comparing.
+"""Interface of a task and of its data for training and comparing; splits, scores, caches and records of data.
 
 A task is a frozen dataclass of settings that derives from `Task`. Importing it needs no torch: what it prepares and
 builds is imported when it is asked for.
 """
 
+import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -16,11 +21,15 @@ from nonlinear_lowrank.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Batch = dict[str, "torch.Tensor"]
 Items = Sequence[Mapping[str, "torch.Tensor"]]
-Collate = Callable[[Items], Batch]
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 """(logits (N, C), labels (N,)) -> scores by name."""
+
+_NAMING = ("source", "valid_source", "tokenizer", "checkpoint")  # ends of the settings that may name files
+_OURS = ("digits", "digits-vit", "minilm", "bpe", "wordpiece", "patches")
+_MOST_BYTES = 64 << 30  # of a source that is hashed; reading more would delay the first step by minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +47,6 @@ class Measure:
         """Return whether it is the evaluation loss, so that curves can be read for speed."""
         return self.name == "loss"
 
-    def better(self, left: float, right: float) -> bool:
-        """Return whether the left number is the better one."""
-        return left > right if self.higher_is_better else left < right
-
     def best(self, values: Sequence[float]) -> float:
         """Return the best of several."""
         return max(values) if self.higher_is_better else min(values)
@@ -58,8 +63,7 @@ class AdapterSetup:
     head: tuple[str, ...] = ()
     """Modules that the checkpoint does not have: drawn anew, trained in every arm, saved with the adapter."""
     targets: tuple[str, ...] = ()
-    """Ends of the names of the modules that adapters go on unless the arm names its own; empty: peft's choice
-    for the architecture."""
+    """Ends of the names of the modules that adapters go on unless the arm names its own; empty: peft's choice."""
     task_type: str | None = None
     """peft's: "SEQ_CLS", "CAUSAL_LM", or None."""
 
@@ -121,9 +125,9 @@ class Prepared:
     """True where training meets batches of different lengths."""
     score: Score | None = None
     """None: the evaluation is a mean over tokens."""
-    collate: Collate = stack
+    collate: Callable[[Items], Batch] = stack
     """Items -> a batch for evaluation."""
-    collate_training: Collate = None  # type: ignore[assignment]
+    collate_training: Callable[[Items], Batch] = None  # type: ignore[assignment]
     """Items -> a batch for training; None: as for evaluation."""
     check_batch: Callable[[int], None] = lambda size: None
     """Raises UserError where a process cannot train on so many examples at once."""
@@ -139,7 +143,7 @@ class Prepared:
         return {**self.facts, "fingerprint": self.fingerprint, **({"unreadable_images": lost} if lost else {})}
 
 
-class Task(Protocol):
+class Task:
     """A model and the data it is trained on."""
 
     pretrained: ClassVar[bool] = False
@@ -182,20 +186,16 @@ class Task(Protocol):
         return None
 
     def on_split(self, name: str) -> Self:
-        """Return the task with its final score on another labelled split.
-
-        Raises:
-            UserError: it has one alone.
-        """
+        """Return the task with its final score on another labelled split; raise UserError where it has one alone."""
         raise UserError("only a task of GLUE has more than one labelled split; omit --split")
 
     def with_data_known(self) -> Self:
-        """Return the task with the settings written out that it reads off its data, as records have them.
-
-        Raises:
-            UserError: the data do not tell.
-        """
+        """Return the task with the settings written out that it reads off its data; raise UserError where the data do
+        not tell."""
         return self
+
+
+# --- splits and facts ----------------------------------------------------------------------------------------
 
 
 def choose(count: int, most: int | None, seed: int) -> list[int]:
@@ -206,8 +206,8 @@ def choose(count: int, most: int | None, seed: int) -> list[int]:
 
 
 def hold_out(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Split `count` examples into (kept, held out); the same ones in every run, at least one held out unless the
-    share is 0."""
+    """Split `count` examples into (kept, held out), always the same ones; at least one is held out unless the share
+    is 0."""
     if not share:
         return list(range(count)), []
     order = np.random.default_rng(0).permutation(count).tolist()
@@ -237,3 +237,198 @@ def name_classes(model: Any, classes: Sequence[str]) -> None:
     """Write the names of the classes into a model's config."""
     model.config.id2label = dict(enumerate(classes))
     model.config.label2id = {name: index for index, name in enumerate(classes)}
+
+
+# --- scores --------------------------------------------------------------------------------------------------
+
+
+def scores(names: Sequence[str]) -> Score:
+    """Return a function (logits (N, C), labels (N,)) -> {name: score}; higher is better in all.
+
+    | name              | from               | on                                           |
+    |-------------------|--------------------|----------------------------------------------|
+    | accuracy          | scikit-learn       | the largest logit                            |
+    | f1                | scikit-learn       | the largest logit, class 1 against the rest  |
+    | matthews          | scikit-learn       | the largest logit                            |
+    | pearson, spearman | scipy              | the only logit                               |
+
+    Where a number is not defined, because every prediction is the same, it is 0, as for a guess.
+    """
+    return lambda logits, labels: {name: _score(name, logits, labels) for name in names}
+
+
+def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
+    from scipy import stats
+    from sklearn import metrics
+
+    if name in ("pearson", "spearman"):
+        predicted = logits[:, 0].astype(np.float64)
+        if len(predicted) < 2 or np.ptp(predicted) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        correlation: Any = stats.pearsonr if name == "pearson" else stats.spearmanr
+        value = float(correlation(predicted, labels.astype(np.float64)).statistic)
+        return value if math.isfinite(value) else 0.0
+    kinds: dict[str, Any] = {
+        "accuracy": metrics.accuracy_score,
+        "f1": functools.partial(metrics.f1_score, zero_division=0.0),
+        "matthews": metrics.matthews_corrcoef,
+    }
+    return float(kinds[name](labels, logits.argmax(-1)))
+
+
+def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Score) -> dict[str, float]:
+    """Return the mean loss, in float64, and the scores.
+
+    Args:
+        logits: (N, C).
+        labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is skipped.
+        score: of `scores`.
+
+    Returns:
+        {"loss": ..., ...}; the loss alone, not a number, where a logit is not finite.
+
+    Raises:
+        UserError: no example can be read.
+    """
+    import torch.nn.functional as F
+
+    predicted, regression = logits.double(), labels.is_floating_point()
+    if not regression:
+        kept = labels != -100
+        if not bool(kept.any()):
+            raise UserError(f"none of the {len(labels)} images can be read any more; are their files still there?")
+        predicted, labels = predicted[kept], labels[kept]
+    if not bool(predicted.isfinite().all()):
+        return {"loss": math.nan}
+    loss = F.mse_loss(predicted.squeeze(-1), labels.double()) if regression else F.cross_entropy(predicted, labels)
+    return {"loss": float(loss), **score(predicted.numpy().astype(np.float32), labels.numpy())}
+
+
+# --- folders of prepared data, made once ---------------------------------------------------------------------
+
+
+def cache_folder(given: str | None = None) -> Path:
+    """Return the folder of all caches: the given one, $NLR_CACHE, or the user's cache folder."""
+    if given or os.environ.get("NLR_CACHE"):
+        return Path(given or os.environ["NLR_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nonlinear-lowrank"
+
+
+def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path], object]) -> T:
+    """Return what `read` finds in a folder, built first if it is absent or not whole; several processes build it once.
+
+    Args:
+        folder: the place.
+        read: gives None where the folder is not whole; may raise what reading a damaged file raises.
+        build: makes the folder.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    from filelock import FileLock
+
+    def found() -> T | None:
+        try:
+            return read(folder)
+        except (OSError, ValueError, KeyError, TypeError, EOFError):  # among them UserError
+            return None
+
+    if (ready := found()) is None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if (ready := found()) is None:
+                    build(folder)
+                    ready = read(folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"cannot write the cache {folder.parent} ({reason}); set cache_dir or NLR_CACHE") from error
+    assert ready is not None
+    return ready
+
+
+def are_whole(folder: Path, facts: dict[str, Any]) -> bool:
+    """Return whether train.npy and valid.npy hold as many tokens as the facts say; raise ValueError for one cut off."""
+    sides = ("train", "valid")
+    return all(len(np.load(folder / f"{side}.npy", mmap_mode="r")) == facts[side]["tokens"] for side in sides)
+
+
+# --- records of the files that a run read --------------------------------------------------------------------
+
+
+def data_record(task: Any, fingerprint: str) -> dict[str, Any]:
+    """Return what each of a task's settings names, file by file with sizes and hashes.
+
+        {"fingerprint": ...,                                       of the data as trained on
+         "sources": {"text.source": {"name": "corpus", "bytes": ..., "sha256": ...,
+                                     "files": {"a.txt": {"bytes": ..., "sha256": ...}}},
+                     "text.tokenizer": {"name": "bpe"}}}           embedded, learned, or by its name on the hub
+
+    Paths are relative to what the setting names. The sha256 of a source is that of its files' names and hashes.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    parts = {part: fields for part, fields in dataclasses.asdict(task).items() if isinstance(fields, dict)}
+    named = {f"{part}.{name}": fields[name] for part, fields in parts.items() for name in _NAMING if fields.get(name)}
+    return {"fingerprint": fingerprint, "sources": {name: _describe(each, fingerprint) for name, each in named.items()}}
+
+
+def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each source and file that is not the same in two records of one task."""
+    lines = []
+    for name, former in before["sources"].items():
+        present, source = now["sources"].get(name, {}), f"{name}: {former['name']}"
+        old, new = former.get("files", {}), present.get("files", {})
+        differing = [file for file in sorted(old.keys() | new.keys()) if old.get(file) != new.get(file)]
+        for file in differing[:3]:
+            how = "is new" if file not in old else "is missing" if file not in new else "has changed"
+            lines.append(f"{source}, {file} {how}")
+        if len(differing) > 3:
+            lines.append(f"{source}, {len(differing) - 3:,} more files differ")
+        if not differing and former != present:
+            lines.append(f"{source} has changed")
+    return lines
+
+
+def _describe(value: str, fingerprint: str) -> dict[str, Any]:
+    path = Path(value).expanduser()
+    if value == "stdlib":
+        from nlr_lab.tasks.text.data import library_sources
+
+        whole = _hashed(Path(), library_sources())
+        return {"name": value, "bytes": whole["bytes"], "sha256": whole["sha256"]}
+    if value in _OURS:
+        return {"name": value}
+    if path.is_file():
+        return {"name": path.name, **_hashed(path.parent, [path])}
+    if path.is_dir():
+        if (path / "recipe.json").is_file() and (path / "model").is_dir():
+            path = path / "model"  # of a run folder that is what is read
+        visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+        return {"name": path.name, **_hashed(path, sorted(file for file in visible if file.is_file()))}
+    return {"name": value, "fingerprint": fingerprint}
+
+
+def _hashed(root: Path, files: Iterable[Path]) -> dict[str, Any]:
+    try:
+        found = {file: file.stat() for file in files}
+        total = sum(about.st_size for about in found.values())
+        entries: dict[str, dict[str, Any]] = {}
+        digest = hashlib.sha256()
+        for file, about in found.items():
+            name = str(file.relative_to(root)) if root != Path() else file.name
+            content = None if total > _MOST_BYTES else _sha256(file, about.st_size, about.st_mtime_ns)
+            entries[name] = {"bytes": about.st_size, "sha256": content}
+            digest.update(f"{name}\n{content}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+    return {"bytes": total, "sha256": None if total > _MOST_BYTES else digest.hexdigest(), "files": entries}
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sha256(file: Path, size: int, modified: int) -> str:
+    """Return the hash of a file's content; the runs of a comparison share one reading."""
+    from nonlinear_lowrank.hub.storage import hash_file
+
+    return hash_file(file)

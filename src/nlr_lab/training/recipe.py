@@ -213,13 +213,11 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
         """Reverse `to_dict`; raise UserError where a field is missing, unknown, or of the wrong kind."""
-        from nlr_lab.tasks.finetune.glue import GlueTask
-        from nlr_lab.tasks.finetune.image_classification import ImageTask
+        from nlr_lab.tasks.finetune.classification import GlueTask, ImageTask
         from nlr_lab.tasks.finetune.instructions import InstructionTask
         from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
         from nlr_lab.tasks.images.tokens import ImageTokenTask
-        from nlr_lab.tasks.text.language_model import LanguageModelTask, OptLanguageModelTask
-        from nlr_lab.tasks.text.masked_language_model import MaskedLanguageModelTask
+        from nlr_lab.tasks.text.language_model import LanguageModelTask, MaskedLanguageModelTask, OptLanguageModelTask
 
         from .arms import Arm
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nlr_lab.runtime.environment import provenance
 from nlr_lab.runtime.storage import read_json
-from nlr_lab.tasks.data_record import changed_files, data_record
+from nlr_lab.tasks.task import changed_files, data_record
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file
 

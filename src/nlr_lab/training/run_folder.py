@@ -14,7 +14,7 @@ from nlr_lab.runtime.storage import (
     remove_temporaries,
     write_json,
 )
-from nlr_lab.tasks.data_record import data_record
+from nlr_lab.tasks.task import data_record
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.storage import staged_folder

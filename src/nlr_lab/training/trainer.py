@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from nlr_lab.tasks.metrics import scores_of_examples
-from nlr_lab.tasks.task import Batch, Score
+from nlr_lab.tasks.task import Batch, Score, scores_of_examples
 
 from .checkpoints import CheckpointedTrainer
 from .divergence import LossWatch

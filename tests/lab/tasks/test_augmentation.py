@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from nlr_lab.tasks.images.files import Images
+from nlr_lab.tasks.images.mixing import mix_pairs
 from PIL import Image
 
-from nlr_lab.tasks.finetune.image_classification import vary_image
+from nlr_lab.tasks.finetune.classification import vary_image
 from nlr_lab.tasks.images import randaugment
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.examples import Pixels, TrainingImages
-from nlr_lab.tasks.images.files import Images
-from nlr_lab.tasks.images.mixing import mix_pairs
 from nlr_lab.tasks.images.pretraining import classification_loss
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import image_task

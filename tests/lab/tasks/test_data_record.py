@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nlr_lab.tasks.data_record import changed_files, data_record
+from nlr_lab.tasks.task import changed_files, data_record
 from nonlinear_lowrank.hub.storage import hash_file
 from training_helpers import make_recipe
 

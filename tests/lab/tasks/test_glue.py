@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import finetune_helpers as kit
-from nlr_lab.tasks.finetune.glue import GlueData, GlueTask
-from nlr_lab.tasks.finetune.glue_files import GLUE, find_task, read_split, read_tsv
+from nlr_lab.tasks.finetune.classification import GLUE, GlueData, GlueTask, find_task, read_split, read_tsv
 from nlr_lab.tasks.finetune.pretrained import Pretrained, head_modules
 from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples
-from nlr_lab.tasks.metrics import scores
+from nlr_lab.tasks.task import scores
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 from seeds import rng

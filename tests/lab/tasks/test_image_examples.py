@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from nlr_lab.tasks.images.files import Images, read_images
 from PIL import Image
 
 import finetune_helpers as kit
@@ -14,9 +15,8 @@ from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.tasks.images import digits_vit
 from nlr_lab.tasks.images.encoding import prepare_images
 from nlr_lab.tasks.images.examples import Pixels
-from nlr_lab.tasks.images.files import Images, read_images
 from nlr_lab.tasks.images.tokens import ImageTokenData
-from nlr_lab.tasks.metrics import scores, scores_of_examples
+from nlr_lab.tasks.task import scores, scores_of_examples
 from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import image_task, recipe

@@ -7,9 +7,14 @@ import re
 import pytest
 
 import finetune_helpers as kit
-from nlr_lab.tasks.finetune.answers import Tokens, summary
-from nlr_lab.tasks.finetune.instruction_files import Example, read_examples
-from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
+from nlr_lab.tasks.finetune.instructions import (
+    Example,
+    InstructionData,
+    InstructionTask,
+    Tokens,
+    read_examples,
+    summary,
+)
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
@@ -102,14 +107,12 @@ def test_empty_records_are_told_from_wrong_ones(tmp_path):
         (["x"], ["a JSON object, got list"]),
     ],
 )
-def test_wrong_records_are_named_with_their_line(tmp_path, record, words, array):
+def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array):
     good = {"instruction": "a\nb", "output": "c"}
     path = write(tmp_path / "a.json", [good, good, record, good], indent=2 if array else None)
     with pytest.raises(UserError) as caught:
         examples(path)
-    # With indentation a good record has four lines, after the bracket's.
-    line = 10 if array else 3
-    assert str(caught.value).startswith(f"{path}, line {line}")
+    assert str(caught.value).startswith(f"{path}, {'record' if array else 'line'} 3")
     for word in words:
         assert word in str(caught.value)
 

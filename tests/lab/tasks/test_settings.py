@@ -1,18 +1,22 @@
 """Settings that make no sense are one clear line."""
 
 import pytest
-
-from nlr_lab.tasks.finetune.glue import GlueData
-from nlr_lab.tasks.finetune.image_classification import ImageData
-from nlr_lab.tasks.finetune.instructions import InstructionData
-from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
 from nlr_lab.tasks.images.data import ImageSource
+
+from nlr_lab.tasks.finetune.classification import GlueData, ImageData
+from nlr_lab.tasks.finetune.instructions import InstructionData
+from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, OptBackbone
-from nlr_lab.tasks.text.masked_language_model import EncoderBackbone, MaskedLanguageModelTask, Masking
+from nlr_lab.tasks.text.language_model import (
+    EncoderBackbone,
+    GlmBackbone,
+    MaskedLanguageModelTask,
+    Masking,
+    OptBackbone,
+)
 from nonlinear_lowrank.errors import UserError
 
 GLM = {"layers": 2, "width": 64, "heads": 4, "hidden": 96}

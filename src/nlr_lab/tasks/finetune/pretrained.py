@@ -1,42 +1,33 @@
 """The pretrained model that a task tunes: found by name or folder, loaded, and given a new head.
 
-Init of a new head, drawn from the run's seed, the same in every arm:
-
-| tensor                                    | distribution                    |
-|-------------------------------------------|---------------------------------|
-| linears outside the pretrained part       | N(0, initializer_range^2)       |
-| their biases                              | 0                               |
-| norms                                     | weight 1, bias 0                |
-
-A head that comes with the checkpoint is drawn anew as well: two checkpoints then start alike.
+Init of a new head, drawn from the run's seed, the same in every arm: linears outside the pretrained part
+N(0, initializer_range^2), their biases 0; norms 1 and 0. A head that comes with the checkpoint is drawn anew as well:
+two checkpoints then start alike.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from nlr_lab.tasks.images import digits_vit
 from nlr_lab.tasks.task import AdapterSetup, Task
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, one_line
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
 # The architectures of the published recipes, so that arms can be checked and counted before a download.
+_BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 _KNOWN: dict[str, dict[str, Any]] = {
     "microsoft/deberta-v3-base": {
         "model_type": "deberta-v2",
         "vocab_size": 128100,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
         "type_vocab_size": 0,
+        **_BASE,
         "relative_attention": True,
         "position_buckets": 256,
         "norm_rel_ebd": "layer_norm",
@@ -58,9 +49,9 @@ _KNOWN: dict[str, dict[str, Any]] = {
     },
     "facebook/deit-tiny-patch16-224": {
         "model_type": "vit",
+        **_BASE,
         "hidden_size": 192,
         "intermediate_size": 768,
-        "num_hidden_layers": 12,
         "num_attention_heads": 3,
     },
 }
@@ -95,7 +86,9 @@ class Pretrained:
             UserError: the checkpoint is a path at which there is no model, or a package is not installed.
         """
         name = self.checkpoint
-        if name == digits_vit.NAME:
+        if name == "digits-vit":
+            from nlr_lab.tasks.images import digits_vit
+
             return str(digits_vit.folder())
         if name == "minilm":
             from nonlinear_lowrank.hub.pooled import find_encoder
@@ -119,9 +112,10 @@ class Pretrained:
         from transformers import AutoConfig
 
         if self.checkpoint in _KNOWN:
-            values = dict(_KNOWN[self.checkpoint])
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        if self.checkpoint == digits_vit.NAME:
+            return AutoConfig.for_model(**_KNOWN[self.checkpoint])
+        if self.checkpoint == "digits-vit":
+            from nlr_lab.tasks.images import digits_vit
+
             return digits_vit.config()
         return self._loaded(lambda where: AutoConfig.from_pretrained(where, trust_remote_code=False))
 
@@ -140,17 +134,16 @@ class Pretrained:
 
         from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 
-        if not self._mean_pooled():
-            return _drawn(lambda: self._new_head(AutoModelForSequenceClassification, labels), seed)
-        kind = MeanPooledForSequenceClassification.from_encoder
-
         def load(where: str) -> Any:
             # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
             folder = self.checkpoint != "minilm" and Path(where).is_dir()
             name = self.checkpoint if self.checkpoint == "minilm" else str(Path(where).resolve()) if folder else where
-            return kind(where, checkpoint=name, num_labels=labels, dtype=self._dtype())
+            kind = MeanPooledForSequenceClassification
+            return kind.from_encoder(where, checkpoint=name, num_labels=labels, dtype=self._dtype())
 
-        return _drawn(lambda: self._loaded(load), seed)
+        if self._mean_pooled():
+            return _drawn(lambda: self._loaded(load), seed)
+        return _drawn(lambda: self._new_head(AutoModelForSequenceClassification, labels), seed)
 
     def image_classifier(self, labels: int, seed: int) -> Any:
         """Return an image classifier with a new head, in evaluation mode."""
@@ -162,9 +155,8 @@ class Pretrained:
         """Return a language model, in evaluation mode."""
         from transformers import AutoModelForCausalLM
 
-        return self._loaded(
-            lambda where: AutoModelForCausalLM.from_pretrained(where, dtype=self._dtype(), use_safetensors=True)
-        )
+        options: Any = {"dtype": self._dtype(), "use_safetensors": True}
+        return self._loaded(lambda where: AutoModelForCausalLM.from_pretrained(where, **options))
 
     def on_meta(self, kind: Literal["text", "image", "causal"], labels: int = 2) -> Any:
         """Return the same shapes on the meta device."""
@@ -178,13 +170,12 @@ class Pretrained:
             "image": (transformers.AutoModelForImageClassification, "image classifier"),
             "causal": (transformers.AutoModelForCausalLM, "language model"),
         }
-        config = self.config()
+        config, (model_class, what) = self.config(), classes[kind]
         with torch.device("meta"):
             if kind == "text" and self._mean_pooled():
                 return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
             if kind != "causal":
                 config.num_labels = labels
-            model_class, what = classes[kind]
             try:
                 return model_class.from_config(config)
             except ValueError as error:  # transformers' list of all types is pages long
@@ -193,33 +184,25 @@ class Pretrained:
                     "give another checkpoint (--checkpoint)"
                 ) from error
 
-    def adapters(self, model: "nn.Module", task_type: str | None) -> AdapterSetup:
-        """Return what an adapter needs to know of the loaded model."""
-        return AdapterSetup(head=head_modules(model), targets=self.targets, task_type=task_type)
-
     def _new_head(self, kind: Any, labels: int) -> Any:
+        from transformers import AutoConfig
+
         def load(where: str) -> Any:
             config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
             config.problem_type = None  # of an earlier task; the loss follows the labels
             config.num_labels = labels
-            return kind.from_pretrained(
-                where,
-                config=config,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                dtype=self._dtype(),
-                use_safetensors=True,
-            )
-
-        from transformers import AutoConfig
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}
+            return kind.from_pretrained(where, config=config, dtype=self._dtype(), **options)
 
         model, info = self._loaded(load)
         inside = f"{model.base_model_prefix}."
         lacking = {key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)}
-        for name in sorted(lacking):
-            if "pooler" not in name:
-                raise UserError(f"{self.checkpoint} lacks weights of {name}: it is no checkpoint of this architecture")
-        setattr(model, _UNTRAINED, tuple(sorted({_up_to_pooler(name) for name in lacking})))
+        if strangers := sorted(name for name in lacking if "pooler" not in name):
+            raise UserError(
+                f"{self.checkpoint} lacks weights of {strangers[0]}: it is no checkpoint of this architecture"
+            )
+        untrained = {re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking}
+        setattr(model, _UNTRAINED, tuple(sorted(untrained)))
         return model
 
     def _mean_pooled(self) -> bool:
@@ -227,7 +210,7 @@ class Pretrained:
             return self.pooling == "mean"
         return self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
 
-    def _dtype(self) -> "torch.dtype":
+    def _dtype(self) -> Any:
         import torch
 
         return getattr(torch, self.dtype)
@@ -248,12 +231,28 @@ class Pretrained:
 class FinetuneTask(Task):
     """A pretrained model that is tuned on data."""
 
+    model: Pretrained
     pretrained: ClassVar[bool] = True
+    task_type: ClassVar[str | None] = None
+    """peft's."""
 
-    def check_init(self, dense_init: object) -> None:
-        """Raise UserError where an arm asks for an init of its own."""
+    def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
+        """Return the pretrained model; its new head, if it has one, is drawn from the seed.
+
+        Raises:
+            UserError: the model cannot be loaded or does not fit, or an arm asks for an init of its own.
+        """
         if dense_init is not None:
             raise UserError("init= is for models that are trained from scratch; this recipe tunes a pretrained one")
+        return self.load_model(prepared, seed)
+
+    def load_model(self, prepared: Any, seed: int) -> Any:
+        """Return the model of `build_model`."""
+        raise NotImplementedError
+
+    def adapter_setup(self, model: "nn.Module") -> AdapterSetup:
+        """Return what adapters need to know."""
+        return AdapterSetup(head=head_modules(model), targets=self.model.targets, task_type=self.task_type)
 
 
 def head_modules(model: "nn.Module") -> tuple[str, ...]:
@@ -268,7 +267,7 @@ def head_modules(model: "nn.Module") -> tuple[str, ...]:
 
 
 def _drawn(load: Callable[[], Any], seed: int) -> Any:
-    """Load a model and draw this file's table into its head, from the seed."""
+    """Load a model and draw its head by this file's table, from the seed."""
     import torch
     from torch import nn
 
@@ -285,8 +284,3 @@ def _drawn(load: Callable[[], Any], seed: int) -> Any:
                 elif hasattr(module, "reset_parameters"):
                     module.reset_parameters()
     return model
-
-
-def _up_to_pooler(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[: next(i for i, part in enumerate(parts) if "pooler" in part) + 1])

@@ -24,12 +24,8 @@ class TokenExamples(Examples):
     """
 
     def __init__(
-        self,
-        ids: Sequence[np.ndarray],
-        labels: Sequence[np.ndarray] | np.ndarray,
-        types: Sequence[np.ndarray] | None = None,
+        self, ids: Sequence[Any], labels: Sequence[Any] | np.ndarray, types: Sequence[Any] | None = None
     ) -> None:
-        assert len(ids) == len(labels), "a label for each example"
         self.ids, self.labels, self.types = ids, labels, types
 
     def __len__(self) -> int:
@@ -50,11 +46,8 @@ class TokenExamples(Examples):
 
     def select(self, chosen: Sequence[int]) -> "TokenExamples":
         """Return some of the examples."""
-        return TokenExamples(
-            [self.ids[index] for index in chosen],
-            [self.labels[index] for index in chosen],
-            None if self.types is None else [self.types[index] for index in chosen],
-        )
+        types = None if self.types is None else [self.types[index] for index in chosen]
+        return TokenExamples([self.ids[index] for index in chosen], [self.labels[index] for index in chosen], types)
 
     def by_length(self) -> "TokenExamples":
         """Return the same examples, longest first: batches of equal lengths need little padding."""

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.tasks.cache import cache_folder, cached
+from nlr_lab.tasks.task import cache_folder, cached
 
 from .files import read_digits
 

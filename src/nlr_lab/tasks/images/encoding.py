@@ -28,10 +28,8 @@ import numpy as np
 from rich.console import Console
 
 from nlr_lab.runtime.pictures import eight_bits
-from nlr_lab.tasks.cache import are_whole, cache_folder, cached
-from nlr_lab.tasks.task import Prepared, choose, fingerprint
-from nlr_lab.tasks.text.packed import TokenBlocks
-from nlr_lab.tasks.text.token_files import NpyWriter
+from nlr_lab.tasks.task import Prepared, are_whole, cache_folder, cached, choose, fingerprint
+from nlr_lab.tasks.text.packed import NpyWriter, TokenBlocks
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder
 

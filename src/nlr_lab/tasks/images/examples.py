@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from nlr_lab.runtime.pictures import eight_bits
-from nlr_lab.tasks.metrics import scores
-from nlr_lab.tasks.task import Batch, Examples, Items, Prepared, commonest_share, fingerprint
+from nlr_lab.tasks.task import Batch, Examples, Items, Prepared, commonest_share, fingerprint, scores
 from nonlinear_lowrank.errors import UserError
 
 from .data import FoundImages

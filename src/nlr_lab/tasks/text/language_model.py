@@ -1,5 +1,5 @@
-"""Language models on packed text: the paper's GLM (noble.txt, section 4.1.1), and GPT-3's OPT without biases
-(nonlinear_queries.md, "Key Experimental Results").
+"""Language models on packed text: the paper's GLM (noble.txt, section 4.1.1), GPT-3's OPT without biases
+(nonlinear_queries.md, "Key Experimental Results"), and BERT's objective on a EuroBERT (noble.txt, section 4.1.2).
 
 Init of every tensor; draws depend on the seed alone, never on the global generator:
 
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from nlr_lab.tasks.task import Task
+from nlr_lab.tasks.task import Measure, Prepared, Task, fingerprint
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
@@ -28,13 +28,11 @@ from .data import TextData
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import GlmConfig, OPTConfig
-
-    from .packed import PackedText
+    from transformers import EuroBertConfig, GlmConfig, OPTConfig
 
 DenseInit = Literal["stock", "noble", "kaiming"]
 
-HEAD_STD = 0.02
+_CHOICES = "'wordpiece', a folder with BERT's vocab.txt, or a hub name such as bert-base-uncased"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,7 @@ class Backbone:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):
             check_integer(name, getattr(self, name), minimum=1)
-        step = self._head_multiple * self.heads
-        if self.width % step:
+        if self.width % (step := self._head_multiple * self.heads):
             even = " of even size" if self._head_multiple == 2 else ""
             raise UserError(
                 f"width {self.width} does not split into {self.heads} heads{even}; choose a multiple of {step}"
@@ -86,7 +83,7 @@ class Backbone:
             "attention_dropout": self.dropout,
             "attention_bias": False,
             "max_position_embeddings": sequence_length,
-            "initializer_range": HEAD_STD,
+            "initializer_range": 0.02,
             "tie_word_embeddings": False,
         }
 
@@ -105,10 +102,9 @@ class GlmBackbone(Backbone):
             # GLM's own special tokens lie far outside a small vocabulary.
             pad_token_id=None,
             bos_token_id=None,
-            eos_token_id=0 if eos_token_id is None else eos_token_id,
+            eos_token_id=0,
         )
-        if eos_token_id is None:
-            config.eos_token_id = None  # given as an argument, None would mean GLM's own three
+        config.eos_token_id = eos_token_id  # given as an argument, None would mean GLM's own three
         return config
 
 
@@ -143,6 +139,27 @@ class OptBackbone(Backbone):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderBackbone(Backbone):
+    """A EuroBERT: the GLM's block with attention to both sides, every linear separate."""
+
+    def config(
+        self, vocab_size: int, sequence_length: int, *, mask: int = 0, pad: int | None = None
+    ) -> "EuroBertConfig":
+        """Return the transformers config of these sizes; `mask` and `pad` are tokens."""
+        from transformers import EuroBertConfig
+
+        return EuroBertConfig(
+            **self._rotary_sizes(vocab_size, sequence_length),
+            mlp_bias=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=pad,
+            mask_token_id=mask,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NextTokenTask(Task):
     """Next-token prediction on packed text, by a backbone of any class."""
 
@@ -159,7 +176,7 @@ class NextTokenTask(Task):
         """Tokens of a sequence."""
         return self.text.sequence_length
 
-    def prepare(self, progress: bool = True) -> "PackedText":
+    def prepare(self, progress: bool = True) -> Prepared:
         """Return tokenized, packed, cached text."""
         from .packed import prepare_text
 
@@ -167,15 +184,15 @@ class NextTokenTask(Task):
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
         """Return the plain model; embedding and head are the same for every dense_init."""
-        config = self._config(prepared.vocab_size, prepared.tokenizer.eos_token_id)
+        config = self._config(prepared.vocab_size, eos_token_id=prepared.tokenizer.eos_token_id)
         return build_drawn(self._model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self, vocab_size: int | None = None) -> Any:
         """Return the plain model on the meta device."""
-        return build_meta(self._model_class, self._config(vocab_size or self.text.vocab_size, None))
+        return build_meta(self._model_class, self._config(vocab_size or self.text.vocab_size))
 
-    def _config(self, vocab_size: int, eos_token_id: int | None) -> Any:
-        return self.backbone.config(vocab_size, self.text.sequence_length, eos_token_id)
+    def _config(self, vocab_size: int, **tokens: int | None) -> Any:
+        return self.backbone.config(vocab_size, self.text.sequence_length, **tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +216,96 @@ class OptLanguageModelTask(NextTokenTask):
 
     _model_class = "OPTForCausalLM"
 
-    def _config(self, vocab_size: int, eos_token_id: int | None) -> Any:
-        config = super()._config(vocab_size, eos_token_id)
+    def _config(self, vocab_size: int, **tokens: int | None) -> Any:
+        config = super()._config(vocab_size, **tokens)
         config.tie_word_embeddings = self.tie_embeddings
         return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """Shares of the tokens that are predicted and replaced. The defaults are BERT's."""
+
+    probability: float = 0.15
+    """Probability that a token is predicted. Special tokens never are; at least one token of a sequence is."""
+    mask_share: float = 0.8
+    """Share of those that [MASK] replaces."""
+    random_share: float = 0.1
+    """Share of those that a random token of the vocabulary replaces; the rest stay as they are."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability < 1:
+            raise UserError(f"probability must be above 0 and below 1, got {self.probability!r}")
+        for name in ("mask_share", "random_share"):
+            check_number(name, getattr(self, name), minimum=0)
+        if (both := self.mask_share + self.random_share) > 1:
+            raise UserError(f"mask_share and random_share must not exceed 1 together, got {both:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLanguageModelTask(Task):
+    """Prediction of hidden tokens in packed text.
+
+    Which tokens are hidden follows from the run's seed, the sequence and the pass over the text alone: all arms of a
+    comparison see the same masks, and so does a run that is resumed. The masks of the evaluation are always the same.
+    """
+
+    text: TextData
+    """Source of the text, tokenizer, and sequence length."""
+    backbone: EncoderBackbone
+    """The model without branches."""
+    masking: Masking = Masking()
+    """Shares of the tokens that are hidden."""
+
+    def __post_init__(self) -> None:
+        if self.text.tokenizer == "bpe":
+            raise UserError(f"hidden tokens need a tokenizer with a mask token, which 'bpe' has not; choose {_CHOICES}")
+
+    @property
+    def measure(self) -> Measure:
+        """The loss of the tokens that are predicted."""
+        return Measure(unit="nats per masked token")
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.text.sequence_length
+
+    def prepare(self, progress: bool = True) -> Prepared:
+        """Return tokenized, packed, cached text with its masks.
+
+        Raises:
+            UserError: the text cannot be used, or its tokenizer has no mask token.
+        """
+        from .packed import MaskedBlocks, prepare_text
+
+        text = prepare_text(self.text, progress=progress)
+        tokenizer, size = text.tokenizer, text.vocab_size
+        if tokenizer.mask_token_id is None:
+            raise UserError(f"the tokenizer {self.text.tokenizer!r} has no mask token; choose {_CHOICES}")
+        tokens: Any = {"mask": tokenizer.mask_token_id, "special": tokenizer.all_special_ids, "vocab_size": size}
+        # A masked token's loss is no measure of the text's bytes.
+        facts = {name: value for name, value in text.facts.items() if name != "valid_bytes_per_token"}
+        return Prepared(
+            train=MaskedBlocks(text.train, self.masking, **tokens, seed=0),
+            valid=MaskedBlocks(text.valid, self.masking, **tokens, seed=None),
+            tokenizer=tokenizer,
+            vocab_size=size,
+            predicts_next=False,
+            fingerprint=fingerprint("masked", text.fingerprint, self.masking),
+            facts={**facts, "text_fingerprint": text.fingerprint},
+        )
+
+    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        """Return the plain model; embedding and head are the same for every dense_init."""
+        tokens = {"mask": prepared.tokenizer.mask_token_id, "pad": prepared.tokenizer.pad_token_id}
+        config = self.backbone.config(prepared.vocab_size, self.text.sequence_length, **tokens)
+        return build_drawn("EuroBertForMaskedLM", config, self.backbone, dense_init, seed)
+
+    def build_on_meta(self, vocab_size: int | None = None) -> Any:
+        """Return the plain model on the meta device."""
+        config = self.backbone.config(vocab_size or self.text.vocab_size, self.text.sequence_length)
+        return build_meta("EuroBertForMaskedLM", config)
 
 
 def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseInit | None, seed: int) -> Any:

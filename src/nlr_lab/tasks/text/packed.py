@@ -1,27 +1,58 @@
 """Packed text: documents -> tokens with document boundaries -> sequences of one length, cached on disk.
 
-A cache folder, <cache>/text/<key>, is what `packing` makes. The key is a hash of the sources' content and of
-every setting that shapes the tokens.
+A cache folder, <cache>/text/<key>, where the key hashes the sources' content and every setting that shapes the tokens:
+
+    train.npy, valid.npy   tokens of all documents in order, each document ended by the end-of-text token;
+                           one axis, uint16 or uint32
+    valid_bytes.npy        bytes of text of each held-out token
+    tokenizer/, text.json  what they were made with and what they contain
 """
 
+import contextlib
+import copy
+import functools
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nlr_lab.tasks.cache import are_whole, cache_folder, cached
-from nlr_lab.tasks.task import Batch, Examples, Prepared
+from nlr_lab.tasks.task import Batch, Examples, Prepared, are_whole, cache_folder, cached
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import staged_folder
 
-from .data import LEARNED, TextData
-from .packing import check_lengths, pack, tokenizer_hash
-from .tokenizers import byte_lengths, load_tokenizer, quiet_about_forks, vocabulary_size
+from .data import LEARNED, Corpus, TextData
+from .tokenizers import (
+    backend_of,
+    boundary_id,
+    byte_lengths,
+    encode,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+    vocabulary_size,
+)
 
-_VERSION = 3  # of the cache's layout and of the split; part of the key
+if TYPE_CHECKING:
+    from .language_model import Masking
+
+_VERSION = 4  # of the cache's layout and of the split; part of the key
+_TRAINING_BYTES = 20_000_000  # text that a tokenizer is trained on; more changes its merges little
+_PIECES = 200  # that a single document is divided into before some are held out
+_PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
+_BATCH = 4_000_000  # characters that are gathered before they are encoded
+_UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
+
+
+# --- sequences -----------------------------------------------------------------------------------------------
 
 
 class TokenBlocks(Examples):
@@ -38,9 +69,15 @@ class TokenBlocks(Examples):
 
     def __init__(self, path: Path, length: int, most: int | None = None) -> None:
         self.path, self.length = path, length
-        self._tokens: np.ndarray | None = np.load(path, mmap_mode="r")
         count = len(self._tokens) // length
         self.count = count if most is None else min(count, most)
+
+    @functools.cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.load(self.path, mmap_mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
 
     def __len__(self) -> int:
         return self.count
@@ -53,78 +90,104 @@ class TokenBlocks(Examples):
 
     def block(self, index: int) -> np.ndarray:
         """Return the tokens of a sequence, (T,), in the file's type."""
-        if self._tokens is None:
-            self._tokens = np.load(self.path, mmap_mode="r")
         return self._tokens[index * self.length : (index + 1) * self.length]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": None}
 
+class MaskedBlocks(Examples):
+    """Sequences with hidden tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64; labels are -100 but where a
+    token is predicted.
 
-@dataclass(frozen=True, kw_only=True)
-class PackedText(Prepared):
-    """Text that is ready for training.
-
-    `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to T - 1 of the
-    evaluated sequences (the first of each is given, not predicted). The end-of-text token is predicted too but is no
-    text, so it counts 0 bytes. A byte-level token has the bytes that it decodes to; of other kinds a token has the
-    bytes from the end of the token before to its own end, so that dropped white space is counted (and, after a
-    document's last token, given to the end-of-text token). Bits per byte = loss / ln 2 / valid_bytes_per_token.
+    Args:
+        blocks: the sequences.
+        masking: what is hidden.
+        mask: id of the mask token.
+        special: ids that are never hidden.
+        vocab_size: V; random tokens are drawn from 0 to V - 1.
+        seed: of training's draws, an index beyond the sequences being a later pass; None: one draw for ever.
     """
 
-    train: TokenBlocks
-    valid: TokenBlocks
+    def __init__(
+        self, blocks: Any, masking: "Masking", *, mask: int, special: Sequence[int], vocab_size: int, seed: int | None
+    ) -> None:
+        self.blocks, self.masking, self.vocab_size, self.seed = blocks, masking, vocab_size, seed
+        self.length, self._mask = blocks.length, mask
+        self._special = np.isin(np.arange(vocab_size), special)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the text is, for the record: sources, documents, bytes, tokens, hashes."""
-        return {
-            **self.facts,
-            "sequence_length": self.train.length,
-            "train_sequences": len(self.train),
-            "evaluated_sequences": len(self.valid),
-            "vocab_size": self.vocab_size,
-            "valid_bytes_per_token": self.valid_bytes_per_token,
-            "fingerprint": self.fingerprint,
-        }
+    def seeded(self, seed: int) -> "MaskedBlocks":
+        """Return the same sequences with the draws of a run."""
+        found = copy.copy(self)
+        found.seed = seed
+        return found
+
+    @property
+    def counts_passes(self) -> bool:  # type: ignore[override]
+        """Return whether an index tells the pass too."""
+        return self.seed is not None
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Batch:
+        tokens = self.blocks.block(index % len(self.blocks)).astype(np.int64)
+        # The first word of the entropy keeps the draws of evaluation and training apart.
+        generator = np.random.default_rng([1, index] if self.seed is None else [0, self.seed, index])
+        # As many numbers are drawn for every sequence, whatever becomes of them.
+        chance, kind = generator.random(len(tokens)), generator.random(len(tokens))
+        others = generator.integers(0, self.vocab_size, len(tokens))
+        ordinary = ~self._special[tokens]
+        chosen = ordinary & (chance < self.masking.probability)
+        if not chosen.any():
+            chosen = ordinary & (chance == chance.min(where=ordinary, initial=1.0))
+        hidden, changed = self.masking.mask_share, self.masking.mask_share + self.masking.random_share
+        shown = np.where(chosen & (kind < hidden), self._mask, tokens)
+        shown = np.where(chosen & (kind >= hidden) & (kind < changed), others, shown)
+        return {"input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(np.where(chosen, tokens, -100))}
 
 
-def prepare_text(config: TextData, *, progress: bool = True) -> PackedText:
+def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     """Tokenize and pack text, or find it in the cache. Safe to call from several processes at once.
+
+    Returns:
+        `TokenBlocks`; `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to
+        T - 1 of the evaluated sequences (the first of each is given, not predicted). The end-of-text token is
+        predicted too but is no text, so it counts 0 bytes. A byte-level token has the bytes that it decodes to; of
+        other kinds a token has the bytes from the end of the token before to its own end, so that dropped white space
+        is counted (and, after a document's last token, given to the end-of-text token).
+        Bits per byte = loss / ln 2 / valid_bytes_per_token.
 
     Raises:
         UserError: the text or the tokenizer cannot be used; the message says why and what to change.
     """
-    quiet_about_forks()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # no warning of forks: our data workers do not tokenize
     given = None if config.tokenizer in LEARNED else load_tokenizer(config.tokenizer)
     folder = cache_folder(config.cache_dir) / "text" / _key(config, given)[:32]
-    facts = cached(folder, _read, lambda place: pack(config, given, place, progress=progress))
-    check_lengths(facts, config.sequence_length)
+    facts = cached(folder, _read, lambda place: _pack(config, given, place, progress))
+    _check_lengths(facts, config.sequence_length)
     train = TokenBlocks(folder / "train.npy", config.sequence_length)
     valid = TokenBlocks(folder / "valid.npy", config.sequence_length, config.eval_sequences)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
     made_of = json.dumps([*hashes, train.length, len(valid)])
-    return PackedText(
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary_size(tokenizer),
+        "valid_bytes_per_token": _bytes_per_token(valid, tokenizer, folder / "valid_bytes.npy"),
+    }
+    counts = {"train_sequences": len(train), "evaluated_sequences": len(valid)}
+    return Prepared(
         train=train,
         valid=valid,
         tokenizer=tokenizer,
-        vocab_size=vocabulary_size(tokenizer),
-        valid_bytes_per_token=_bytes_per_token(valid, tokenizer, folder / "valid_bytes.npy"),
         fingerprint=hashlib.sha256(made_of.encode()).hexdigest()[:32],
-        facts=facts,
+        facts={**facts, "sequence_length": config.sequence_length, **counts, **shape},
+        **shape,
     )
 
 
 def _key(config: TextData, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    parts: list[Any] = [_VERSION, config.corpus(config.source).identity()]
-    if config.valid_source is None:
-        parts.append(config.valid_fraction)
-    else:
-        parts.append(config.corpus(config.valid_source).identity())
-    if tokenizer is not None:
-        parts.append(tokenizer_hash(tokenizer))
-    else:
-        parts += [config.vocab_size, *([] if config.tokenizer == "bpe" else [config.tokenizer])]
+    valid = config.valid_source
+    held_out = config.valid_fraction if valid is None else config.corpus(valid).identity()
+    made = [config.vocab_size, config.tokenizer] if tokenizer is None else [tokenizer_hash(tokenizer)]
+    parts = [_VERSION, config.corpus(config.source).identity(), held_out, *made]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -136,15 +199,271 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _bytes_per_token(blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase, bytes_file: Path) -> float:
-    lengths = byte_lengths(tokenizer)
-    sizes = TokenBlocks(bytes_file, blocks.length, len(blocks)) if bytes_file.exists() else None
-    total = 0
-    for index in range(len(blocks)):
-        predicted = blocks.block(index)[1:]
-        if lengths is not None:
-            total += int(lengths[predicted].sum())
-        elif sizes is not None:
-            total += int(sizes.block(index)[1:].sum())
-        else:  # a tokenizer in Python tells neither
-            total += len(str(tokenizer.decode(predicted.tolist(), skip_special_tokens=True)).encode())
+    rows = range(len(blocks))
+    if bytes_file.exists():
+        sizes = TokenBlocks(bytes_file, blocks.length, len(blocks))
+        total = sum(int(sizes.block(row)[1:].sum()) for row in rows)
+    else:  # a tokenizer in Python does not tell
+        texts = (tokenizer.decode(blocks.block(row)[1:].tolist(), skip_special_tokens=True) for row in rows)
+        total = sum(len(str(text).encode()) for text in texts)
     return total / (len(blocks) * (blocks.length - 1))
+
+
+def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
+    """Raise UserError where a side is shorter than one sequence."""
+    for side, what in (("train", "training"), ("valid", "held-out")):
+        hint = "raise valid_fraction, " if side == "valid" and facts["valid_source"] is None else ""
+        if (tokens := facts[side]["tokens"]) < sequence_length:
+            raise UserError(
+                f"the {what} text has {tokens} tokens, fewer than one sequence of {sequence_length}; {hint}"
+                "give more text or lower sequence_length"
+            )
+
+
+# --- files of tokens -----------------------------------------------------------------------------------------
+
+
+def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Path, progress: bool) -> None:
+    """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training documents.
+
+    Raises:
+        UserError: a source or the tokenizer cannot be used.
+        OSError: the folder could not be written.
+    """
+    count: int | None = None
+
+    def shown(documents: Iterable[str], what: str) -> Iterable[str]:
+        return tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
+
+    with staged_folder(place) as folder:
+        source, spool = config.corpus(config.source), folder / "documents.jsonl.zst"
+        documents = shown(source.documents(), "reading")
+        if source.streaming and not source.files():  # it is read over the network once
+            documents, source = _spooled(documents, spool), Corpus(source=str(spool))
+        split = _split(config, documents, source)
+        count = split.count
+        if tokenizer is None:
+            sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
+            tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        dropped = 0
+
+        def held_out_documents() -> Iterator[str]:
+            nonlocal dropped
+            if config.valid_source is None:
+                yield from split.side(shown(source.documents(), "tokenizing held-out text"), held_out=True)
+                return
+            for document in config.corpus(config.valid_source).documents():
+                if split.knows(document):
+                    dropped += 1
+                else:
+                    yield document
+
+        train_documents = split.side(shown(source.documents(), "tokenizing"), held_out=False)
+        train = _write_tokens(train_documents, tokenizer, folder / "train.npy")
+        valid = _write_tokens(held_out_documents(), tokenizer, folder / "valid.npy", folder / "valid_bytes.npy")
+        spool.unlink(missing_ok=True)
+        if dropped and not valid["documents"]:
+            raise UserError(
+                f"all {dropped} documents of {config.valid_source} are also in {config.source}; "
+                "give other held-out text"
+            )
+        facts = {
+            "source": config.source,
+            "valid_source": config.valid_source,
+            "divided_documents": split.divide is not None,
+            "train": train,
+            "valid": valid,
+            "held_out_documents_dropped_as_also_in_train": dropped,
+            "tokenizer_sha256": tokenizer_hash(tokenizer),
+        }
+        _check_lengths(facts, config.sequence_length)
+        (folder / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+
+
+def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
+    """Pass the documents on, and keep them in a file that a Corpus reads."""
+    import pyarrow
+
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        for document in documents:
+            file.write(json.dumps({"text": document}).encode() + b"\n")
+            yield document
+
+
+class _Split(NamedTuple):
+    """Choice of the documents that are held out."""
+
+    count: int
+    """Documents of the source."""
+    divide: int | None = None
+    """Characters of the pieces that a source's only document is cut into; None: documents stay whole."""
+    held_out: frozenset[int] = frozenset()
+    """Hashes."""
+    train: np.ndarray = np.zeros(0, dtype=np.uint64)
+    """Hashes of all training documents, ascending; where the held-out text has a source of its own."""
+
+    def side(self, documents: Iterable[str], *, held_out: bool) -> Iterator[str]:
+        """Yield the documents (or pieces of one) of a side."""
+        for document in documents:
+            for part in [document] if self.divide is None else pieces(document, self.divide):
+                if (bool(self.held_out) and _hash(part) in self.held_out) == held_out:
+                    yield part
+
+    def knows(self, document: str) -> bool:
+        """Return whether it is a training document."""
+        value = np.uint64(_hash(document))
+        return bool(np.searchsorted(self.train, value) < np.searchsorted(self.train, value, "right"))
+
+
+def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split:
+    """Read the documents once and decide which are held out; `source` gives them again.
+
+    By the hash of the content, so that equal documents land on one side, and by rank among the hashes, which gives the
+    wanted number however few documents there are.
+    """
+    hashes, sizes = array("Q"), array("Q")
+    for document in documents:
+        hashes.append(_hash(document))
+        sizes.append(len(document))
+    if not hashes:
+        raise UserError(f"{config.source} holds no text, or only blank and null documents; give a source with text")
+    unique, first = np.unique(np.array(hashes), return_index=True)
+    if config.valid_source is not None:
+        return _Split(len(hashes), train=unique)
+    unique_sizes, divide = np.array(sizes)[first], None
+    if len(unique) == 1:
+        divide = max(1000, sizes[0] // _PIECES)
+        lengths = {_hash(piece): len(piece) for piece in pieces(next(source.documents()), divide)}
+        unique = np.array(sorted(lengths), dtype=np.uint64)
+        unique_sizes = np.array([lengths[int(each)] for each in unique])
+        if len(unique) == 1:
+            copies = f"{len(hashes):,} copies of one document" if len(hashes) > 1 else "one document"
+            why = "too few to hold some out" if sizes[0] <= 2 * divide else "the same lines again and again"
+            raise UserError(
+                f"{config.source} is {copies} of {sizes[0]:,} characters, {why}; give other text too, or a valid_source"
+            )
+    # A document that is most of the text is for training, whatever its hash.
+    eligible = unique[unique_sizes <= unique_sizes.sum() / 2]
+    count = max(1, math.ceil(config.valid_fraction * len(unique)))
+    return _Split(len(hashes), divide, frozenset(eligible[:count].tolist()))
+
+
+def _hash(document: str) -> int:
+    # What separates it from its neighbours in a file is no part of its content.
+    return int.from_bytes(hashlib.sha256(document.strip().replace("\r\n", "\n").encode()).digest()[:8])
+
+
+def _sample(documents: Iterable[str]) -> list[str]:
+    """Return up to _TRAINING_BYTES of text, from all over: every n-th piece of what was read."""
+    kept: list[str] = []
+    size, every = 0, 1
+    for index, piece in enumerate(piece for document in documents for piece in pieces(document, _PIECE)):
+        if index % every == 0:
+            kept.append(piece)
+            size += len(piece)
+        while size > _TRAINING_BYTES and len(kept) > 1:
+            kept, every = kept[::2], 2 * every
+            size = sum(map(len, kept))
+    return kept
+
+
+def pieces(document: str, size: int) -> Iterator[str]:
+    """Cut at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
+    start = 0
+    while start < len(document):
+        end = start + size
+        if end < len(document):
+            cut = document.find("\n", end, end + size) + 1 or document.find(" ", end, end + size)
+            end = cut if cut > 0 else end + size
+        yield document[start:end]
+        start = end
+
+
+def _write_tokens(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, path: Path, bytes_path: Path | None = None
+) -> dict[str, Any]:
+    """Write the tokens of documents, each followed by the boundary, as one array, and the bytes of each token as
+    another; return what was written."""
+    boundary, unknown, lengths = boundary_id(tokenizer), tokenizer.unk_token_id, byte_lengths(tokenizer)
+    backend = backend_of(tokenizer)
+    # A normalizer changes the text, so that its bytes need not come back.
+    complete = lengths is not None and backend is not None and backend.normalizer is None
+    count = size = lost = 0
+    with contextlib.ExitStack() as files:
+        tokens = files.enter_context(NpyWriter(path, vocabulary_size(tokenizer)))
+        # A tokenizer in Python does not tell the bytes.
+        known = bytes_path is not None and backend is not None
+        bytes_of = files.enter_context(NpyWriter(bytes_path, 2**32)) if known else None  # type: ignore[arg-type]
+        for batch in _batches(documents):
+            texts = [piece for document in batch for piece in pieces(document, _PIECE)]
+            encoded = encode(tokenizer, texts, lengths, offsets=known)
+            for document in batch:
+                covered = 0
+                for piece in pieces(document, _PIECE):
+                    ids, sizes = next(encoded)
+                    tokens.append(ids)
+                    if complete:
+                        lost += max(0, len(piece.encode()) - int(sizes.sum()))
+                    elif unknown is not None and unknown != boundary:
+                        lost += int((ids == unknown).sum())
+                    if bytes_of is not None:
+                        bytes_of.append(sizes)
+                        covered += int(sizes.sum())
+                tokens.append(np.array([boundary]))
+                nbytes = len(document.encode())
+                if bytes_of is not None:
+                    bytes_of.append(np.array([nbytes - covered if lengths is None else 0]))
+                count, size = count + 1, size + nbytes
+            if lost > _UNFIT * (whole := size if complete else tokens.count):
+                what = "bytes are lost" if complete else "tokens are unknown"
+                raise UserError(
+                    f"the tokenizer does not fit the text: {100 * lost / whole:.1f} % of its {what}; choose another "
+                    "tokenizer, or 'bpe' to train one"
+                )
+    return {"documents": count, "bytes": size, "tokens": tokens.count, "sha256": tokens.digest.hexdigest()}
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    waiting = 0
+    for document in documents:
+        batch.append(document)
+        waiting += len(document)
+        if waiting > _BATCH:
+            yield batch
+            batch, waiting = [], 0
+    yield batch
+
+
+class NpyWriter:
+    """An .npy file of one axis that grows; its values are 0 to values - 1: uint16 up to 2^16 of them, else uint32."""
+
+    def __init__(self, path: Path, values: int) -> None:
+        self.dtype = np.dtype("<u2" if values <= 2**16 else "<u4")
+        self.count, self.digest = 0, hashlib.sha256()
+        self._file = path.open("wb")
+        self._write_header()
+
+    def __enter__(self) -> "NpyWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def append(self, values: np.ndarray) -> None:
+        """Append values."""
+        data = values.astype(self.dtype, copy=False).tobytes()
+        self._file.write(data)
+        self.digest.update(data)
+        self.count += len(values)
+
+    def close(self) -> None:
+        """Write the header again, now that the count is known: numpy pads it to one length."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
