@@ -13,7 +13,7 @@ studies/llm_small: a GLM backbone of width 128 with 4 layers, embeddings of stan
     ...-init-noble                  the same with NOBLE's dense init
     wide-mlp-as-noble-r8-flops-...  MLPs so wide that it has noble-r8's FLOPs, with NOBLE's dense init
 
-A matched width is the smallest that is not below (`nlr_lab.compare.matching`); the report has it with both
+A matched width is the smallest that is not below (`nlr_lab.compare.model_trials`); the report has it with both
 counts. Each arm's learning rate is the best of three on seed 0 (a grid whose best is at its edge is extended, at most
 twice); then the other seeds. The command continues where it was interrupted, also with more seeds, and is the same on a
 GPU; the record, the report and the pictures are copied beside this file.

@@ -205,3 +205,9 @@ class Folder:
 def record_text(results: Mapping[str, Any]) -> str:
     """Return a record as JSON, with each pair of a curve on one line."""
     return re.sub(r"\[\s+([^\s\[\]]+),\s+([^\s\[\]]+)\s+\]", r"[\1, \2]", json.dumps(results, indent=1)) + "\n"
+
+
+def begun(run: Path) -> bool:
+    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    (run / RESULT).unlink(missing_ok=True)
+    return run.exists() and any(run.iterdir())

@@ -18,8 +18,7 @@ Section = tuple[str, Row, list[Row]]
 NONE = "-"
 DELTA_HEAD = ("delta [95 %]", "p", "p (Holm)")
 _SAME = 1.002  # norms and biases alone are no larger model
-_TIME_HEAD = ("arm", "step time [quartiles]")
-_SPEED_HEAD = (*_TIME_HEAD, "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
+_SPEED_HEAD = ("arm", "step time [quartiles]", "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
 _MATCHED_HEAD = ("arm", "matched speedup, steps [95 %]", "p", "wall clock [95 %]", "p")
 _TRAINING_HEAD = ("arm", "as trained", "delta [95 %]", "p", "without augmentation", "delta [95 %]", "p")
 
@@ -232,17 +231,6 @@ def _score_text(arm: Record, results: Record) -> str:
     return f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
 
 
-def _speed_table(results: Record) -> tuple[Row, list[Row]]:
-    """Time of a step; step speedup and wall-clock speedup where there is a curve to read them from."""
-    times = {arm["name"]: _time_text(arm["step_time_ratio"]) for arm in results["arms"]}
-    speeds = _has_speed(results)
-    rows = [
-        (name, times[name], *(_ratio_cells(pair, "step_speedup", "wall_clock_speedup") if speeds else ()))
-        for name, pair in _main_pairs(results).items()
-    ]
-    return _SPEED_HEAD if speeds else _TIME_HEAD, rows
-
-
 def _time_text(time: Record | None) -> str:
     if time is None:
         return NONE
@@ -252,12 +240,6 @@ def _time_text(time: Record | None) -> str:
 
 def _ratio_cells(pair: Record, *names: str) -> Row:
     return tuple(cell for name in names for cell in (ratio_text(pair[name]), p_text(pair[name]["p_value"])))
-
-
-def _matched_table(results: Record) -> tuple[Row, list[Row]]:
-    """The speedup that also exists for arms slower than the reference."""
-    names = ("matched_speedup", "matched_wall_clock_speedup")
-    return _MATCHED_HEAD, [(name, *_ratio_cells(pair, *names)) for name, pair in _main_pairs(results).items()]
 
 
 def training_rows(results: Record) -> list[Row]:
@@ -277,19 +259,19 @@ def training_rows(results: Record) -> list[Row]:
 
 def _sections(results: Record) -> dict[str, Section]:
     """The tables that there are numbers for."""
-    n, reference = results["n"], results["reference"]
-    found = {
-        "score": (f"{results['metric']['name'].capitalize()} against {reference} (n = {n})", *score_table(results))
-    }
-    head, rows = _speed_table(results)
-    speed = (f"Speed against {reference} (n = {n})", head, rows)
+    n, reference, pairs, speeds = results["n"], results["reference"], _main_pairs(results), _has_speed(results)
+    title = f"{results['metric']['name'].capitalize()} against {reference} (n = {n})"
+    found: dict[str, Section] = {"score": (title, *score_table(results))}
     if training := training_rows(results):
         found["training"] = ("Training loss", _TRAINING_HEAD, training)
+    times = {arm["name"]: _time_text(arm["step_time_ratio"]) for arm in results["arms"]}
+    names = ("step_speedup", "wall_clock_speedup") if speeds else ()
+    rows = [(name, times[name], *_ratio_cells(pair, *names)) for name, pair in pairs.items()]
     if any(cell != NONE for row in rows for cell in row[1:]):
-        found["speed"] = speed
-    if _has_speed(results) and any(pair["reached"] < pair["n"] for pair in _main_pairs(results).values()):
-        title = "Speed at the lowest loss that both reach (below 1x: slower)"
-        found["matched"] = (title, *_matched_table(results))
+        found["speed"] = (f"Speed against {reference} (n = {n})", _SPEED_HEAD if speeds else _SPEED_HEAD[:2], rows)
+    if speeds and any(pair["reached"] < pair["n"] for pair in pairs.values()):
+        rows = [(name, *_ratio_cells(p, "matched_speedup", "matched_wall_clock_speedup")) for name, p in pairs.items()]
+        found["matched"] = ("Speed at the lowest loss that both reach (below 1x: slower)", _MATCHED_HEAD, rows)
     return found
 
 
@@ -402,7 +384,8 @@ def render_report(results: Record) -> str:
     if any(arm["tuning"] for arm in results["arms"]):
         picture = f"![{metric['name']} against learning rate](rates.png)"
         parts += ["## Learning rates", *_tuning_text(results), picture]
-    parts += [*last_sections(results), "## How to read it, and limits", _limits(results, speeds=_has_speed(results))]
+    limits = (_SEEDS, *(() if by_loss(results) else (_SCORES,)), *((_SPEEDS,) if _has_speed(results) else ()), _COMMON)
+    parts += [*last_sections(results), "## How to read it, and limits", "\n".join(limits)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -438,47 +421,33 @@ def _tuning_text(results: Record) -> list[str]:
     return [intro, markdown_table(("arm", *(f"{lr:g}" for lr in rates), "chosen"), rows)]
 
 
-# --- how the numbers are made, and what they cannot say ---------------------------------------------------------
-
 _TRAINING_TEXT = """\
 Nats an image; means over seeds. As trained: on augmented images, over the last tenth of the steps. Without \
 augmentation: on some of the training images as they are, after the last step. A delta (paired by seed) below 0 fits \
 them better."""
 
 _SEEDS = """\
-- Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or \
-lengths of training."""
+- Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or lengths of \
+training. A delta is tested by the paired t-test over seeds, after the last step. Every seed gives all arms the same \
+batches in the same order and the same evaluation data."""
 
 _SCORES = """\
-- Delta: paired t-test over seeds on the {metric} after the last step, on examples that nothing was chosen by \
-unless a line above says so. Every seed gives all arms the same batches in the same order and the same new head.
-- Best step: chosen by the held-out examples, then scored; means over seeds, no test."""
-
-_LOSSES = """\
-- Delta: paired t-test over seeds on the loss at the last step. Every seed gives all arms the same batches in \
-the same order and the same evaluation text."""
+- Scored are examples that nothing was chosen by, unless a line above says so. Best step: chosen by the held-out \
+examples, then scored; means over seeds, no test."""
 
 _SPEEDS = """\
-- Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss \
-on the linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs. It is a number only \
-when every seed reached that loss. A curve that rises again at its end flatters it.
-- Matched speedup: the step speedup where it exists; where an arm never came down to the reference's final \
-loss, the steps the reference took to the arm's final loss / the steps of the arm, which is below 1.
-- Wall-clock speedup: speedup in steps / step-time ratio. Its error is bootstrapped and combined with that of \
-the seeds on the log scale, so the interval is never narrower than that of the steps."""
+- Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss on the \
+linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs; a number only when every seed \
+reached that loss. A curve that rises again at its end flatters it.
+- Matched speedup: the step speedup where it exists; where an arm never came down to that loss, the steps that the \
+reference took to the arm's final loss / the steps of the arm, which is below 1.
+- Wall-clock speedup: speedup in steps / step-time ratio; the errors of both add on the log scale."""
 
 _COMMON = """\
 - Diverged: the loss was no longer a number, or the training loss rose by more than a quarter of what it had fallen, \
 and stayed up for a twentieth of the run or to its end; the step is that of the first logged loss that was up. A \
 finite loss is in the averages all the same.
 - Step time: the median of paired ratios of interleaved training steps (all arms in turn, same batch) on the \
-machine named below, quartiles in brackets; evaluation, loading and checkpoints are not in it.
+machine named above, quartiles in brackets; evaluation, loading and checkpoints are not in it.
 - p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
-- Learning rates are tuned on a seed of their own, which is not used in the comparison; a single tuning seed \
-leaves the best one uncertain by about one step of the grid."""
-
-
-def _limits(results: Record, *, speeds: bool) -> str:
-    """The list, with what concerns speed where it was measured."""
-    own = _LOSSES if by_loss(results) else _SCORES.format(metric=results["metric"]["name"])
-    return "\n".join((_SEEDS, own, *((_SPEEDS,) if speeds else ()), _COMMON))
+- Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid."""

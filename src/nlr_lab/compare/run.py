@@ -24,11 +24,11 @@ from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .folder import REPORT, RESULT, RESULTS, SHORTENED, Folder, record_text
+from .folder import REPORT, RESULT, RESULTS, SHORTENED, Folder, begun, record_text
 from .record import ArmRecord, build_results, command_line
 from .time_limit import Forecast, TimeLimit, choose_length, stop_rule
 from .trial import Choice, Measurement, Plan, Run, Trials, tidy
-from .workers import Workers, begun, check_workers, open_workers
+from .workers import Workers, check_workers, open_workers
 
 Wanted = tuple[Any, Choice, int]
 """Arm, choice, seed."""
@@ -135,7 +135,8 @@ def compare(
     trials = trials or _trials_of(recipe)
     rounds = trials.timing_rounds if timing_rounds is None else timing_rounds
     check_integer("timing_rounds", rounds, minimum=0)
-    check_workers(workers)
+    if workers is not None:
+        check_workers(workers)
     plan = Plan.make(trials, arms, seeds, tune_lr, reference, max_extensions)
     arm_settings = {arm.name: trials.arm_settings(arm) for arm in plan.arms}
     folder = Folder(Path(out), trials.shared_settings(), arm_settings, trials.pictures, kept_runs)

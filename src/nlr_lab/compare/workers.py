@@ -21,22 +21,15 @@ from nlr_lab.runtime.processes import world_size
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer, one_line, require
 
+from .folder import begun
 from .time_limit import TimeLimit
 from .trial import Choice, Trials
 
 _RETRIES, _STARTS = 3, 3
 
 
-def begun(folder: Path) -> bool:
-    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
-    (folder / "result.json").unlink(missing_ok=True)
-    return folder.exists() and any(folder.iterdir())
-
-
-def check_workers(workers: int | None) -> None:
+def check_workers(workers: int) -> None:
     """Raise UserError for no number of workers, without Ray, or in one of several training processes."""
-    if workers is None:
-        return
     check_integer("workers", workers, minimum=1)
     if world_size() > 1:
         raise UserError("workers are for one process that starts runs side by side; omit torchrun or --workers")

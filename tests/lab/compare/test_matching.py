@@ -7,7 +7,7 @@ import torch
 
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
-from nlr_lab.compare.matching import resolve_matches
+from nlr_lab.compare.model_trials import resolve_matches
 from nlr_lab.compare.report import render_report
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.text.language_model import LanguageModelTask
