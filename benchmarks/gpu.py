@@ -46,7 +46,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op
 from nonlinear_lowrank.methods.noble.op import noble_linear
-from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
 
 Sizes = dict[str, Any]
 

@@ -60,12 +60,16 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
             f"there is nothing to optimize in this {type(model).__name__}: no layer that can be made faster, and no "
             "adapter; use it as it is"
         )
-    methods = {method for module in merged.modules() if (method := method_of_layer(module))}
     changed = [
-        method.optimize(merged, shared_inputs=fuse_shared_inputs, quantized=dense != "keep") for method in methods
+        method.optimize(merged, shared_inputs=fuse_shared_inputs, quantized=dense != "keep")
+        for method in {method_of_layer(module) for module in merged.modules()} - {None}
     ]
     if dense != "keep":
-        _quantize(merged, dense)
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        heads = output_head_names(merged)  # NOBLE's dense parts too are quantized
+        config = Int8WeightOnlyConfig() if dense == "int8" else Float8WeightOnlyConfig()
+        quantize_(merged, config, filter_fn=lambda each, name: isinstance(each, nn.Linear) and name not in heads)
     if any(changed) or dense != "keep":
         merged.save_pretrained = _refuse
     return merged.eval().requires_grad_(False)
@@ -100,15 +104,6 @@ def _merged(model: Any) -> tuple[Any, bool]:
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         kinds = ", ".join(sorted({str(config.peft_type) for config in model.peft_config.values()}))
         raise UserError(f"adapters of {kinds} cannot be merged here: {one_line(error)}") from error
-
-
-def _quantize(model: nn.Module, dense: Dense) -> None:
-    """Quantize the weights of linears in place, NOBLE's dense parts too, but not those of output heads."""
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
-    heads = output_head_names(model)
-    config = Int8WeightOnlyConfig() if dense == "int8" else Float8WeightOnlyConfig()
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name not in heads)
 
 
 def _refuse(*_: Any, **__: Any) -> None:

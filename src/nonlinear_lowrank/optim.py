@@ -13,30 +13,25 @@ Muon also trains the two matrices of a nonlinear query, which replace a dense on
 their multipliers diverges in the first steps. A fused projection is one matrix to Muon.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple, overload
+from weakref import WeakSet
 
 import torch
-from torch import nn
-from torch.optim.optimizer import ParamsT
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from nonlinear_lowrank.methods.base import Role, method_of_layer
-from nonlinear_lowrank.surgery.targets import is_linear, output_head_names
-
-from .errors import UserError
+from .errors import LearningRateWarning, UserError
+from .methods.base import MultiplierLayer, Role, layers_alive, method_of_layer
+from .surgery.targets import is_linear, output_head_names
+from .validation import check_number
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
 OTHER = Role("other")
 VECTOR = Role("vector", decay=False)
-
-
-@runtime_checkable
-class HasRoles(Protocol):
-    """A module that gives roles to parameters of its children."""
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        """Return roles by the parameters' names in this module."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
@@ -53,8 +48,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         prefix = f"{module_name}." if module_name else ""
         method = method_of_layer(module)
         own = method.roles(module) if method else {}
-        if isinstance(module, HasRoles):
-            named_by_parent |= {prefix + local: role for local, role in module.parameter_roles().items()}
+        for local, role in getattr(module, "parameter_roles", dict)().items():
+            named_by_parent[prefix + local] = role
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = prefix + local
             if local in own:
@@ -95,25 +90,18 @@ def param_groups(
 
     Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
     """
-    if not 0 < lr < float("inf"):
-        raise UserError(f"lr must be a finite number above 0, got {lr!r}")
-    if not 0 <= weight_decay < float("inf"):
-        raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
+    check_number("lr", lr, above=0)
+    check_number("weight_decay", weight_decay, minimum=0)
     roles, parameters = parameter_roles(model), dict(model.named_parameters())
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")
     groups: dict[Role, dict[str, Any]] = {}
     for name, role in roles.items():
-        if role not in groups:
-            groups[role] = {
-                "params": [],
-                "lr": lr * role.lr,
-                "weight_decay": weight_decay if role.decay else 0.0,
-                "role": role.name,
-            }
-            if muon:
-                groups[role]["optimizer"] = "muon" if role.muon else "adamw"
-        groups[role]["params"].append((name, parameters[name]))
+        decay = weight_decay if role.decay else 0.0
+        fresh = {"params": [], "lr": lr * role.lr, "weight_decay": decay, "role": role.name}
+        if muon:
+            fresh["optimizer"] = "muon" if role.muon else "adamw"
+        groups.setdefault(role, fresh)["params"].append((name, parameters[name]))
     ordered = sorted(groups.values(), key=lambda group: (group["role"], group["lr"]))
     if verbose:
         print(describe_groups(ordered, lr))
@@ -142,13 +130,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Schedulers, Trainer and checkpoints see one list of groups and one state. Muon's updates are scaled by
     `adjust_lr_fn="match_rms_adamw"`, so both share one learning rate.
 
-    Args:
-        params: groups of `param_groups(model, lr, weight_decay, muon=True)`.
-        lr: default of groups that have none.
-        betas: AdamW's.
-        eps: AdamW's.
-        weight_decay: default of groups that have none.
-        momentum: Muon's.
+    `params` are groups of `param_groups(model, lr, weight_decay, muon=True)`, `lr` and `weight_decay` the defaults of
+    groups that have none, `betas` and `eps` AdamW's, `momentum` Muon's.
 
     Raises:
         UserError: a group says neither "muon" nor "adamw", or there is no group of either kind.
@@ -169,11 +152,7 @@ class MuonAdamW(torch.optim.Optimizer):
             raise UserError("MuonAdamW needs groups of both kinds; make them with param_groups(..., muon=True)")
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         muon = torch.optim.Muon(
-            self._kind("muon"),
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            adjust_lr_fn="match_rms_adamw",
+            self._kind("muon"), lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )
         adamw = torch.optim.AdamW(self._kind("adamw"), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         # The inner optimizers filled in their own defaults: take their groups over, in our order.
@@ -244,3 +223,134 @@ def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
     if "param_names" in group:
         group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
     return group
+
+
+_checked: WeakSet[Optimizer] = WeakSet()
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+class Mismatch(NamedTuple):
+    """A tensor that an optimizer trains against its role."""
+
+    layer: nn.Module
+    tensor: Tensor
+    role: Role
+    lost: bool
+    """Its learning rate is that of what has no multiplier."""
+    decayed: bool
+    """It is decayed, though its role is not."""
+
+
+def multiplier_roles(module: nn.Module) -> Mapping[str, Role]:
+    """Return the roles of a layer's tensors by their names in it; none where all multipliers are 1."""
+    if not isinstance(module, MultiplierLayer):
+        return {}
+    layer: Any = module
+    method = method_of_layer(layer)
+    try:
+        roles: Mapping[str, Role] = method.roles(layer) if method else layer.parameter_roles()
+    except AttributeError:  # its __init__ failed, and a traceback still holds it
+        return {}
+    return roles if any(role.lr != 1 for role in roles.values()) else {}
+
+
+def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
+    """Return the tensors that optimizer groups train without their multiplier, or decay against their role.
+
+    They are found by identity among all living layers: this works under DDP and FSDP2, needs no model, and keeps none
+    alive. A learning rate is compared with that of a tensor of multiplier 1 in the same layer: one of the branch's (the
+    down projection), else the dense weight, else that of any other layer. What cannot be judged is skipped: flattened
+    tensors (FSDP1, DeepSpeed), compiled steps and optimizers of one tensor. A ratio other than 1 is taken to be
+    intended.
+    """
+    group_of = {id(each): group for group in groups for each in group["params"]}
+    held = []
+    for layer in list(layers_alive):
+        if not (roles := multiplier_roles(layer)):
+            continue
+        tensors = dict(layer.named_parameters())
+        mine = [(tensors[name], role) for name, role in roles.items() if name in tensors]
+        mine = [(each, role) for each, role in mine if each.requires_grad and id(each) in group_of]
+        plain = sorted((not role.decay, place) for place, (_, role) in enumerate(mine) if role.lr == 1)
+        base = mine[plain[0][1]][0] if plain else getattr(layer, "weight", None)
+        held.append((layer, mine, _rates(group_of[id(base)]) if id(base) in group_of else None))
+    fallback = next((rates for _, _, rates in held if rates is not None), None)
+    found = []
+    for layer, mine, own in held:
+        for tensor, role in mine:
+            group, base_rates = group_of[id(tensor)], own or fallback
+            lost = role.lr != 1 and base_rates is not None and _same(_rates(group), base_rates)
+            decayed = not role.decay and float(group.get("weight_decay") or 0) > 0
+            if lost or decayed:
+                found.append(Mismatch(layer, tensor, role, lost, decayed))
+    return found
+
+
+def warn_once(layers: Iterable[nn.Module], message: str) -> None:
+    """Warn with `LearningRateWarning` on rank 0, unless all these layers were warned of before."""
+    new = [each for each in layers if each not in _warned]
+    if new and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        warnings.warn(message, LearningRateWarning, stacklevel=5)
+    _warned.update(new)
+
+
+def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the learning rate now and before schedules: at the start of a warm-up every one is 0."""
+    lr = group.get("lr", 0.0)
+    return float(lr), float(group.get("initial_lr", lr))
+
+
+def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return any(other) and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(one, other, strict=True))
+
+
+def check_first_step(optimizer: Optimizer) -> None:
+    """Warn of what an optimizer trains against its role, at its first step; called before every one."""
+    if optimizer in _checked:
+        return
+    _checked.add(optimizer)
+    if sum(len(group["params"]) for group in optimizer.param_groups) < 2:
+        return
+    _warn_of_bypassed(optimizer)
+    found = mismatches(optimizer.param_groups)
+    lost = [each.role for each in found if each.lost]
+    decayed = [each.role for each in found if each.decayed]
+    parts = []
+    if lost:
+        low, high = (pick(role.lr for role in lost) for pick in (min, max))
+        parts.append(f"trains {_counted(lost)} without their learning-rate multipliers (x {low:.3g} to {high:.3g})")
+    if decayed:
+        parts.append(f"decays {_counted(decayed)}, which must not be decayed")
+    if parts:
+        warn_once(
+            {each.layer: None for each in found},
+            f"{type(optimizer).__name__} {' and '.join(parts)}; use nlr.param_groups(model, lr=...), nlr.TrainerMixin "
+            "or nlr.LearningRateCallback, or silence nlr.LearningRateWarning",
+        )
+
+
+def _warn_of_bypassed(optimizer: Optimizer) -> None:
+    """Warn of branches that got no gradient while the dense weights beside them did: nobody calls these layers.
+
+    What `augment` reads in the code of a model's forward is known before; this also finds what that does not show.
+    """
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    bypassed = []
+    for layer in list(layers_alive):
+        method = method_of_layer(layer)
+        if method is None or method.dense is None:
+            continue
+        own = [each for each in layer.parameters(recurse=False) if each.requires_grad and id(each) in held]
+        if own and layer.weight.grad is not None and all(each.grad is None for each in own):
+            bypassed.append(f"{type(layer).__name__} {layer.weight.shape[1]} -> {layer.weight.shape[0]}")
+    if bypassed:
+        warnings.warn(
+            f"{len(bypassed)} branches have no effect: the model takes the weights of these layers without calling "
+            f"them ({', '.join(dict.fromkeys(bypassed))}); leave them out with exclude=",
+            stacklevel=5,
+        )
+
+
+def _counted(roles: list[Role]) -> str:
+    names = sorted({role.name for role in roles})
+    return f"{len(roles)} tensor{'s' if len(roles) > 1 else ''} ({', '.join(names)})"

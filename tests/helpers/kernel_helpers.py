@@ -4,8 +4,7 @@ import importlib
 
 import torch
 
-from nonlinear_lowrank.methods.noble.op import noble_linear
-from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear, noble_linear_reference
 from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
 from nonlinear_lowrank.ops.kernels import load

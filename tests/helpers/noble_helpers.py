@@ -3,7 +3,7 @@
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nonlinear_lowrank.methods.noble.reference import Branch
+from nonlinear_lowrank.methods.noble.op import Branch
 
 BOTTLENECKS = [
     *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),

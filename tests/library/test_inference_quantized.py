@@ -7,10 +7,7 @@ from torch import nn
 import model_helpers
 import nonlinear_lowrank as nlr
 
-pytestmark = [
-    pytest.mark.quantized,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*"),
-]
+pytestmark = [pytest.mark.quantized, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*")]
 
 
 @pytest.mark.parametrize(("dense", "error"), [("int8", 0.03), ("fp8", 0.1)])

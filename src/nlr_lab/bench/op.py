@@ -25,13 +25,13 @@ import nonlinear_lowrank as nlr
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
-from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_gated
 from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
 from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors
 
 from .arms import adapted
 from .result import BenchResult, TimedRow, conditions, describe_machine

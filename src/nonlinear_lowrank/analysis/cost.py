@@ -27,7 +27,7 @@ from typing import Any
 from torch import nn
 
 from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.surgery.flops import first_integer, own_flops
+from nonlinear_lowrank.surgery.report import first_integer, own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
@@ -115,9 +115,9 @@ class ModelCost:
         return json.dumps(self.to_dict(), indent=2)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
+    """Return the number of parameters, all or the trained ones; tied ones count once."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad or not trainable)
 
 
 def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:

@@ -10,8 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.learning_rates import Mismatch, mismatches, multiplier_roles, warn_once
-from nonlinear_lowrank.optim import param_groups
+from nonlinear_lowrank.optim import Mismatch, mismatches, multiplier_roles, param_groups, warn_once
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

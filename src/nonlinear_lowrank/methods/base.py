@@ -1,8 +1,8 @@
-"""The base class of methods: how one puts layers into a model, how these are trained, and what they cost.
+"""The base classes of methods and of their layers: how a method changes a model, is trained, and what it costs.
 
-A method is a folder beside this file with a class of its own under `@register`. Another distribution adds one by an
-entry point in the group `nonlinear_lowrank.methods` that names the module. Surgery, optimizer, files and reports know
-methods only through this class.
+A method is a folder or file beside this one with a class of its own under `@register`. Another distribution adds one
+by an entry point in the group `nonlinear_lowrank.methods` that names the module. Surgery, optimizer, files and reports
+know methods only through this class.
 """
 
 import functools
@@ -10,11 +10,13 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nonlinear_lowrank.errors import UserError
 
@@ -196,10 +198,8 @@ class Method:
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Make the method's layers in a model faster for inference, in place; return whether any was changed.
 
-        Args:
-            model: the model.
-            shared_inputs: whether layers that read one input may be joined.
-            quantized: whether the plain linears are quantized afterwards, and must stay linears.
+        `shared_inputs`: layers that read one input may be joined. `quantized`: the plain linears are quantized
+        afterwards, and must stay linears.
         """
         return False
 
@@ -219,8 +219,7 @@ def all_methods() -> Mapping[str, Method]:
     """Return every method by name: those of the folders here, then those of entry points."""
     package = importlib.import_module(__package__)
     for found in pkgutil.iter_modules(package.__path__):
-        if found.ispkg:
-            importlib.import_module(f"{__package__}.{found.name}")
+        importlib.import_module(f"{__package__}.{found.name}")
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         entry.load()
     return _REGISTERED
@@ -241,17 +240,8 @@ def method_of_layer(module: object) -> Method | None:
     return next((method for method in _REGISTERED.values() if isinstance(module, method.layer_types)), None)
 
 
-def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a method's config as JSON-ready fields."""
-    return asdict(config)
-
-
 def config_from_dict(config_class: type, values: Mapping[str, Any]) -> Any:
-    """Return the config of these fields.
-
-    Raises:
-        UserError: an unknown field, or a value that the config refuses.
-    """
+    """Return the config of these fields; raise UserError for an unknown one, or a value that the config refuses."""
     known = {field.name for field in fields(config_class)}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -263,3 +253,78 @@ def config_from_dict(config_class: type, values: Mapping[str, Any]) -> Any:
         return config_class(**values)
     except TypeError as error:
         raise UserError(f"{config_class.__name__}: {error}") from error
+
+
+class BranchLayer(nn.Module):
+    """Base of layers with a branch beside their child `dense`, a plain linear that converters may take.
+
+    `weight` and `bias` read the dense part's tensors, and files have them under these names, so plain checkpoints load.
+    The branch's parameters are the layer's own; with `branch_enabled` off, forward gives the dense part alone.
+    """
+
+    dense: nn.Module
+    plain_names: bool
+    """Whether `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
+    model, it renames them itself (`hub`)."""
+
+    def put_beside(self, dense: nn.Module) -> None:
+        """Take the linear; called once, after `nn.Module.__init__`."""
+        self.dense = dense
+        self.plain_names = self.branch_enabled = True
+        # A loop over all modules would undo the layer's init of the dense part.
+        dense.reset_parameters = _drawn_by_the_layer  # type: ignore[assignment]
+        self.register_state_dict_post_hook(_with_plain_names)
+
+    @property
+    def weight(self) -> Any:
+        """The dense part's weight, in its own shape."""
+        return self.dense.weight
+
+    @property
+    def bias(self) -> Any:
+        """The dense part's bias (d_out), or None."""
+        return self.dense.bias
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the dense part's tensors under either name."""
+        for name in ("weight", "bias"):
+            if (plain := prefix + name) in state_dict:
+                state_dict[f"{prefix}dense.{name}"] = state_dict.pop(plain)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _drawn_by_the_layer() -> None:
+    pass
+
+
+def _with_plain_names(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Rename the dense part's tensors in what `state_dict()` returns."""
+    for name in ("weight", "bias") if layer.plain_names else ():
+        if (inside := f"{prefix}dense.{name}") in state_dict:
+            state_dict[prefix + name] = state_dict.pop(inside)
+
+
+layers_alive: WeakSet[Any] = WeakSet()
+
+
+class MultiplierLayer:
+    """Base, beside `nn.Module`, of layers whose roles have multipliers: it makes them known to `optim`'s check.
+
+    In `__new__`, since a copied or unpickled layer is never initialised.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        _check_all_optimizers()
+        layer = super().__new__(cls)
+        layers_alive.add(layer)
+        return layer
+
+
+@functools.cache
+def _check_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        importlib.import_module("nonlinear_lowrank.optim").check_first_step(optimizer)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,3 +68,14 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right of wide matrices, in their own type."""
     with full_precision():
         return torch.mm(left, right)
+
+
+def kept_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        narrowed = found.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+        return tensor.to(found.device) if narrowed else found
+
+    return apply

@@ -3,10 +3,9 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -15,7 +14,6 @@ from nonlinear_lowrank.methods.base import (
     Method,
     all_methods,
     config_from_dict,
-    config_to_dict,
     method_named,
     method_of_config,
     method_of_layer,
@@ -131,9 +129,7 @@ def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an entry of "method", "config" and "modules" for each distinct config among those of layers by name."""
     entries: list[dict[str, Any]] = []
     for name, config in configs.items():
-        method = method_of_config(config)
-        assert method is not None
-        kind = {"method": method.name, "config": config_to_dict(config)}
+        kind = {"method": config.method, "config": asdict(config)}
         entry = next((each for each in entries if {**each, **kind} == each), None)
         if entry is None:
             entries.append(entry := {**kind, "modules": []})
@@ -153,16 +149,10 @@ def read_entry(entry: Mapping[str, Any]) -> tuple[Method, Any]:
 
 
 def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put the layers of saved entries back into a freshly built plain model, by exact names.
+    """Put the layers of saved entries (see `after_augment`) back into a plain model, real or meta.
 
-    New tensors are drawn by the layers' own init, except on the meta device.
-
-    Args:
-        model: the plain model, real or meta.
-        entries: dicts of "method", "config" and "modules", as `augment` hands to `after_augment`.
-
-    Raises:
-        UserError: an unknown method or field, or a module that is not there.
+    New tensors are drawn by the layers' own init, except on the meta device. An unknown method or field, or a module
+    that is not there, raises UserError.
     """
     planned = []
     for entry in entries:
@@ -192,16 +182,13 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         UserError: the model has no branches.
     """
-    layers: list[Any] = [
-        module for module in model.modules() if (method := method_of_layer(module)) and method.dense is not None
-    ]
+    found = [(module, method) for module in model.modules() if (method := method_of_layer(module))]
+    layers: list[Any] = [module for module, method in found if method.dense is not None]
     if not layers:
-        replaced = sorted({method.name for module in model.modules() if (method := method_of_layer(module))})
-        if replaced:
-            raise UserError(
-                f"the model has no branches to disable: layers of {', '.join(replaced)} are none, and stay as they are"
-            )
-        raise UserError("the model has no branches to disable; augment it first")
+        why = "augment it first"
+        if found:
+            why = f"layers of {', '.join(sorted({method.name for _, method in found}))} are none, and stay as they are"
+        raise UserError(f"the model has no branches to disable{':' if found else ';'} {why}")
     before = [layer.branch_enabled for layer in layers]
     try:
         for layer in layers:
@@ -222,22 +209,19 @@ def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, conf
 
 
 def _check_linear(name: str, module: nn.Module, method: Method) -> None:
-    before = method_of_layer(module)
-    if before is not None and (before is method or not method.wraps):
-        raise UserError(
-            f"{name} is augmented with {before.name} already; start from the plain model, or leave it out with exclude="
-        )
-    # A layer of another method, which this one wraps, was checked when it was put there.
-    weight: Any = getattr(module, "weight", None) if before is None else torch.empty(0, requires_grad=True)
+    if (before := method_of_layer(module)) is not None:
+        if before is method or not method.wraps:
+            fix = "start from the plain model, or leave it out with exclude="
+            raise UserError(f"{name} is augmented with {before.name} already; {fix}")
+        return  # this method wraps the layer, which was checked when it was put there
+    weight: Any = getattr(module, "weight", None)
+    if type(getattr(weight, "data", None)).__name__ == "DTensor":
+        raise UserError(f"{name} is split over devices; augment the model first, and split it then")
     if not holds_numbers(weight):
-        if type(getattr(weight, "data", None)).__name__ == "DTensor":
-            raise UserError(f"{name} is split over devices; augment the model first, and split it then")
         raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
     if not method.is_target(module):
-        raise UserError(
-            f"{name} is a {type(module).__module__}.{type(module).__name__}, which {method.name} cannot replace; "
-            "leave it out with exclude="
-        )
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        raise UserError(f"{name} is a {kind}, which {method.name} cannot replace; leave it out with exclude=")
     if not weight.requires_grad:
         raise UserError(f"{name} is frozen; unfreeze it (requires_grad_(True)), or use an adapter instead")
 

@@ -18,11 +18,7 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*(?:of\s+)?(parameters|flops)?\s*",
 
 
 def parse_budget(budget: str) -> tuple[float, str]:
-    """Return the share of the plain model's, and of which: "5%" and "5% parameters" -> (0.05, "parameters").
-
-    Raises:
-        UserError: it is not of the form "5%", "5% parameters" or "8 % flops", or is 0.
-    """
+    """Return the share of the plain model's, and of which: "5%" and "5% parameters" -> (0.05, "parameters")."""
     match = _FORM.fullmatch(budget) if isinstance(budget, str) else None
     if match is None or float(match[1]) == 0:
         raise UserError(f"cannot read the budget {budget!r}; write '5%' (of the parameters) or '5% flops'")
@@ -32,30 +28,22 @@ def parse_budget(budget: str) -> tuple[float, str]:
 def config_within(
     budget: str, method: Method, config: Any, modules: Mapping[str, nn.Module], parameters: int, flops: int
 ) -> Any:
-    """Return the config with the largest `rank_ratio` whose branches stay within a budget.
+    """Return the config with the largest `rank_ratio` whose branches beside `modules` stay within a budget.
 
-    Args:
-        budget: see `parse_budget`.
-        method: the one whose layers are put in.
-        config: its settings; `rank` is not used.
-        modules: the plain modules that will be swapped, by name.
-        parameters: of the plain model.
-        flops: forward, per token, of its linears.
-
-    Raises:
-        UserError: the method has no ranks to choose, or rank 1 everywhere is too much already.
+    `parameters` are the plain model's, `flops` its linears', forward, per token. A method without ranks to choose, or
+    rank 1 everywhere that is too much already, raises UserError.
     """
     share, kind = parse_budget(budget)
     if not method.budgeted:
         raise UserError(f"{method.name} cannot choose ranks for a budget; give the rank itself")
-    allowed = share * (parameters if kind == "parameters" else flops)
+    total = parameters if kind == "parameters" else flops
+    allowed = share * total
 
     def added(ratio: float) -> int:
-        chosen = replace(config, rank_ratio=ratio)
-        return method.added(modules, chosen)[kind == "flops"]
+        return method.added(modules, replace(config, rank_ratio=ratio))[kind == "flops"]
 
     low, high = 1e-9, 1.0 - 1e-9  # rank 1 everywhere, and one below full
-    least, total = added(low), parameters if kind == "parameters" else flops
+    least = added(low)
     if least > allowed:
         raise UserError(
             f"the budget {budget!r} cannot be met: rank 1 in {len(modules)} linears adds {100 * least / total:.3g} % "

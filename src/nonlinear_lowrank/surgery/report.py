@@ -1,13 +1,16 @@
-"""The report of `augment`, in numbers and words."""
+"""The report of `augment`, in numbers and words, and the forward FLOPs of modules: a multiply-add counts 2."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from .flops import own_flops
+from nonlinear_lowrank.methods.base import method_of_layer
+
 from .targets import expert_tensors, is_linear, linear_method, output_head_names
 
 
@@ -54,25 +57,20 @@ class AugmentReport:
 
 
 def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str]) -> None:
-    """Count parameters, FLOPs of linears and experts, and the share of the body in `names`, of the plain model."""
+    """Count parameters, FLOPs of linears and experts, and the share of the body in `names`, of the plain model.
+
+    The body is all but embeddings and output heads.
+    """
+    counted = (each for each in model.modules() if linear_method(each) or is_linear(each) or expert_tensors(each))
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
-    report.flops_before = sum(
-        own_flops(each, model)
-        for each in model.modules()
-        if linear_method(each) or is_linear(each) or expert_tensors(each)
-    )
+    report.flops_before = sum(own_flops(each, model) for each in counted)
     if report.kind == "linear":
-        report.body_parameters, report.reached_parameters = _reach(model, names)
-
-
-def _reach(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
-    """Return the parameters of the body, which is all but embeddings and output heads, and those in these modules."""
-    heads = output_head_names(model)
-    ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
-    outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
-    reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
-    body = sum(each.numel() for each in model.parameters() if id(each) not in outside)
-    return body, sum(reached.values())
+        heads = output_head_names(model)
+        ends = (each for name, each in model.named_modules() if isinstance(each, nn.Embedding) or name in heads)
+        outside = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+        reached = {id(each): each.numel() for name in names for each in model.get_submodule(name).parameters()}
+        report.body_parameters = sum(each.numel() for each in model.parameters() if id(each) not in outside)
+        report.reached_parameters = sum(reached.values())
 
 
 def _change(before: int, added: int) -> str:
@@ -82,11 +80,46 @@ def _change(before: int, added: int) -> str:
 
 def _grouped(rows: Mapping[str, str]) -> list[str]:
     """Return rows "name x 12: why", layer numbers folded to *."""
-    counts: dict[tuple[str, str], int] = {}
-    for name, why in rows.items():
-        key = (re.sub(r"\.\d+\.", ".*.", name), why)
-        counts[key] = counts.get(key, 0) + 1
-    return [
-        f"{name}{f' x {count}' if count > 1 else ''}{f': {why}' if why else ''}"
-        for (name, why), count in counts.items()
-    ]
+    counts = Counter((re.sub(r"\.\d+\.", ".*.", name), why) for name, why in rows.items())
+    return [f"{name}{f' x {n}' * (n > 1)}{f': {why}' * bool(why)}" for (name, why), n in counts.items()]
+
+
+_ACTIVE = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts"),
+    *("top_k", "moe_top_k", "moe_topk", "moe_k"),
+)
+
+
+def own_flops(module: nn.Module, model: nn.Module) -> int:
+    """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
+    method = method_of_layer(module)
+    if method is not None:
+        plain = method.plain(module)
+        return method.flops(module) + (plain.flops if plain else 0)
+    if expert_tensors(module):
+        return _expert_flops(module, model)
+    if isinstance(module, nn.Linear | Conv1D):
+        return 2 * module.weight.numel()
+    if isinstance(module, nn.MultiheadAttention):
+        # It reads these tensors itself and never calls its out_proj, whose weight is counted there.
+        own = [module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+        return 2 * sum(weight.numel() for weight in own if weight is not None)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
+        return 2 * module.weight.numel()
+    return 0
+
+
+def _expert_flops(module: nn.Module, model: Any) -> int:
+    """Return the FLOPs of the experts that a token goes through; 0 where nothing says how many."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sources = (module, getattr(module, "config", None), text, getattr(text, "ffn_config", None))
+    if (active := first_integer(sources, _ACTIVE)) is None:
+        return 0
+    return sum(2 * min(active, each.shape[0]) * each[0].numel() for each in expert_tensors(module).values())
+
+
+def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
+    """Return the first attribute of these names that is an integer, source by source; None where none is."""
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)

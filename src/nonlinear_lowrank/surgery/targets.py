@@ -1,15 +1,21 @@
 """Choice of the modules that a method replaces, by rules, patterns and names, with reasons for those skipped."""
 
+import dis
+import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Findings, Method, method_of_layer
-from nonlinear_lowrank.methods.forward_code import bypassed_linears
 from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 Patterns = str | Sequence[str] | None
@@ -18,58 +24,59 @@ Patterns = str | Sequence[str] | None
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
 _EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
-HELD_AS_TENSORS = "holds weights as 3-D parameters, which are no linears"
 
 
 def output_head_names(model: nn.Module) -> dict[str, str]:
     """Return linears that produce the model's output, with the reason: {name: why}."""
-    heads = {}
-    backbone = getattr(model, "base_model", None)
-    inside = None
-    if isinstance(backbone, nn.Module) and backbone is not model:
-        inside = {id(module) for module in backbone.modules()}
-    get_output = getattr(model, "get_output_embeddings", None)
+    backbone, get_output = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", None)
+    has_backbone = isinstance(backbone, nn.Module) and backbone is not model
+    inside = {id(module) for module in backbone.modules()} if has_backbone else set()  # type: ignore[union-attr]
     output = get_output() if callable(get_output) else None
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tied = {id(module.weight) for module in embeddings}
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or not _has_weight(module):
+        # A weight is looked for without reading it: a property may compute it.
+        weight = module._parameters.get("weight")
+        if isinstance(module, nn.Embedding) or (weight is None and not hasattr(type(module), "weight")):
             continue
-        if id(module._parameters.get("weight")) in tied:
+        if id(weight) in tied:
             heads[name] = "tied to an embedding"
-        elif module is output or (inside is not None and id(module) not in inside):
+        elif module is output or (has_backbone and id(module) not in inside):
             heads[name] = "output head"
-        elif inside is None and _HEAD_NAMES.fullmatch(name):
+        elif not has_backbone and _HEAD_NAMES.fullmatch(name):
             heads[name] = "named like an output head"
     return heads
 
 
 class _Filter:
-    """`include` and `exclude`; tracks which of their patterns matched something.
-
-    Raises:
-        UserError: a pattern is no regular expression.
-    """
+    """`include` and `exclude`; tracks which of their patterns matched something."""
 
     def __init__(self, include: Patterns, exclude: Patterns) -> None:
+        self._all_included = include is None
         self._included, self._excluded = _compile(include, "include"), _compile(exclude, "exclude")
         self._used: set[re.Pattern[str]] = set()
 
     def why_skipped(self, name: str) -> str:
         """Return why the patterns skip a name; empty where they do not."""
-        if self._included is not None and not self._hits(self._included, name):
+        if not (self._all_included or self._hits(self._included, name)):
             return "not in include"
-        return "in exclude" if self._hits(self._excluded or [], name) else ""
+        return "in exclude" if self._hits(self._excluded, name) else ""
 
     def unused(self) -> str | None:
         """Return the first pattern that matched nothing, or None."""
-        patterns = [*(self._included or []), *(self._excluded or [])]
-        return next((each.pattern for each in patterns if each not in self._used), None)
+        return next((each.pattern for each in self._included + self._excluded if each not in self._used), None)
 
-    def _hits(self, patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    def _hits(self, patterns: list[re.Pattern[str]], name: str) -> bool:
         hits = [pattern for pattern in patterns if pattern.fullmatch(name)]
         self._used.update(hits)
         return bool(hits)
+
+
+def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]]:
+    try:
+        return [re.compile(each) for each in ([patterns] if isinstance(patterns, str) else patterns or ())]
+    except re.error as error:
+        raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
 
 
 def choose_linears(
@@ -92,15 +99,16 @@ def choose_linears(
     heads, bypassed = output_head_names(model), bypassed_linears(model)
     chosen: list[str] = []
     skipped: dict[str, str] = {}
-    wrapped = {name: found.name for name, module in model.named_modules() if (found := _wrapping(module)) is not None}
+    methods = {name: method_of_layer(module) for name, module in model.named_modules()}
+    wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
     inside = dense_parts(model)
     for name, module in model.named_modules():
-        if expert_tensors(module) and method_of_layer(module) is None:
-            skipped[name] = HELD_AS_TENSORS
+        if expert_tensors(module) and methods[name] is None:
+            skipped[name] = "holds weights as 3-D parameters, which are no linears"
         if not name or module in inside or not (is_linear(module) or linear_method(module)):
             continue
-        if name.rpartition(".")[0] in wrapped:
-            skipped[name] = f"is inside a layer of {wrapped[name.rpartition('.')[0]]}, which comes last"
+        if (outer := wrapped.get(name.rpartition(".")[0])) is not None:
+            skipped[name] = f"is inside a layer of {outer}, which comes last"
         elif own.why_skipped(name):
             skipped[name] = f"not named like a target of {method.name}"
         elif why := given.why_skipped(name):
@@ -139,11 +147,7 @@ def choose_linears(
 def choose_found(
     model: nn.Module, method: Method, found: Findings, include: Patterns, exclude: Patterns
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the names to swap among what a method has found itself, and those that are skipped, with the reason.
-
-    Raises:
-        UserError: a pattern matches nothing, there is nothing to swap, or a chosen module cannot be swapped.
-    """
+    """Return the same of what a method has found itself; a chosen module that cannot be swapped raises UserError."""
     given = _Filter(include, exclude)
     chosen: list[str] = []
     skipped: dict[str, str] = {}
@@ -192,15 +196,6 @@ def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | Non
     return None
 
 
-def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]] | None:
-    if patterns is None:
-        return None
-    try:
-        return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
-    except re.error as error:
-        raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
-
-
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a plain linear."""
     return isinstance(module, nn.Linear) or is_plain_linear(module)
@@ -210,12 +205,6 @@ def linear_method(module: nn.Module) -> Method | None:
     """Return the method that put this layer in a linear's place, or None."""
     method = method_of_layer(module)
     return method if method and method.kind == "linear" else None
-
-
-def _wrapping(module: nn.Module) -> Method | None:
-    """The method of a layer that goes around another one."""
-    method = method_of_layer(module)
-    return method if method is not None and method.wraps else None
 
 
 def dense_parts(model: nn.Module) -> set[nn.Module]:
@@ -256,6 +245,169 @@ def is_unread_pooler(model: nn.Module, name: str) -> bool:
     return bool(_POOLER.fullmatch(name) and _EACH_TOKEN.fullmatch(type(model).__name__))
 
 
-def _has_weight(module: nn.Module) -> bool:
-    """Return whether a module has a weight, without reading it: a property may compute it."""
-    return module._parameters.get("weight") is not None or hasattr(type(module), "weight")
+# What forwards use is read from their compiled code, which is there also without a source: which linears' tensors they
+# take without calling them, and which activations they call.
+_ACTIVATIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "quick_gelu", "leaky_relu", "elu", "mish", "softplus"} | {
+    *("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid")
+}
+_TABLES = {"ACT2FN", "get_activation"}
+_FUNCTIONS: Any = {
+    F.relu: "relu",
+    F.gelu: "gelu",
+    F.silu: "silu",
+    torch.tanh: "tanh",
+    torch.relu: "relu",
+    F.tanh: "tanh",
+}
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_BASES = ("transformers.modeling_utils", "transformers.generation")
+
+# Code as `_text` writes it: " LOAD_FAST:self.wo.weight.dtype COMPARE_OP:...".
+_SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "COPY_FREE_VARS"}
+_IN_ISINSTANCE = re.compile(r":isinstance \S+")
+_LOOK = (
+    r"\.(?:dtype|device|shape|size|ndim|dim|numel|is_meta|is_cuda|requires_grad|is_floating_point|element_size|layout"
+    r"|get_device)\b| POP_JUMP| LOAD_CONST:None\b"
+)
+_TAKEN = re.compile(rf"(?:\.(\w+))?\.(\w+)\.(weight|bias)\b(?!{_LOOK})")
+_CALLED = re.compile(r"\.(\w+)\b(?!\.(?:weight|bias)\b)")
+
+
+class Bypass(NamedTuple):
+    """Why a layer in a module's place would not act."""
+
+    why: str
+    refused: bool
+    """Whether it is not put there on request either: it would never act, or not in inference. Else on some paths it
+    would."""
+
+
+def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
+    """Return the modules whose weight or bias the code around them takes as a tensor, by whole name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    taken = {name: _tensors_taken(module) for name, module in modules.items()}
+    found = {}
+    for name, module in modules.items():
+        if not name or next(module.children(), None) is not None:
+            continue
+        parts = name.split(".")
+        readers = [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+        called = any(parts[-1] in taken[reader][1] for reader in readers[:2])
+        for place, reader in enumerate(readers):
+            # From further away a name alone may mean another module.
+            own = ".".join(parts[-1:] if place < 2 else parts[-2:])
+            tensors = taken[reader][0].get(own)
+            if tensors and not _is_switched_off(modules[reader], own):
+                found[name] = _bypass(modules[reader], tensors, called)
+                break
+    return found
+
+
+def _bypass(reader: nn.Module, tensors: set[str], called: bool) -> Bypass:
+    why = f"the forward of {type(reader).__name__} takes its {' and '.join(sorted(tensors))} without calling it"
+    if isinstance(reader, nn.TransformerEncoderLayer):
+        return Bypass(f"{why} in inference (set activation_relu_or_gelu = 0 on that layer to have it called)", True)
+    return Bypass(why + " on one of its paths" * called, not called)
+
+
+def _is_switched_off(reader: nn.Module, own: str) -> bool:
+    """Return whether this module's settings never enter the path that takes a child's tensors."""
+    if isinstance(reader, nn.TransformerEncoderLayer):
+        return not reader.activation_relu_or_gelu and own != "out_proj"
+    return getattr(reader, "pretraining_tp", None) == 1  # Bloom's, of checkpoints made by several devices
+
+
+def _tensors_taken(module: nn.Module) -> tuple[dict[str, set[str]], set[str]]:
+    """Return "weight" and "bias" by the child whose tensor is taken, alone and after the name before it
+    ("attention.output"), and the names used in any other way. A look at a tensor's type or presence takes nothing.
+    """
+    taken, called = defaultdict[str, set[str]](set), set[str]()
+    for code in () if isinstance(module, _CONTAINERS) else _codes(module):
+        text = _IN_ISINSTANCE.sub("", _text(code))
+        called.update(_CALLED.findall(text))
+        for around, child, tensor in _TAKEN.findall(text):
+            taken[child].add(tensor)
+            taken[f"{around}.{child}"].add(tensor)
+    return taken, called
+
+
+def _text(code: CodeType) -> str:
+    """Write a function's code as one line, in which chains of attributes stand as in its source."""
+    return "".join(
+        f".{step.argval}"
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        else f" {step.opname}:" + re.sub(r"\W", "_", str(step.argval))
+        for step in dis.get_instructions(code)
+        if step.opname not in _SILENT
+    )
+
+
+def why_bypassed(name: str, attribute: str, parent: nn.Module, grandparent: nn.Module | None) -> str:
+    """Return why swapping an activation would do nothing, with the fix; empty: a module around it calls it."""
+    if isinstance(parent, nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
+        return (
+            f"{name} is bypassed in inference by nn.TransformerEncoderLayer's fused path; set activation_relu_or_gelu "
+            "= 0 on the layer"
+        )
+    readers = [parent] if grandparent is None else [parent, grandparent]
+    if isinstance(parent, _CONTAINERS) or any(attribute in _names_read(reader) for reader in readers):
+        return ""
+    return (
+        f"{name} is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?); use the unfused "
+        "model"
+    )
+
+
+def functions_called(module: nn.Module) -> str:
+    """Return the activations that a module's forward calls as functions, as the end of a sentence; empty: none."""
+    if type(module).__module__.startswith("nonlinear_lowrank."):
+        return ""  # the functions of other methods' layers are theirs
+    holds = [
+        f"holds the function {_FUNCTIONS[value]} as .{key}"
+        for key, value in vars(module).items()
+        if inspect.isroutine(value) and value in _FUNCTIONS
+    ]
+    if type(module).__module__.startswith("torch.nn."):
+        return ", ".join(holds)
+    read = _names_read(module) - set(module._modules)
+    called = sorted(read & _ACTIVATIONS)
+    words = [f"calls {', '.join(called)}"] if called else []
+    if read & _TABLES:
+        words.append("looks its activation up in its forward")
+    return " and ".join(words + holds)
+
+
+def _codes(module: nn.Module) -> Iterator[CodeType]:
+    """Yield the code of a module's forward, of the methods it calls on itself, and of functions in and around both."""
+    pending: list[Any] = [module.__dict__.get("forward", type(module).forward)]
+    seen: set[int] = set()
+    while pending:
+        match each := pending.pop():
+            case CodeType() if id(each) not in seen:
+                yield each
+                pending += each.co_consts
+                for name in each.co_names:
+                    methods = _own_methods(type(module), name)
+                    pending += methods if "super" in each.co_names else methods[:1]
+            case FunctionType() if id(each) not in seen:
+                # Decorators: what they wrap is an attribute or in the closure.
+                cells = [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+                wrapped = [cell for cell in cells if isinstance(cell, FunctionType | MethodType)]
+                pending += [each.__code__, getattr(each, "__wrapped__", None), *wrapped]
+            case MethodType():
+                pending.append(each.__func__)
+            case partial():
+                pending.append(each.func)
+        seen.add(id(each))
+
+
+def _own_methods(cls: type, name: str) -> list[Any]:
+    """Return the methods that a model's code defines, the one in use first, without those of all modules' bases."""
+    # torch.nn's own layers count: TransformerDecoderLayer calls its activation in _ff_block.
+    own = [each for each in cls.__mro__ if each is not nn.Module and not each.__module__.startswith(_BASES)]
+    return [value for each in own if callable(value := each.__dict__.get(name))]
+
+
+def _names_read(module: nn.Module) -> set[str]:
+    """Return every global and attribute name in a module's code."""
+    return {name for code in _codes(module) for name in code.co_names}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr

@@ -12,7 +12,7 @@ from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 

@@ -11,14 +11,12 @@ from transformers.pytorch_utils import Conv1D
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.methods.noble import NobleConv1D, NobleLinear
-from nonlinear_lowrank.methods.noble.op import noble_branch
-from nonlinear_lowrank.methods.noble.reference import Branch
+from nonlinear_lowrank.methods.noble.op import Branch, noble_branch
 from nonlinear_lowrank.methods.rational import RationalActivation
 from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
-from nonlinear_lowrank.methods.sine.lowrank import lowrank_linear
-from nonlinear_lowrank.ops.sine import sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.methods.sine.op import lowrank_linear
+from nonlinear_lowrank.ops.sine import SineFactors, sine_layer
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 

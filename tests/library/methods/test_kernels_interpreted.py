@@ -9,14 +9,12 @@ import torch
 from kernel_helpers import compare, cosnet_leaves, cosnet_pair, rational_pair, route
 from noble_helpers import changed, make_branch, outputs_and_gradients
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.noble.op import noble_linears
-from nonlinear_lowrank.methods.noble.reference import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference, noble_linears
 from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational
 from nonlinear_lowrank.methods.rational.reference import rational_reference
 from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import load
-from nonlinear_lowrank.ops.sine import effective_weights, sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors, effective_weights, sine_layer
 from rounding_helpers import cast
 
 triton = pytest.importorskip("triton")

@@ -21,7 +21,7 @@ from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.inputs import qkv_groups
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 SHARED, FUSED = {"share_down": "qkv"}, {"fuse_shared_inputs": True}
 ways = pytest.mark.parametrize("options", [SHARED, FUSED, SHARED | FUSED], ids=["shared", "fused", "both"])
@@ -232,7 +232,7 @@ def test_two_of_three_may_share():
 def test_nothing_is_held_after_a_pass(options):
     model, _ = with_branches(Attention, options)
     layer = model.q_proj
-    hand_offs = [each.hand_off for each in (layer.noble_shared, layer.noble_group) if each is not None]
+    hand_offs = [each for each in (layer.noble_shared, layer.noble_group) if each is not None]
     model(torch.randn(2, 32))
     assert all(each._held is None for each in hand_offs)
     layer(torch.randn(2, 32))

@@ -8,8 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from noble_helpers import BOTTLENECKS, changed, leaf, make_branch, make_linear, outputs_and_gradients, tensors
 from nonlinear_lowrank import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op
-from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear, noble_linear_reference
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 

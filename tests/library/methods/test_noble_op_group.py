@@ -6,8 +6,7 @@ import torch
 from noble_helpers import changed, leaf, make_branch, outputs_and_gradients, tensors
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import op
-from nonlinear_lowrank.methods.noble.op import noble_linears
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference, noble_linears
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 WIDTHS = (10, 6, 14)

@@ -117,11 +117,7 @@ def test_parameters_and_flops_stay_but_for_norms(family):
 def test_published_counts_of_gpt3_small():
     """shared/facts/parameter_counts.json, nonlinear_query."""
     config = OPTConfig(
-        vocab_size=50257,
-        enable_bias=False,
-        activation_function="gelu",
-        dropout=0.0,
-        max_position_embeddings=1024,
+        vocab_size=50257, enable_bias=False, activation_function="gelu", dropout=0.0, max_position_embeddings=1024
     )
 
     def outside_embeddings(model):
@@ -163,11 +159,7 @@ class Unknown(nn.Module):
 @pytest.mark.parametrize(
     ("build", "choice", "words"),
     [
-        (
-            lambda: grouped_llama(head_dim=16),
-            {},
-            r"0.self_attn.q_proj has queries of width 64 .* model of width 32",
-        ),
+        (lambda: grouped_llama(head_dim=16), {}, r"0.self_attn.q_proj has queries of width 64 .* model of width 32"),
         (lambda: grouped_phi3(1, head_dim=16), {}, r"has queries of width 64 .* in a model of width 32"),
         (by_head, {}, r"query_key_value mixes rows of q, k and v"),
         (by_part, {}, r"qkv_proj mixes rows of q, k and v"),

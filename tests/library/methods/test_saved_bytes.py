@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.analysis.saved import saved_bytes, saved_storages
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleConv1D, NobleLinear
 from nonlinear_lowrank.methods.noble import layer as noble_layer
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 
 TOKENS, D_IN, D_OUT, RANK = 96, 64, 80, 16

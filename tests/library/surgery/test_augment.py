@@ -265,8 +265,7 @@ def test_report_prints_and_counts(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "width", "heads", "hidden"),
-    [("base", 12, 1024, 8, 2752), ("large", 24, 2048, 16, 5504)],
+    ("name", "layers", "width", "heads", "hidden"), [("base", 12, 1024, 8, 2752), ("large", 24, 2048, 16, 5504)]
 )
 def test_published_parameter_counts_on_meta(name, layers, width, heads, hidden):
     """shared/facts/parameter_counts.json, to the last parameter and printed percentage."""

@@ -15,7 +15,7 @@ from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import layer as noble_layer
-from nonlinear_lowrank.methods.noble.reference import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 BATCH, LENGTH = 2, 9
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from nonlinear_lowrank.hub.storage import (
     staged_output,
     weight_files,
 )
-from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.surgery.augment import layer_entries, read_entry
 from nonlinear_lowrank.validation import one_line
 
@@ -320,7 +321,7 @@ def _settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entries:
         method, config = read_entry(entry)
-        values = {key: value for key, value in config_to_dict(config).items() if key in _FUNCTION}
+        values = {key: value for key, value in asdict(config).items() if key in _FUNCTION}
         if hasattr(config, "scale"):
             values["output_scale"] = config.scale
         text = f"{method.name}({', '.join(f'{key}={value}' for key, value in values.items())})"

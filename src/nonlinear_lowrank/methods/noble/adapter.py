@@ -34,8 +34,7 @@ from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.validation import check_integer, check_share
 
 from .config import Activation
-from .op import noble_branch, noble_linear
-from .reference import Branch
+from .op import Branch, noble_branch, noble_linear
 
 
 @dataclass
@@ -97,13 +96,7 @@ class NobleAdapterConfig(AdapterConfig):
 class NobleAdapterLinear(WeightLayer):
     """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
 
-    adapter_layer_names = (
-        "nlr_noble_down",
-        "nlr_noble_up",
-        "nlr_noble_mix",
-        "nlr_noble_frequency",
-        "nlr_noble_phase",
-    )
+    adapter_layer_names = ("nlr_noble_down", "nlr_noble_up", "nlr_noble_mix", "nlr_noble_frequency", "nlr_noble_phase")
     nlr_noble_down: nn.ParameterDict
     nlr_noble_up: nn.ParameterDict
     nlr_noble_mix: nn.ParameterDict

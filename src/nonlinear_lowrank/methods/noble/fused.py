@@ -20,7 +20,7 @@ from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
-from .reference import activation_function, wide
+from .op import activation_function, wide
 
 
 class FusedNoble(nn.Module):
@@ -47,24 +47,22 @@ class FusedNoble(nn.Module):
     def _register(self, layers: Sequence[Any]) -> None:
         branches = [layer.branch() for layer in layers]
         dense = [layer.weight.t() if isinstance(layer, NobleConv1D) else layer.weight for layer in layers]
-        zeros, dtype = dense[0].new_zeros, dense[0].dtype
-        cosine = bool(branches[0].frequencies)
-        shared = layers[0].noble_shared
-        downs = [layer.noble_down if shared is None else shared.owner.noble_down for layer in layers]
+        zeros, dtype, cosine = dense[0].new_zeros, dense[0].dtype, bool(branches[0].frequencies)
+        downs = [(layer.noble_shared.owner if layer.noble_shared else layer).noble_down for layer in layers]
         firsts = [zeros(self.rank) for _ in layers]
         if cosine:
             downs = [_scaled(down, branch.frequencies[0]) for down, branch in zip(downs, branches, strict=True)]
             firsts = [branch.phases[0].to(dtype) for branch in branches]
-        self.register_buffer("fused_weight", torch.cat([*dense, *downs]))
-        has_bias = cosine or any(layer.bias is not None for layer in layers)
         biases = [zeros(layer.noble_shape[1]) if layer.bias is None else layer.bias for layer in layers]
+        has_bias = cosine or any(layer.bias is not None for layer in layers)
+        self.register_buffer("fused_weight", torch.cat([*dense, *downs]))
         self.register_buffer("fused_bias", torch.cat([*biases, *firsts]) if has_bias else None)
         for k in range(1, self.depth):
             mixes = [
                 _scaled(each.mixes[k - 1], each.frequencies[k]) if cosine else each.mixes[k - 1] for each in branches
             ]
-            self.register_buffer(f"mix{k}", torch.stack([mix.t() for mix in mixes]).contiguous())
             phase = torch.stack([each.phases[k].to(dtype)[None] for each in branches]) if cosine else None
+            self.register_buffer(f"mix{k}", torch.stack([mix.t() for mix in mixes]).contiguous())
             self.register_buffer(f"phase{k}", phase)
         for place, layer in enumerate(layers):
             up_bias, fusion = layer.noble_up_bias, layer.noble_fusion
@@ -166,12 +164,7 @@ class FusedNobleLinear(nn.Module):
 
 
 def fuse(model: nn.Module, *, shared_inputs: bool) -> None:
-    """Put `FusedNobleLinear` in the place of every NOBLE layer of a model.
-
-    Args:
-        model: changed in place.
-        shared_inputs: one product for query, key and value, and for gate and up projections.
-    """
+    """Put `FusedNobleLinear` in the place of every NOBLE layer, one product for those of one input if asked to."""
     layers = {name: each for name, each in model.named_modules() if isinstance(each, NobleLinear | NobleConv1D)}
     groups = input_groups(layers, _kind) if shared_inputs else []
     grouped = {name for group in groups for name in group}
@@ -179,13 +172,8 @@ def fuse(model: nn.Module, *, shared_inputs: bool) -> None:
         # Out of the list: the tensors of one group at a time are there twice.
         taken = [layers.pop(name) for name in group]
         fused = FusedNoble(taken)
-        replace_modules(
-            model,
-            {
-                layer: FusedNobleLinear(fused, place, layer.noble_shape[0]).train(layer.training)
-                for place, layer in enumerate(taken)
-            },
-        )
+        pairs = ((each, FusedNobleLinear(fused, place, each.noble_shape[0])) for place, each in enumerate(taken))
+        replace_modules(model, {layer: new.train(layer.training) for layer, new in pairs})
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

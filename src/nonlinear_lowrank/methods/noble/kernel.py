@@ -24,8 +24,7 @@ from torch import Tensor
 from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, precision, sine
 
-from .op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS
-from .reference import Branch
+from .op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS, Branch
 
 ONE_KERNEL_RANK = 128
 """Up to here backward is one kernel, for 16-bit numbers."""

@@ -29,8 +29,9 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 `q_proj.weight`, not `q_proj.dense.weight`.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,16 +41,14 @@ from transformers import initialization as init  # skips tensors that were loade
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.branch import BranchLayer
-from nonlinear_lowrank.methods.learning_rates import MultiplierLayer
+from nonlinear_lowrank.methods.base import AdapterArm, BranchLayer, Method, MultiplierLayer, Role, register
+from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
-from .op import noble_branch, noble_linear
-from .reference import Branch, bottleneck
+from .op import Branch, bottleneck, noble_branch, noble_linear
 
 if TYPE_CHECKING:
-    from .group import NobleGroup
-    from .sharing import SharedDown
+    from .inputs import NobleGroup, SharedDown
 
 _PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 
@@ -63,41 +62,33 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
     noble_fusion: nn.Parameter | None
 
     def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
-        self.noble_config = config
-        self.noble_shape = (d_in, d_out)
+        self.noble_config, self.noble_shape = config, (d_in, d_out)
         self.noble_shared: SharedDown | None = None
         self.noble_group: NobleGroup | None = None
         self.noble_place = 0  # in either
         # Sums h over devices that each have a part of d_in.
         self.noble_reduce: Callable[[Tensor], Tensor] | None = None
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-
         self.noble_rank = r = config.rank_of(d_in, d_out)
-        self.noble_down = parameter(r, d_in)
-        self.noble_up = parameter(d_out, r)
-        for k in range(1, config.depth):
-            self.register_parameter(f"noble_mix{k}", parameter(r, r))
+        shapes: dict[str, tuple[int, ...] | None] = {"noble_down": (r, d_in), "noble_up": (d_out, r)}
+        shapes |= {f"noble_mix{k}": (r, r) for k in range(1, config.depth)}
         if config.activation == "cosine":
             for k in range(1, config.depth + 1):
-                self.register_parameter(f"noble_frequency{k}", parameter(r))
-                self.register_parameter(f"noble_phase{k}", parameter(r))
-        self.register_parameter("noble_up_bias", parameter(d_out) if config.up_bias else None)
-        self.register_parameter("noble_fusion", parameter(1) if config.fusion == "gated" else None)
+                shapes |= {f"noble_frequency{k}": (r,), f"noble_phase{k}": (r,)}
+        shapes["noble_up_bias"] = (d_out,) if config.up_bias else None
+        shapes["noble_fusion"] = (1,) if config.fusion == "gated" else None
+        for name, shape in shapes.items():
+            held = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, held)
+        self.reset_parameters()
 
     def branch(self) -> Branch:
         """Return the branch's tensors; `down` is None where another layer has it."""
         depth, activation = self.noble_config.depth, self.noble_config.activation
         layers = range(1, depth + 1) if activation == "cosine" else ()
-        return Branch(
-            self.noble_down,
-            self.noble_up,
-            [getattr(self, f"noble_mix{k}") for k in range(1, depth)],
-            [getattr(self, f"noble_frequency{k}") for k in layers],
-            [getattr(self, f"noble_phase{k}") for k in layers],
-            activation,
-        )
+        mixes = [getattr(self, f"noble_mix{k}") for k in range(1, depth)]
+        frequencies = [getattr(self, f"noble_frequency{k}") for k in layers]
+        phases = [getattr(self, f"noble_phase{k}") for k in layers]
+        return Branch(self.noble_down, self.noble_up, mixes, frequencies, phases, activation)
 
     def reset_parameters(self) -> None:
         """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""
@@ -109,14 +100,13 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def reset_branch_parameters(self) -> None:
         """Draw the branch's tensors only."""
-        config = self.noble_config
-        if self.noble_down is not None:
-            init.normal_(self.noble_down, std=self.noble_shape[0] ** -0.5)
+        config, branch = self.noble_config, self.branch()
+        if branch.down is not None:
+            init.normal_(branch.down, std=self.noble_shape[0] ** -0.5)
         if config.init == "pretrained":
             init.zeros_(self.noble_up)
         else:
             self.draw_up()
-        branch = self.branch()
         for mix in branch.mixes:
             init.xavier_uniform_(mix)
         for frequency, phase in zip(branch.frequencies, branch.phases, strict=True):
@@ -142,15 +132,10 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         """Return the dense weight as (d_out, d_in); None where the dense part is converted or hooked."""
         dense: Any = self.dense
         own, weight = dense.__dict__, dense.weight  # attributes of modules are slow to read
-        if (
-            type(dense).forward not in _PLAIN_FORWARDS
-            or is_traceable_wrapper_subclass(weight)
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-        ):
+        hooked = any(own[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+        if hooked or "forward" in own or type(dense).forward not in _PLAIN_FORWARDS:
+            return None
+        if is_traceable_wrapper_subclass(weight):
             return None
         return weight.t() if isinstance(dense, Conv1D) else weight
 
@@ -195,8 +180,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
-        d_in, d_out = self.noble_shape
-        config = self.noble_config
+        (d_in, d_out), config = self.noble_shape, self.noble_config
         return (
             f"in_features={d_in}, out_features={d_out}, bias={self.bias is not None}, "
             f"rank={self.noble_rank}, activation={config.activation}, depth={config.depth}"
@@ -225,7 +209,7 @@ class NobleLinear(_NobleBranch):
         bias: bool = True,
         *,
         config: NobleConfig,
-        device: torch.device | str | None = None,
+        device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         _require_low(config, in_features, out_features)
@@ -234,20 +218,13 @@ class NobleLinear(_NobleBranch):
         where = torch.get_default_device() if device is None else device
         self.put_beside(nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=where, dtype=dtype))
         self._add_branch(in_features, out_features, config, device, dtype)
-        self.reset_parameters()
 
 
 class NobleConv1D(_NobleBranch):
     """The same for transformers' `Conv1D` (GPT-2), whose `weight` is (d_in, d_out)."""
 
     def __init__(
-        self,
-        nf: int,
-        nx: int,
-        *,
-        config: NobleConfig,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, nf: int, nx: int, *, config: NobleConfig, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         _require_low(config, nx, nf)
         super().__init__()
@@ -257,9 +234,149 @@ class NobleConv1D(_NobleBranch):
         where = torch.get_default_device() if device is None else device
         self.put_beside(dense.to(dtype=dtype).to_empty(device=where))
         self._add_branch(nx, nf, config, device, dtype)
-        self.reset_parameters()
 
 
 def _require_low(config: NobleConfig, d_in: int, d_out: int) -> None:
     if (why := config.check_rank(d_in, d_out)) is not None:
         raise UserError(f"{why}; choose a rank below {min(d_in, d_out)}")
+
+
+@register
+class NobleMethod(Method):
+    """NOBLE branches."""
+
+    name = NobleConfig.method
+    config_class = NobleConfig
+    layer_types = (NobleLinear, NobleConv1D)
+    optimizable = draws_up = budgeted = True
+    dense = "dense"
+    adapter = "nonlinear_lowrank.methods.noble.adapter"
+    _shown = ("r", "activation", "depth", "target_modules", "plus")
+    adapter_arms: ClassVar = {"noble-adapter": AdapterArm(config=(adapter, "NobleAdapterConfig"), shown=_shown)}
+
+    def skip_reason(self, module: nn.Module, config: Any) -> str | None:
+        reason: str | None = config.check_rank(*linear_shape(module))
+        return reason
+
+    def check(self, name: str, module: nn.Module, config: Any) -> None:
+        d_in, d_out = linear_shape(module)
+        if self.skip_reason(module, config) is not None:
+            raise UserError(
+                f"rank {config.rank_of(d_in, d_out)} is not low for {name} ({d_in} -> {d_out}); "
+                f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
+            )
+
+    def converted(self, config: Any) -> Any:
+        return replace(config, init="pretrained")
+
+    @torch.no_grad()
+    def draw_up(self, layer: Any) -> None:
+        layer.draw_up()
+
+    def initial(self, config: Any, *, pretrained: bool) -> Any:
+        if config.init != "auto":
+            return config
+        return replace(config, init="pretrained" if pretrained else "scratch")
+
+    def settings(self, config: Any) -> list[str]:
+        found = [f"init: {config.init}"]
+        if config.share_down != "none":
+            found.append(f"one down projection for each {config.share_down}")
+        if config.fuse_shared_inputs:
+            found.append("layers of one input together")
+        return found
+
+    def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
+        return _layer(module, config)
+
+    def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
+        configs, groups = _resolved(modules, config)
+        layers = {name: _layer(module, configs[name]) for name, module in modules.items()}
+        if groups or config.fuse_shared_inputs:
+            from .inputs import SharedDown, group
+
+            for names in groups:
+                SharedDown([layers[name] for name in names])
+            if config.fuse_shared_inputs:
+                group(layers)
+        return layers
+
+    def roles(self, layer: Any) -> Mapping[str, Role]:
+        config, ratio = layer.noble_config, min(layer.noble_shape) / layer.noble_rank
+        roles = {
+            "noble_down": Role("noble.down"),
+            "noble_up": Role("noble.up", lr=ratio**config.up_lr_power),
+            "noble_up_bias": Role("noble.up_bias", decay=False),
+            "noble_fusion": Role("noble.fusion", decay=False),
+        }
+        for k in range(1, config.depth + 1):
+            roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
+            roles[f"noble_frequency{k}"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
+            roles[f"noble_phase{k}"] = Role("noble.phase", lr=config.phase_lr, decay=False)
+        return {name: role for name, role in roles.items() if layer._parameters.get(name) is not None}
+
+    def flops(self, layer: Any) -> int:
+        return 2 * _products(*layer.noble_shape, layer.noble_config, layer.noble_down is not None)
+
+    def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
+        configs, groups = _resolved(modules, config)
+        without = {name for group in groups for name in group[1:]}
+        parameters = flops = 0
+        for name, module in modules.items():
+            (d_in, d_out), own = linear_shape(module), configs[name]
+            products = _products(d_in, d_out, own, name not in without)
+            vectors = 2 * own.depth * own.rank_of(d_in, d_out) if own.activation == "cosine" else 0
+            parameters += products + vectors + own.up_bias * d_out + (own.fusion == "gated")
+            flops += 2 * products
+        return parameters, flops
+
+    def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
+        """Make one product of dense output and branch; layers stay where their dense part is quantized."""
+        if quantized or not any(isinstance(each, self.layer_types) for each in model.modules()):
+            return False
+        from .fused import fuse
+
+        fuse(model, shared_inputs=shared_inputs)
+        return True
+
+
+def _layer(module: nn.Module, config: NobleConfig) -> nn.Module:
+    """Return a layer made on the meta device, then given real, still undrawn, branch tensors."""
+    d_in, d_out = linear_shape(module)
+    assert isinstance(module, nn.Linear | Conv1D)
+    weight: Tensor = module.weight
+    layer: NobleLinear | NobleConv1D
+    if isinstance(module, Conv1D):
+        layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)
+    else:
+        has_bias = module.bias is not None
+        layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
+    layer.to_empty(device=weight.device)
+    # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
+    layer.dense.weight, layer.dense.bias = module.weight, module.bias
+    if config.init != "pretrained":
+        for tensor in (layer.weight, layer.bias):
+            if tensor is not None:
+                vars(tensor).pop("_is_hf_initialized", None)  # transformers' mark of what is not to be drawn
+    return layer.train(module.training)
+
+
+def _resolved(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[dict[str, NobleConfig], list[Any]]:
+    """Return the config of each layer, with the rank of its group, and the groups that share."""
+    configs = dict.fromkeys(modules, config)
+    if config.share_down == "none":
+        return configs, []
+    from .inputs import shared_groups
+
+    shapes = {name: linear_shape(module) for name, module in modules.items()}
+    groups = shared_groups(shapes)
+    for names in groups:
+        rank = min(config.rank_of(*shapes[name]) for name in names)
+        configs |= dict.fromkeys(names, replace(config, rank=rank, rank_ratio=None))
+    return configs, groups
+
+
+def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:
+    """Return the elements of the branch's matrices: a multiply-add each, for every token."""
+    r = config.rank_of(d_in, d_out)
+    return r * (has_down * d_in + d_out) + r * r * (config.depth - 1)

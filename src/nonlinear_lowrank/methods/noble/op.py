@@ -1,4 +1,9 @@
-"""NOBLE's operator: `reference.noble_linear_reference` of one linear, or of several that read one input, lean.
+"""NOBLE's formula, a linear map plus a nonlinear low-rank branch (noble.txt, sections 3.1 and 3.2), and its operator.
+
+    u = bottleneck(x down^T)                      CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
+    y = x weight^T + bias + u up^T
+
+`noble_linear_reference` is the formula, to which the operator is held, of one linear or of n that read one input:
 
     h = x [D1; D2; ...]^T                                       one product for all branches
     y_i = x W_i^T + b_i + bottleneck_i(h_i) up_i^T              i = 1 .. n
@@ -16,7 +21,7 @@ more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +29,6 @@ from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import as_one_op, kernels, processors, reshaped
 from nonlinear_lowrank.ops.precision import autocast_dtype
-
-from .reference import LEAKY_SLOPE, Branch, activation_function, argument, bottleneck, noble_linear_reference, wide
 
 JOIN_UP: bool | None = None
 """Whether training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
@@ -37,6 +40,101 @@ FUSE_DOWN: bool | None = None
 aligned rows, where a tile of tokens is there for every processor. Not measured yet (benchmarks/gpu.py, "forms")."""
 FUSED_DOWN_RANK = 128
 FUSED_DOWN_TOKENS = 64  # in a tile
+
+
+_SLOPE = 0.01  # of leaky_relu
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "leaky_relu": lambda z: F.leaky_relu(z, _SLOPE),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tanh": lambda du, z: torch.ops.aten.tanh_backward(du, torch.tanh(z)),
+    "leaky_relu": lambda du, z: torch.ops.aten.leaky_relu_backward(du, z, _SLOPE, False),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
+class Branch(NamedTuple):
+    """The tensors of a branch beside a linear d_in -> d_out, of rank r and depth n.
+
+    The last mix, frequency and phase may have some of the r rows alone, and `up` as many columns.
+    """
+
+    down: Tensor | None
+    """(r, d_in); None where h is given, or the first branch of a group has it."""
+    up: Tensor
+    """(d_out, r)"""
+    mixes: Sequence[Tensor] = ()
+    """n - 1 matrices (r, r)."""
+    frequencies: Sequence[Tensor] = ()
+    """n vectors (r) for "cosine", else none."""
+    phases: Sequence[Tensor] = ()
+    """Like `frequencies`."""
+    activation: str = "cosine"
+    """One of `config.Activation`."""
+
+    def flat(self) -> list[Tensor | None]:
+        """Return the tensors in one list, for autograd and custom ops, which take no tuples of lists."""
+        return [self.down, self.up, *self.mixes, *self.frequencies, *self.phases]
+
+    @classmethod
+    def of_flat(cls, tensors: Sequence[Tensor | None], activation: str) -> Self:
+        """Return the branch whose `flat` this is."""
+        n = (len(tensors) - 1) // 3 if activation == "cosine" else len(tensors) - 1
+        mixes, frequencies, phases = tensors[2 : n + 1], tensors[n + 1 : 2 * n + 1], tensors[2 * n + 1 :]
+        return cls(tensors[0], tensors[1], mixes, frequencies, phases, activation)  # type: ignore[arg-type]
+
+    def with_matrices(self, dtype: torch.dtype) -> Self:
+        """Return it with matrices of this type; frequencies and phases stay as they are."""
+        down = None if self.down is None else self.down.to(dtype)
+        return self._replace(down=down, up=self.up.to(dtype), mixes=[mix.to(dtype) for mix in self.mixes])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return it in float32 or wider: phases of low-precision arguments lose the cosine entirely."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Return a nonlinearity of `config.Activation` as a function of its argument."""
+    return torch.cos if name == "cosine" else _PLAIN[name]
+
+
+def _argument(z: Tensor, branch: Branch, layer: int) -> Tensor:
+    """Return what an activation is given, float32 or wider; a new tensor for the cosine."""
+    if branch.activation == "cosine":
+        return torch.addcmul(wide(branch.phases[layer]), wide(z), wide(branch.frequencies[layer]))
+    return wide(z)
+
+
+def bottleneck(h: Tensor, branch: Branch) -> Tensor:
+    """Return the branch between its two projections: (..., r) -> (..., r), in the type of h.
+
+    Source: noble.txt, equation (2) and appendix A (5)-(7); other activations: Table 5.
+    """
+    function = activation_function(branch.activation)
+    if branch.activation == "cosine" and not torch.is_grad_enabled():
+        function = torch.cos_  # on r-wide tensors memory is the cost
+    u = h
+    for layer in range(len(branch.mixes) + 1):
+        if layer > 0:
+            u = F.linear(u, branch.mixes[layer - 1])
+        u = function(_argument(u, branch, layer)).to(h.dtype)
+    return u
+
+
+def noble_linear_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, branch: Branch, h: Tensor | None = None
+) -> Tensor:
+    """Return the plain formula, term by term; arguments as in `op.noble_linear`."""
+    if h is None:
+        assert branch.down is not None
+        h = F.linear(x, branch.down)
+    u_up = F.linear(bottleneck(h, branch), branch.up)
+    return u_up if weight is None else F.linear(x, weight, bias) + u_up
 
 
 def noble_linears(
@@ -71,12 +169,11 @@ def noble_linears(
     if len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return [noble_linear_reference(x, weights[0], biases[0], branches[0], h)]
     grad = torch.is_grad_enabled()
-    if not grad and not as_one_op():
-        return _forward(x, h, weights, biases, branches)[:-1]
     activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
     if grad:
         return list(_NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)[:-1])
-    return _forward_op(x, h, weights, biases, tensors, activation)[:-1]
+    run = _forward_op if as_one_op() else _forward
+    return run(x, h, weights, biases, tensors, activation)[:-1]
 
 
 def noble_linear(
@@ -96,7 +193,7 @@ class _NobleLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(n: Any, activation: Any, x: Any, h: Any, *tensors: Any) -> Any:
-        run = _forward_op if as_one_op() else _forward_body
+        run = _forward_op if as_one_op() else _forward
         return tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
 
     @staticmethod
@@ -137,14 +234,10 @@ def _downs(branches: Sequence[Branch]) -> list[Tensor]:
 
 
 def _forward(
-    x: Tensor,
-    h: Tensor | None,
-    weights: Sequence[Tensor | None],
-    biases: Sequence[Tensor | None],
-    branches: Sequence[Branch],
-    training: bool = False,
+    x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: str, training: bool = False
 ) -> list[Tensor]:
     """Return y (..., d_out) of each linear, then h (T, m r) of the m down projections, empty where it was given."""
+    branches = _branches(tensors, len(weights), activation)
     downs = _downs(branches)
     x_TI = x.reshape(-1, x.shape[-1])
     us_TR: Iterable[Tensor]
@@ -179,10 +272,7 @@ def _backward(
     activation: str,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of x, h, weights, biases (None where `wanted` says no), and of the branches' tensors.
-
-    A frozen dense weight costs no product.
-    """
+    """Return the gradients of x, h, weights, biases (None where `wanted` says no), and of the branches' tensors."""
     n = len(weights)
     branches = _branches(tensors, n, activation)
     downs = _downs(branches)
@@ -248,7 +338,7 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
         if layer > 0:
             u = F.linear(u, branch.mixes[layer - 1])
         inputs.append(u)
-        arguments.append(argument(u, branch, layer))
+        arguments.append(_argument(u, branch, layer))
         u = function(arguments[-1]).to(h_TR.dtype)
         outputs.append(u)
 
@@ -274,14 +364,6 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
     return outputs[-1], du, [*dmixes, *dfrequencies, *dphases]
 
 
-_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "tanh": lambda du, z: torch.ops.aten.tanh_backward(du, torch.tanh(z)),
-    "leaky_relu": lambda du, z: torch.ops.aten.leaky_relu_backward(du, z, LEAKY_SLOPE, False),
-    "gelu": torch.ops.aten.gelu_backward,
-    "silu": torch.ops.aten.silu_backward,
-}
-
-
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
     """Return `kernel.py` where this bottleneck is its formula and its numbers are a GPU's."""
     mixes = branch.mixes
@@ -302,13 +384,6 @@ def _down_kernel(x_TI: Tensor, branch: Branch) -> ModuleType | None:
     return _kernel(x_TI, rank, branch, down) if fuse and rank <= FUSED_DOWN_RANK else None
 
 
-def _forward_body(
-    x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: str, training: bool = False
-) -> list[Tensor]:
-    """Run `_forward` of flat tensors."""
-    return _forward(x, h, weights, biases, _branches(tensors, len(weights), activation), training)
-
-
 def _backward_body(dys: Sequence[Tensor], x: Tensor, *rest: Any) -> list[Tensor]:
     """Run `_backward` for the opaque op, which returns new empty tensors for None."""
     return [x.new_empty(0) if each is None else each for each in _backward(dys, x, *rest)]
@@ -325,7 +400,7 @@ _LIBRARY.define(
     "noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, str activation, "
     "bool[] wanted) -> Tensor[]"
 )
-_LIBRARY.impl("noble_forward", _forward_body, "CompositeExplicitAutograd")
+_LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("noble_backward", _backward_body, "CompositeExplicitAutograd")
 _forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
 _backward_op = torch.ops.nonlinear_lowrank.noble_backward.default

@@ -10,7 +10,7 @@ and the Auto classes know (`hub`).
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,11 +18,9 @@ from peft.tuners.tuners_utils import _ExcludedModule, _maybe_include_all_linear_
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
-from nonlinear_lowrank.adapters.base import AdapterLayer
 from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, register_adapter
-from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.adapters.weights import AdapterLayer, WeightLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import config_to_dict
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.targets import output_head_names
@@ -244,7 +242,7 @@ class NoraModel(AdapterModel):
         # The model can be saved with them and loaded again, as an augmented one.
         for config, names in entries.items():
             for hook in after_augment:
-                hook(model, {"method": config.method, "config": config_to_dict(config), "modules": names})
+                hook(model, {"method": config.method, "config": asdict(config), "modules": names})
         return model
 
 

@@ -30,14 +30,11 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from nonlinear_lowrank.adapters.base import AdapterLayer
-from nonlinear_lowrank.adapters.sine import SineDeltaLayer
-from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.adapters.weights import AdapterLayer, SineDeltaLayer, WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.methods.float32 import kept_float32
-from nonlinear_lowrank.ops.precision import wide_dtype
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.precision import kept_float32, wide_dtype
+from nonlinear_lowrank.ops.sine import SineFactors
 
 from .adapter_config import NoraConfig
 from .fit import check_range, fit_rational

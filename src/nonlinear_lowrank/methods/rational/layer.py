@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.float32 import kept_float32
+from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails

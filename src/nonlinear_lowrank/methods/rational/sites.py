@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers import activations as hf
 
-from nonlinear_lowrank.methods.forward_code import functions_called, why_bypassed
 from nonlinear_lowrank.methods.matrix import matrix_of
+from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
