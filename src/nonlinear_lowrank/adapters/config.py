@@ -10,9 +10,8 @@ from peft.utils.other import get_pattern_key
 
 from nonlinear_lowrank.errors import UserError
 
-_IMPORT_LINE = (
-    "import nonlinear_lowrank  # registers {type} with peft; without it loading fails with KeyError: '{type}'"
-)
+BASE_ROWS = "__base__"
+"""Name, in `adapter_names`, for rows that no adapter touches."""
 
 
 @dataclass
@@ -58,17 +57,14 @@ class AdapterConfig(PeftConfig):
         if self.bias not in ("none", "all", "adapter_only", "lora_only"):
             raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {self.bias!r}")
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
-            raise UserError(
-                "layers_to_transform needs target_modules as a list of names; as a regular expression, "
-                "target_modules can name the layers itself"
-            )
+            raise UserError("layers_to_transform needs target_modules as a list of names, not a regular expression")
         if self.layers_pattern and self.layers_to_transform is None:
             raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
         for name, pattern in self.patterns.items():
+            if not isinstance(values := getattr(self, pattern), dict):
+                raise UserError(f"{pattern} must be names with values, got {values!r}")
             self.check_value(name, getattr(self, name), name)
-            if not isinstance(getattr(self, pattern), dict):
-                raise UserError(f"{pattern} must be names with values, got {getattr(self, pattern)!r}")
-            for key, value in getattr(self, pattern).items():
+            for key, value in values.items():
                 self.check_value(name, value, f"{pattern}[{key!r}]")
 
     def check_value(self, name: str, value: Any, where: str) -> None:
@@ -87,7 +83,7 @@ class AdapterConfig(PeftConfig):
         super().save_pretrained(save_directory, **kwargs)
         readme = Path(save_directory) / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        line = _IMPORT_LINE.format(type=self.type_name)
-        if line not in text:
-            block = f"## Loading\n\n```python\n{line}\n```\n"
+        why = f"registers {self.type_name} with peft; without it loading fails with KeyError: '{self.type_name}'"
+        block = f"## Loading\n\n```python\nimport nonlinear_lowrank  # {why}\n```\n"
+        if why not in text:
             readme.write_text(f"{text.rstrip()}\n\n{block}".lstrip(), encoding="utf-8")

@@ -14,7 +14,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
 from nonlinear_lowrank.validation import one_line
 
-from .base import AdapterLayer
+from .weights import AdapterLayer
 
 
 @torch.no_grad()
@@ -45,11 +45,8 @@ def convert_to_lora(
         UserError: there is no such adapter, a rank is out of range, some adapted module is not a linear, or the folder
             is not empty.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, AdapterLayer) and adapter_name in module.configs
-    }
+    ours = {name: each for name, each in model.named_modules() if isinstance(each, AdapterLayer)}
+    layers = {name: each for name, each in ours.items() if adapter_name in each.configs}
     if not layers:
         raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
     if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
@@ -64,11 +61,10 @@ def convert_to_lora(
     config.fan_in_fan_out = all(getattr(layer, "transposed", False) for layer in layers.values())
     errors, norms = 0.0, 0.0
     for name, layer in layers.items():
-        a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
-        if a is None or b is None:
+        if f"{name}.lora_A.weight" not in tensors:
             continue
-        matrix: Any = layer.matrix
-        delta = matrix.of(layer.get_delta_weight(adapter_name))  # type: ignore[operator]
+        a, b, matrix = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"], layer.matrix
+        delta = matrix.of(layer.get_delta_weight(adapter_name))  # type: ignore[operator,union-attr]
         error, norm = (b @ a - delta).norm().item(), delta.norm().item()
         errors, norms = errors + error**2, norms + norm**2
         report(f"{name}: rank {len(a)}, relative error {error / norm if norm else 0.0:.4f}")

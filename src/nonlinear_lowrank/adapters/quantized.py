@@ -22,18 +22,10 @@ from nonlinear_lowrank.errors import UserError
 
 
 def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> QuantizationBackend | None:
-    """Return peft's backend for a module's weight, None for a plain one.
-
-    Args:
-        base: the module.
-        model_options: of the whole model, by peft's `get_quantization_kwargs`.
-    """
-    options = dict(model_options)
-    # A model quantized by hand has no config to quantize again by; it is needed for merging only.
-    by_hand = "get_apply_tensor_subclass" not in options
-    if by_hand:
-        options["get_apply_tensor_subclass"] = _unknown_torchao_config
-    backend = resolve_quantization_backend(base, **options)
+    """Return peft's backend for a weight, given the model's `get_quantization_kwargs`; None for a plain one."""
+    # A model quantized by hand has no config to quantize again by; it is needed for merging only, which is refused.
+    by_hand = "get_apply_tensor_subclass" not in model_options
+    backend = resolve_quantization_backend(base, **{"get_apply_tensor_subclass": lambda: None, **model_options})
     if backend is not None and backend.backend_name == "torchao" and by_hand:
         backend.supports_merge = False
     return backend
@@ -58,12 +50,7 @@ def unpack(base: nn.Module) -> None:
 
 
 class Kept:
-    """A copy of a module's original weight, on the CPU.
-
-    Args:
-        base: the module.
-        backend: peft's backend for its weight.
-        copy_plain: False to refer to a plain weight itself, for merges that are never undone.
+    """A copy of a module's original weight, on the CPU; without `copy_plain` a plain one is the weight itself.
 
     Raises:
         UserError: the format cannot be dequantized or quantized again.
@@ -130,12 +117,7 @@ class Kept:
             old.data.copy_(self._data)
 
     def write(self, layer: Any, weight: Tensor) -> None:
-        """Write another weight to the module, quantized like its own.
-
-        Args:
-            layer: the adapter layer around the module.
-            weight: in float, of the plain weight's shape.
-        """
+        """Write another weight, in float, to the module inside an adapter layer, quantized like its own."""
         base = layer.get_base_layer()
         if self._kind == "bnb 4bit":
             device = base.weight.device
@@ -165,7 +147,3 @@ def _unpacked(data: Tensor, state: Any) -> tuple[Tensor, Any]:
 def _like_4bit(weight: Any, data: Tensor, **options: Any) -> Any:
     same = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
     return type(weight)(data, requires_grad=False, **{name: getattr(weight, name) for name in same}, **options)
-
-
-def _unknown_torchao_config() -> Any:
-    raise AssertionError("merging is refused before")

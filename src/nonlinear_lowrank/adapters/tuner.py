@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -15,13 +15,11 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.forward_code import bypassed_linears
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
-from nonlinear_lowrank.surgery.targets import unreached_experts
+from nonlinear_lowrank.surgery.targets import bypassed_linears, unreached_experts
 
-from .base import BASE_ROWS, AdapterLayer, check_adapter_name
-from .config import AdapterConfig
-from .weights import WeightLayer
+from .config import BASE_ROWS, AdapterConfig
+from .weights import AdapterLayer, WeightLayer
 
 Tuner = TypeVar("Tuner", bound="type[AdapterModel]")
 
@@ -93,11 +91,8 @@ class AdapterModel(BaseTuner):
         }
         if not found:
             have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-            limits = "".join(
-                f", {limit}={getattr(config, limit)!r}"
-                for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-                if getattr(config, limit)
-            )
+            names = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+            limits = "".join(f", {limit}={value!r}" for limit in names if (value := getattr(config, limit)))
             raise NoTargetError(
                 f"target_modules={_listed(config.target_modules)}{limits} match no module of {type(model).__name__}"
                 + (f"; its linears are called {', '.join(sorted(have))}" if have else "")
@@ -108,7 +103,10 @@ class AdapterModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject an adapter as peft does, after its name was checked."""
-        check_adapter_name(adapter_name)
+        # A ParameterDict keeps its entries as attributes: "keys" would hide its method, "a.b" cannot be one.
+        bad = adapter_name == BASE_ROWS or not adapter_name or "." in adapter_name
+        if bad or hasattr(nn.ParameterDict(), adapter_name):
+            raise UserError(f"an adapter cannot be called {adapter_name!r}; choose a plain word without dots")
         # The names in a state dict stand above the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -171,11 +169,11 @@ class AdapterModel(BaseTuner):
         self,
         peft_config: Any,
         adapter_name: str,
-        target: nn.Module,
+        target: Any,
         target_name: str,
-        parent: nn.Module,
+        parent: Any,
         current_key: str,
-        parameter_name: str | None = None,
+        **_: Any,
     ) -> None:
         config: AdapterConfig = peft_config.resolve(current_key)
         if isinstance(target, AdapterLayer):
@@ -209,8 +207,7 @@ class AdapterModel(BaseTuner):
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> list[AdapterLayer]:
         if isinstance(adapter_names, str):
             raise UserError(f"adapter_names must be a list of names, such as [{adapter_names!r}]")
-        unknown = sorted(set(adapter_names or []) - set(self.peft_config))
-        if unknown:
+        if unknown := sorted(set(adapter_names or []) - set(self.peft_config)):
             raise UserError(
                 f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(self.peft_config)}"
             )
@@ -228,11 +225,7 @@ class AdapterModel(BaseTuner):
         super().merge_adapter(adapter_names, safe_merge)
 
     def _unload_and_optionally_merge(
-        self,
-        merge: bool = True,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: list[str] | None = None,
+        self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None
     ) -> Any:
         if merge:
             self._before_merge(adapter_names, safe_merge)
@@ -259,17 +252,14 @@ class AdapterModel(BaseTuner):
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
         two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         in_encoder = {id(each) for each in self.model.get_encoder().modules()} if two_parts else set()
-        handles = []
-        try:
+        with ExitStack() as stack:
             for module in self.model.modules():
                 if isinstance(module, AdapterLayer | AuxiliaryTrainingWrapper):
                     # Beam search repeats the decoder's rows; the encoder still sees each once.
                     rows = names if id(module) in in_encoder else repeated
-                    handles.append(module.register_forward_pre_hook(partial(_give_names, rows), with_kwargs=True))
+                    hook = partial(_give_names, rows)
+                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # Files.
 
@@ -278,12 +268,9 @@ class AdapterModel(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        have = {
-            name: tensor
-            for name, tensor in model.state_dict().items()
-            if name.endswith(f".{adapter_name}") and f".{cls.prefix}" in name
-        }
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
+        have = {name: tensor for name, tensor in model.state_dict().items() if f".{cls.prefix}" in name}
+        have = {name: tensor for name, tensor in have.items() if name.endswith(f".{adapter_name}")}
         wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:

@@ -1,26 +1,191 @@
-"""Adapters around modules that multiply by one matrix: nn.Linear, Conv1D, 1x1 convolutions, embeddings.
+"""Layers of all fine-tuning methods, so that a method's file holds only its formula.
 
-Whatever the module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a
-Conv1D's, a 1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
+A method is three classes:
 
-Merging always starts from the weight as it was before any adapter, kept on the CPU, and goes through the
-adapters sorted by name, in float32, with one rounding at the end. Hence unmerging is bit-equal, and
-merge(A); merge(B) is bit-equal to merge([A, B]).
+    @dataclass
+    class MyConfig(AdapterConfig):                  # fields; see `config.AdapterConfig`
+        type_name: ClassVar[str] = "NLR_MINE"
+        r: int = 8
+        rank_pattern: dict[str, int] = field(default_factory=dict)
+        patterns: ClassVar[dict[str, str]] = {"r": "rank_pattern"}
+        def check_value(self, name, value, where): check_integer(where, value, minimum=1)
+
+    class MyLinear(WeightLayer):                    # or AdapterLayer, around modules that are no matrix
+        adapter_layer_names = ("nlr_mine_down", "nlr_mine_up")      # flat ParameterDicts, made by the base class
+        def add_parameters(self, name, config): self.nlr_mine_down[name] = self.parameter(config.r, self.d_in); ...
+        def reset_adapter(self, name): ...          # draws them, in place, also on meta
+        def adapted(self, x, names): ...            # forward with these adapters, in the order given
+        def merged_weight(self, weight, names): ... # (d_out, d_in) -> the same, formed in float32, rounded once
+
+    @register_adapter(MyConfig)
+    class MyModel(AdapterModel):                    # see `tuner.AdapterModel`
+        prefix = "nlr_mine_"
+        layer_classes = {"linear": MyLinear, "conv1d": MyLinear}
+
+in the module that its `Method.adapter` names. Several adapters, batches that mix them (`adapter_names`, with `__base__`
+rows), merging from a copy of the original, quantized bases, patterns per module, checks before anything is
+changed, saving and loading follow from that.
+
+Rules that peft's own machinery imposes:
+
+- A parameter is called `<prefix><what>` and lives in a flat ParameterDict, keyed by the adapter: names nested
+  deeper are lost when a saved adapter is loaded under another name.
+- Class names: a layer over a linear has "Linear" in its name, any other has not ("all-linear" of a second
+  adapter goes by it).
+- Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
+  the input's type for products, never the input to float32.
+- `names` of `adapted` and `merged_weight` are sorted, so that results do not depend on the order of loading.
+
+Whatever a module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a Conv1D's, a
+1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows). Merging starts from
+the weight as it was before any adapter, kept on the CPU, and goes through the adapters sorted by name, in float32, with
+one rounding at the end. Hence unmerging is bit-equal, and merge(A); merge(B) is bit-equal to merge([A, B]).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import check_adapters_to_merge
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import MultiplierLayer, Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.ops.sine import effective_weights, sine_layer
+from nonlinear_lowrank.ops.sine_delta import SineFactors
 
-from .base import AdapterLayer
+from .config import BASE_ROWS, AdapterConfig
 from .quantized import Kept, backend_of, keep_unpacked, unpack
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
+    """A module with adapters around it; subclasses give the formula."""
+
+    adapter_layer_names: tuple[str, ...] = ()
+    """Names of the ParameterDicts that hold the trainable tensors."""
+    other_param_names: tuple[str, ...] = ("configs",)
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.base_layer = base_layer
+        self.configs: dict[str, Any] = {}
+        """Each adapter's config, with the values of this very module filled in from the patterns."""
+        for name in self.adapter_layer_names:
+            setattr(self, name, nn.ParameterDict())
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+
+    # What a method writes.
+
+    def add_parameters(self, name: str, config: Any) -> None:
+        """Put the adapter's tensors, undrawn, into the ParameterDicts; `self.parameter(*shape)` makes one."""
+        raise NotImplementedError
+
+    def reset_adapter(self, name: str) -> None:
+        """Draw the adapter's tensors in place, as its config says; must do on the meta device."""
+        raise NotImplementedError
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the module's output with these adapters (at least one, each present, sorted)."""
+        raise NotImplementedError
+
+    def roles(self, name: str) -> Mapping[str, Role]:
+        """Return learning-rate roles of an adapter's tensors, by ParameterDict; others have no multipliers."""
+        return {}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put adapters into the base module; raises where a method cannot."""
+        raise NotImplementedError
+
+    def unmerge(self) -> None:
+        """Take every merged adapter out again."""
+        raise NotImplementedError
+
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """Raise UserError where merging these adapters would give anything not finite; changes nothing."""
+
+    # What it gets.
+
+    def original(self) -> nn.Module:
+        """Return the module that adapters were put around, as it was before any."""
+        return self.get_base_layer()
+
+    def update_layer(self, name: str, config: AdapterConfig) -> None:
+        """Add an adapter; its config has this module's values, see `AdapterConfig.resolve`."""
+        self.configs[name] = config
+        self.add_parameters(name, config)
+        with torch.no_grad():
+            self.reset_adapter(name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Return an undrawn tensor on the base's device, in its type if that is a common float type, else float32."""
+        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype if dtype in _FLOATS else torch.float32))
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Return those of the adapters that this module has, sorted."""
+        return sorted(name for name in names if name in self.configs)
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """Call the base module with the active adapters.
+
+        Args:
+            x: the base module's input, batch first.
+            *args: for the base module.
+            adapter_names: one adapter a row of x, or "__base__" for none, instead of the active ones.
+            **kwargs: for the base module.
+
+        Raises:
+            UserError: adapter_names do not fit x, or adapters are merged.
+        """
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if adapter_names is not None and not self.disable_adapters:
+            return self._mixed(x, adapter_names, *args, **kwargs)
+        names = [] if self.disable_adapters or self.merged else self.present(self.active_adapters)
+        return self.adapted(x, names, *args, **kwargs) if names else self.base_layer(x, *args, **kwargs)
+
+    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        if len(x) != len(adapter_names):
+            raise UserError(
+                f"adapter_names has {len(adapter_names)} names and {type(self).__name__} is given {len(x)} rows; "
+                "give one name a row"
+            )
+        if self.merged:
+            raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(adapter_names):
+            rows.setdefault(name if name in self.configs else BASE_ROWS, []).append(row)
+        parts = [
+            self.base_layer(x[each], *args, **kwargs)
+            if name == BASE_ROWS
+            else self.adapted(x[each], [name], *args, **kwargs)
+            for name, each in rows.items()
+        ]
+        order = torch.tensor([row for indices in rows.values() for row in indices])
+        return torch.cat(parts)[order.argsort().to(x.device)]
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
+        return {f"{tensor}.{name}": role for name in self.configs for tensor, role in self.roles(name).items()}
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move the tensors as peft does, but keep the objects, their types and `requires_grad`."""
+        if device is None:
+            device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        for name in self.adapter_layer_names:
+            tensors = getattr(self, name)
+            if device is not None and adapter_name in tensors and not tensors[adapter_name].is_meta:
+                tensors[adapter_name].data = tensors[adapter_name].data.to(device)
+
+    def __repr__(self) -> str:
+        return f"nlr.{nn.Module.__repr__(self)}"
 
 
 class WeightLayer(AdapterLayer):
@@ -78,66 +243,106 @@ class WeightLayer(AdapterLayer):
     # Merging.
 
     @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
         """Put adapters into the base weight; the original is kept until `unmerge`.
 
         Args:
             safe_merge: check first that the result is finite.
             adapter_names: which; None for the active ones. They join those that are merged already.
+            keep: False for a merge that is never undone.
 
         Raises:
             UserError: the result is not finite, or the base's format cannot be merged into. The weight is
                 unchanged then.
         """
-        self._merge(safe_merge, adapter_names, keep=True)
-
-    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
         names = self.present(check_adapters_to_merge(self, adapter_names))
-        if not names:
-            return
-        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=keep)
-        merged = self._merged(kept, names)
-        if safe_merge:
-            self._check_finite(merged, names)
-        kept.write(self, self.matrix.back(merged))
-        self._kept = kept if keep else None
-        self.merged_adapters = [*self.merged_adapters, *names]
+        if names:
+            kept, merged = self._merged(names, copy_plain=keep, check=safe_merge)
+            kept.write(self, self.matrix.back(merged))
+            self._kept = kept if keep else None
+            self.merged_adapters = [*self.merged_adapters, *names]
 
     @torch.no_grad()
     def check_merge(self, adapter_names: list[str] | None) -> None:
         """Raise UserError where the merged matrix would not be finite."""
         wanted = self.active_adapters if adapter_names is None else adapter_names
-        names = [name for name in self.present(wanted) if name not in self.merged_adapters]
-        if names:
-            kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=False)
-            self._check_finite(self._merged(kept, names), names)
+        if names := [name for name in self.present(wanted) if name not in self.merged_adapters]:
+            self._merged(names, copy_plain=False, check=True)
 
-    def _merged(self, kept: Kept, names: Sequence[str]) -> Tensor:
-        """Return the matrix (d_out, d_in) with these adapters and those that are merged already."""
-        return self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
-
-    def _check_finite(self, merged: Tensor, names: Sequence[str]) -> None:
-        if not merged.isfinite().all():
+    def _merged(self, names: Sequence[str], *, copy_plain: bool, check: bool) -> tuple[Kept, Tensor]:
+        """Return the original, and the matrix (d_out, d_in) with these adapters and those that are merged already."""
+        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=copy_plain)
+        merged = self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
+        if check and not merged.isfinite().all():
             raise UserError(
                 f"merging {', '.join(map(repr, names))} would give weights that are not finite (NaN or infinite): "
                 "the adapter is broken; nothing was merged"
             )
+        return kept, merged
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Put the original weight back, bit-equal; does nothing where nothing is merged."""
         if self._kept is not None:
             self._kept.restore(self.get_base_layer())
-        self._kept = None
-        self.merged_adapters = []
+        self._kept, self.merged_adapters = None, []
 
-    @torch.no_grad()
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
         """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
         if merge:
-            self._merge(safe_merge, adapter_names, keep=False)
+            self.merge(safe_merge, adapter_names, keep=False)
         else:
             self.unmerge()
         return self.get_base_layer()
+
+
+class SineDeltaLayer(WeightLayer):
+    """Adapters that add a sine delta to a weight (sine-LoRA, NoRA++ with lora_sine); subclasses give `factors`.
+
+    They go around linears and 1x1 convolutions. With a plain base and no dropout there is one product, with the weight
+    that merging would give. Else there are two, the base's and the delta's; both save no more for backward than the
+    input.
+    """
+
+    @property
+    def stride(self) -> tuple[int, int] | None:
+        """Stride of a convolution, else None."""
+        return None
+
+    def factors(self, name: str) -> SineFactors:
+        """Return an adapter's delta."""
+        raise NotImplementedError
+
+    def source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
+        """Return where these deltas, beside the base's own product, get the weight from, if they need it."""
+        return None
+
+    @property
+    def transposed(self) -> bool:
+        """Return whether the module stores its weight as (d_in, d_out)."""
+        return self.matrix.kind == "conv1d"
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output with these adapters, see `AdapterLayer`."""
+        dropped = [name for name in names if self.training and self.configs[name].lora_dropout > 0]
+        rest = [name for name in names if name not in dropped]
+        layout: dict[str, Any] = {"transposed": self.transposed, "stride": self.stride}
+        if not dropped and self.base_is_plain():
+            base: Any = self.base_layer
+            return sine_layer(x, base.weight, base.bias, [self.factors(name) for name in rest], **layout)
+        y = self.base_layer(x, *args, **kwargs)
+        if self.quantization_backend is not None:
+            y = self.quantization_backend.maybe_clone_base_result(y)
+        parts = [(x, rest)] if rest else []
+        parts += [(F.dropout(x, self.configs[name].lora_dropout), [name]) for name in dropped]
+        for part, together in parts:
+            factors = [self.factors(name) for name in together]
+            y = y + sine_layer(part, self.source(together), None, factors, base=False, **layout).to(y.dtype)
+        return y
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """Return the merged matrix, see `WeightLayer`; formed in the module's layout, as `adapted` does."""
+        factors = [self.factors(name) for name in names]
+        return self.matrix.of(effective_weights(self.matrix.back(weight), factors, transposed=self.transposed))

@@ -188,7 +188,9 @@ class AugmentedModel:
                     "(DDP, FSDP) instead"
                 )
             if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
-                raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
+                raise UserError(
+                    f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}; upgrade it"
+                )
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import nonlinear_lowrank as nlr
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
 from nonlinear_lowrank import UserError
-from nonlinear_lowrank.adapters.base import AdapterLayer
+from nonlinear_lowrank.adapters.weights import AdapterLayer
 from rounding_helpers import assert_close_by_norm
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])

