@@ -51,49 +51,35 @@ def verdict(results):
     return line
 
 
-def test_cautions_a_claim_on_curves_that_still_fall():
-    results = compared(falling, every=5)
+ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
+
+
+def at_first(step, steps):
+    return 3.0 + 1e-3 * (step < steps)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "cautions"),
+    [
+        (falling, {"every": 5}, ["(over the last 20 % of the steps `baseline` by 0.4 and `noble` by 0.4"]),
+        (falling, {"every": 1, "steps": 3}, ["(over the last 33 % of the steps", "read off 3 evaluations, fewer than"]),
+        (falling, {"every": 100}, ["the runs are evaluated too seldom to tell whether their curves have flattened."]),
+        (falling, {"every": 20, "measure": ACCURACY}, ["the curves have not flattened"]),
+        (flattened, {"every": 5}, []),
+        (flattened, {"every": 20}, ["the speed is read off 5 evaluations, fewer than 10"]),
+        (flattened, {"every": 20, "measure": ACCURACY}, []),
+        (at_first, {"every": 5}, ["in 3 of 3 seeds the crossing lies at the first evaluation"]),
+    ],
+)
+def test_cautions_a_claim_that_its_curves_do_not_bear(shape, options, cautions):
+    results = compared(shape, **options)
     line = verdict(results)
-    assert "**faster**" in line
-    assert ". **Caution**: the curves have not flattened (over the last 20 % of the steps " in line
-    assert "`baseline` by 0.4 and `noble` by 0.4 still improved, more than the difference)" in line
-    assert results["against"]["baseline"]["noble"]["cautions"] == [line.partition("**Caution**: ")[2].rstrip(".")]
-
-
-def test_lets_a_claim_on_flat_curves_stand_alone():
-    results = compared(flattened, every=5)
-    assert "**faster**" in verdict(results)
-    assert "Caution" not in verdict(results)
-    assert results["against"]["baseline"]["noble"]["cautions"] == []
-
-
-def test_cautions_a_speed_read_off_few_evaluations():
-    assert "the speed is read off 5 evaluations, fewer than 10" in verdict(compared(flattened, every=20))
-
-
-def test_three_steps_are_no_evidence():
-    line = verdict(compared(falling, every=1, steps=3))
-    assert "**faster**" in line
-    assert ". **Caution**: the curves have not flattened (over the last 33 % of the steps" in line
-    assert "the speed is read off 3 evaluations, fewer than 10" in line
-
-
-def test_cautions_a_crossing_at_the_first_evaluation():
-    results = compared(lambda step, steps: 3.0 + 1e-3 * (step < steps), every=5)
-    assert "in 3 of 3 seeds the crossing lies at the first evaluation" in verdict(results)
-
-
-def test_cautions_runs_evaluated_at_their_end_alone():
-    line = verdict(compared(falling, every=100))
-    assert "**Caution**: the runs are evaluated too seldom to tell whether their curves have flattened." in line
-
-
-def test_cautions_scores_that_still_rise_without_speed():
-    accuracy = Measure(name="accuracy", higher_is_better=True, unit="")
-    line = verdict(compared(falling, every=20, measure=accuracy))
-    assert "the curves have not flattened" in line
-    assert "read off" not in line
-    assert "Caution" not in verdict(compared(flattened, every=20, measure=accuracy))
+    assert (". **Caution**: " in line) == bool(cautions)
+    assert "; ".join(results["against"]["baseline"]["noble"]["cautions"]) in line
+    for words in cautions:
+        assert words in line
+    assert ("**faster**" in line) == (options in ({"every": 5}, {"every": 1, "steps": 3}) and shape is not at_first)
+    assert "measure" not in options or "read off" not in line
 
 
 def test_omits_cautions_where_nothing_is_claimed():
@@ -162,26 +148,21 @@ def test_pairs_both_training_losses_by_seed():
         assert found["noble"][at] == f"{delta.value:+.4f} [{delta.low:+.4f}, {delta.high:+.4f}]"
 
 
-def test_keeps_the_row_of_an_arm_that_diverged():
-    noble = an_arm("noble", augmented(1, 1.4, 1.3), augmented(2, **LOST), augmented(3, 1.4, 1.3))
+def lost_at(seed):
+    return [augmented(each, **LOST) if each == seed else augmented(each, 1.4, 1.3) for each in SEEDS]
+
+
+def test_keeps_the_rows_of_arms_that_diverged():
     lost = "diverged in 1 of 3 seeds"
-    assert rows(baseline(), noble)["noble"] == [lost, "it diverged", "-", lost, "it diverged", "-"]
-    assert (
-        rows(baseline(), an_arm("noble", choice=None))["noble"] == ["diverged at every choice", "it diverged", "-"] * 2
-    )
-
-
-def test_names_a_reference_that_diverged():
-    reference = an_arm("baseline", augmented(1, 1.4, 1.3), augmented(2, **LOST), augmented(3, 1.4, 1.3))
-    found = rows(reference, an_arm("noble", *(augmented(seed, 1.4, 1.3) for seed in SEEDS)))
-    assert found["baseline"][0] == "diverged in 1 of 3 seeds"
+    assert rows(baseline(), an_arm("noble", *lost_at(2)))["noble"] == [lost, "it diverged", "-"] * 2
+    never = rows(baseline(), an_arm("noble", choice=None))["noble"]
+    assert never == ["diverged at every choice", "it diverged", "-"] * 2
+    found = rows(an_arm("baseline", *lost_at(2)), an_arm("noble", *lost_at(0)))
+    assert found["baseline"][0] == lost
     assert found["noble"] == ["1.4000", "the reference diverged", "-", "1.3000", "the reference diverged", "-"]
-
-
-@pytest.mark.parametrize("missing", [None, math.nan])
-def test_names_a_loss_that_is_no_number(missing):
-    noble = an_arm("noble", *(augmented(seed, missing if seed == 2 else 1.4 + 0.01 * seed**2, 1.3) for seed in SEEDS))
-    assert rows(baseline(), noble)["noble"][1] == "it diverged"
+    for missing in (None, math.nan):
+        runs = (augmented(seed, missing if seed == 2 else 1.4 + 0.01 * seed**2, 1.3) for seed in SEEDS)
+        assert rows(baseline(), an_arm("noble", *runs))["noble"][1] == "it diverged"
 
 
 # --- the choice of a learning rate ----------------------------------------------------------------------------

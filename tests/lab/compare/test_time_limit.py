@@ -158,6 +158,7 @@ def test_limit_that_holds_nothing_is_refused_before_anything_is_written(go, tmp_
 
 
 def test_schedule_shrinks_as_a_whole():
+    assert [duration(each) for each in (40.4, 170, 9000)] == ["40 s", "3 min", "2.5 h"]
     config = TrainConfig(steps=300, warmup_steps=30, batch_size=8, lr=1e-3, eval_every=20, save_every=150, log_every=10)
     short = shortened(config, 90)
     assert short == replace(config, steps=90, warmup_steps=9, eval_every=6, save_every=45, log_every=3)
@@ -165,11 +166,6 @@ def test_schedule_shrinks_as_a_whole():
     short = shortened(field, 50)
     assert short == replace(field, steps=50, warmup_steps=5)
     assert [short.rate(step) for step in (5, 49)] == pytest.approx([field.rate(step) for step in (10, 99)])
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(40.4, "40 s"), (170, "3 min"), (9000, "2.5 h")])
-def test_duration_in_words(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_timing_ends_after_its_seconds(monkeypatch):

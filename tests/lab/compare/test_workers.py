@@ -125,18 +125,12 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("workers", "environment", "words"),
-    [(0, {}, "positive integer"), (True, {}, "positive integer"), (2, {"WORLD_SIZE": "2"}, "omit torchrun")],
+    ("workers", "world", "words"),
+    [(0, "1", "positive integer"), (2, "2", "omit torchrun"), (2, "1", r"pip install 'nonlinear-lowrank\[ray\]'")],
 )
-def test_refuses_workers_before_anything_is_written(recipe, tmp_path, monkeypatch, workers, environment, words):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_refuses_workers_before_anything_is_written(recipe, tmp_path, monkeypatch, workers, world, words):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=words):
         go(recipe, tmp_path / "out", workers=workers)
     assert not (tmp_path / "out").exists()
-
-
-def test_names_the_extra_without_ray(recipe, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[ray\]'"):
-        go(recipe, tmp_path / "out", workers=2)
