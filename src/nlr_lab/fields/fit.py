@@ -29,13 +29,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from nlr_lab.runtime.environment import cpu_threads, many_compiled, provenance
-from nlr_lab.runtime.environment import check_bytes, choose_device, told_of_memory
-from nlr_lab.runtime.storage import flatten
+from nlr_lab.runtime.environment import (
+    OutOfTimeError,
+    check_bytes,
+    choose_device,
+    cpu_threads,
+    duration,
+    many_compiled,
+    provenance,
+    told_of_memory,
+)
 from nlr_lab.runtime.storage import (
     FolderLock,
     clear_folder,
     disk_errors,
+    flatten,
     holds_former,
     newest_valid,
     prune,
@@ -44,7 +52,6 @@ from nlr_lab.runtime.storage import (
     remove_temporaries,
     write_json,
 )
-from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
@@ -118,12 +125,11 @@ def fit(
         quiet: show nothing.
         pictures: whether the problem writes its pictures and meshes at the end.
         about: the problem's settings, kept in fit.json; a resume with other ones is refused by their names.
-        stop: asked after each step but the last, with its number; the fit then goes on from its last checkpoint when it
-            is resumed.
+        stop: asked after each step but the last, with its number; a resume goes on from the last checkpoint.
 
     Raises:
-        UserError: a rank that saves nothing anywhere, a device that cannot be used, too little memory, a folder that
-            may not be used, a fit of other settings or data, a damaged result, a full disk.
+        UserError: a rank that saves nothing, a device that cannot be used, too little memory, a folder that may not be
+            used, a fit of other settings or data, a damaged result, a full disk.
         DivergedError: the loss or a weight is no longer finite; the message says at which step.
         OutOfTimeError: `stop` said so.
     """
@@ -201,13 +207,7 @@ def load_weights(model: nn.Module, out: Path | str) -> None:
 
 
 class Stepper:
-    """Take single steps; what a step sees follows from the seed and its number alone.
-
-    Args:
-        problem: what is fitted.
-        model: on the device it is fitted on; changed in place.
-        config: the optimization.
-    """
+    """Take single steps of a model, in place; what a step sees follows from the seed and its number alone."""
 
     def __init__(self, problem: Problem, model: nn.Module, config: FitConfig) -> None:
         self.problem, self.config = problem, config
@@ -301,10 +301,8 @@ class _Run:
         found, _ = newest_valid(self.checkpoints)
         last = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
         by = "at" if self.stepper.device.type == "cpu" else "at or before"
-        return DivergedError(
-            f"{what} is no longer a finite number {by} step {self.step}; {last}; lower the learning rate and start anew",
-            self.step,
-        )
+        where = f"{what} is no longer a finite number {by} step {self.step}"
+        return DivergedError(f"{where}; {last}; lower the learning rate and start anew", self.step)
 
     @torch.no_grad()
     def _evaluate(self) -> str:
@@ -323,11 +321,10 @@ class _Run:
 
     def _save(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)
-        optimizer = self.stepper.optimizer.state
-        moments = {f"{key}/{name}": value for name, each in self.stepper.parameters.items()
-                   for key, value in optimizer[each].items()}  # fmt: skip
-        state = {"step": self.step, "seconds": time.monotonic() - self.started, "curve": self.curve,
-                 "summed": self.summed, "losses": float(self.losses)}  # fmt: skip
+        moments, state = {}, {name: getattr(self, name) for name in ("step", "summed", "curve")}
+        for name, parameter in self.stepper.parameters.items():
+            moments |= {f"{key}/{name}": value for key, value in self.stepper.optimizer.state[parameter].items()}
+        state |= {"seconds": time.monotonic() - self.started, "losses": float(self.losses)}
         with staged_folder(self.checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
             save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
             save_file(_contiguous(moments), staged / "optimizer.safetensors")

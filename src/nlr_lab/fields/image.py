@@ -35,15 +35,8 @@ EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 
 _CHUNK = 1 << 15  # pixels that an evaluation takes at once
 _ORIENTATION = 0x0112  # EXIF's number of the tag
-_TURNS = {
-    2: Transpose.FLIP_LEFT_RIGHT,
-    3: Transpose.ROTATE_180,
-    4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE,
-    6: Transpose.ROTATE_270,
-    7: Transpose.TRANSVERSE,
-    8: Transpose.ROTATE_90,
-}
+_FLIPS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_TURNS = dict(enumerate(_FLIPS.split(), 2))  # by EXIF's orientation
 
 
 def prepare(settings: ImageSettings) -> "ImageProblem":
@@ -87,11 +80,7 @@ def read_image(source: str) -> Image.Image:
 def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
     """Read (height, width, 3) uint8, or (height, width, 4) where the picture may have clear pixels.
 
-    With `upright` it is turned as its EXIF orientation says; pixels that a camera's pose belongs to must not be. Grey
-    of 16 bits is brought to 8.
-
-    Raises:
-        UserError: the file is missing, is no picture, or has values of more than 16 bits.
+    With `upright` it is turned as its EXIF orientation says; pixels that a camera's pose belongs to must not be.
     """
     try:
         with Image.open(file) as opened:
@@ -109,10 +98,10 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()  # Pillow turns .tiff files while it loads them, and drops the tag
     try:
         with warnings.catch_warnings(action="ignore"):
-            turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+            turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # whatever a parser meets in broken tags: the pixels can be read
         return image
-    return image if turn is None else image.transpose(turn)
+    return image if turn is None else image.transpose(Transpose[turn])
 
 
 def over_white(pixels: np.ndarray) -> np.ndarray:
@@ -128,14 +117,10 @@ class ImageProblem:
     """An image to be fitted (see `problem.Problem`, and this file's table for the metrics).
 
     Args:
-        pixels: (height, width, 3), uint8, or floats from 0 to 1.
+        pixels: (height, width, 3), uint8, or floats from 0 to 1; UserError for others.
         name: of the image.
         field: the network; two inputs and three outputs.
         points: pixels of a step; 0: all.
-
-    Raises:
-        UserError: an image of zero size or another shape, values that are no numbers from 0 to 1, a network of other
-            inputs or outputs.
     """
 
     score = "psnr"
@@ -212,9 +197,6 @@ def positions(height: int, width: int) -> Tensor:
 
 
 def psnr(image: np.ndarray, truth: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of 8-bit images, dB; of equal ones as if one of their numbers were off by one.
-
-    So it is finite, and means and differences of it are too.
-    """
+    """Peak signal-to-noise ratio of 8-bit images, dB; of equal ones as if one number were off by one: finite."""
     error = float(np.mean((image.astype(np.float64) - truth.astype(np.float64)) ** 2))
     return 10 * math.log10(255**2 / (error or 1 / truth.size))

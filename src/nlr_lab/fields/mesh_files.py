@@ -44,9 +44,7 @@ def import_trimesh() -> Any:
 def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
     """Read the mesh of a source; see the table of this file.
 
-    Args:
-        source: the name of an embedded shape, or a file.
-        repair: whether holes are closed, each by a fan of triangles to its middle; refused where that leaves any open.
+    With `repair` holes are closed, each by a fan of triangles to its middle.
 
     Raises:
         UserError: there is no such file, it cannot be read, it has no faces, it has points that are not finite, it has
@@ -173,10 +171,11 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     fixed = import_trimesh().Trimesh(points, np.concatenate([faces, fans]), process=False)
     closes = fixed.is_watertight and _turn_outwards(fixed)
     # A sheet, closed flat on itself, has no volume.
-    if closes := closes and signed_volumes(fixed.triangles - fixed.bounds.mean(0)).sum() > 1e-12:
-        if repair:
-            return fixed
-    once, more = (int((_shared(mesh.edges)[1] == 1).sum()), int((_shared(mesh.edges)[1] > 2).sum()))
+    closes = closes and signed_volumes(fixed.triangles - fixed.bounds.mean(0)).sum() > 1e-12
+    if repair and closes:
+        return fixed
+    of_edges = _shared(mesh.edges)[1]
+    once, more = int((of_edges == 1).sum()), int((of_edges > 2).sum())
     hint = "closing its holes was tried and leaves some, or no volume; close them in a mesh editor"
     if closes:
         doubled, share = len(mesh.faces) - len(faces), 1 - area / fixed.area

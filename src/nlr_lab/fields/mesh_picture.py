@@ -33,20 +33,11 @@ def render(
     elevation: float = 15.0,
     height: int = 480,
 ) -> np.ndarray:
-    """A picture of a mesh.
+    """A picture (height, width, 3) uint8 of a mesh; None or one without faces gives an empty one of the same size.
 
-    Args:
-        mesh: in the coordinates of `bounds`; None or one without faces gives an empty picture.
-        bounds: (2, 3), the box that fills the picture.
-        up: the axis that points up. At 0, 0 the eye looks against z with y up, against x with z up, and against y with
-            x up.
-        azimuth: degrees that the eye is turned about that axis.
-        elevation: degrees that it is raised.
-        height: pixels; the width follows from the box. Of a box more than four times as wide as high the picture is
-            lower, with as many pixels as one four times as wide as this height has.
-
-    Returns:
-        (height, width, 3) uint8; the same size for the same box and view.
+    The box `bounds` (2, 3) fills it. At 0, 0 the eye looks against z with y up, against x with z up, and against y with
+    x up; `azimuth` turns it about the axis `up`, `elevation` raises it, in degrees. The width follows from the box: of
+    one more than four times as wide as high the picture is lower, with as many pixels as one four times as wide has.
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 

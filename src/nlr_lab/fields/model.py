@@ -19,8 +19,7 @@ The radiance field of the sine low-rank paper, found by the parameter counts tha
                                                       -> feature: linear 256, with direction (3) -> view: linear 128,
                                                          activation -> rgb: linear 3, sigmoid -> colour
 
-Position and direction enter as they are, without an encoding, and no layer sees the position again. Every linear has
-a bias; a linear m x n is factored only where k (m + n) < m n, which alpha's never is. Source: sine_lowrank.txt,
+Every linear has a bias, and is factored only where it gets smaller, which alpha never does. Source: sine_lowrank.txt,
 section 4.3, Table 3 and appendix A.2.4.
 """
 
@@ -110,7 +109,6 @@ class Radiance(nn.Module):
         self.fine = RadianceNet(config, method, generator) if fine else None
 
     def forward(self, points: Tensor, views: Tensor, fine: bool = False) -> tuple[Tensor, Tensor]:
-        """Return `RadianceNet`'s density (...) and colour (..., 3), of the coarse or of the fine field."""
         net = self.fine if fine else self.coarse
         assert net is not None
         return net(points, views)
@@ -126,15 +124,12 @@ def encode(x: Tensor, octaves: int) -> Tensor:
 
 
 def gaussian(z: Tensor, spread: float) -> Tensor:
-    """exp(-z^2 / (2 spread^2)). Source: Ramasinghe and Lucey 2022, table 1.
-
-    One autograd function with its passes in place: eager, a third to two thirds of the plain formula's time.
-    """
+    """exp(-z^2 / (2 spread^2)). Source: Ramasinghe and Lucey 2022, table 1."""
     return _Gaussian.apply(z, -0.5 / spread**2)
 
 
 class _Gaussian(torch.autograd.Function):
-    """exp(c z^2); keeps z and its value, as the plain formula does."""
+    """exp(c z^2), with its passes in place: eager, a third to two thirds of the plain formula's time."""
 
     @staticmethod
     def forward(z, c):

@@ -38,11 +38,7 @@ def prepare(settings: NerfSettings) -> "NerfProblem":
 
 
 class NerfProblem:
-    """A `fields.problem.Problem`: a radiance field for a scene.
-
-    Args:
-        scene: the views.
-        settings: sampling and network; what describes the scene there is not looked at.
+    """A radiance field for a scene (see `problem.Problem`); of the settings sampling and network count.
 
     Raises:
         UserError: the views are too small to be scored, or frames are wanted and no path can be made of the cameras.
@@ -66,6 +62,7 @@ class NerfProblem:
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
         self._images = torch.from_numpy(scene.images)
         self._trained = torch.tensor(scene.trained)
+        self._counts = [count for count in (settings.samples, settings.fine_samples) if count]
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """Build a `Radiance`; omega, where it was left open, is the one published for NeRF at this rank."""
@@ -76,12 +73,10 @@ class NerfProblem:
 
         The places are those of the samples within their bins, (rays, samples), and of the fine ones if there are any.
         """
-        settings, cameras = self.settings, self.scene.cameras
-        view = self._trained[torch.randint(len(self._trained), (settings.rays,), generator=generator)]
-        row = torch.randint(cameras.height, (settings.rays,), generator=generator)
-        column = torch.randint(cameras.width, (settings.rays,), generator=generator)
-        counts = [settings.samples, settings.fine_samples] if settings.fine_samples else [settings.samples]
-        jitters = [torch.rand(settings.rays, count, generator=generator) for count in counts]
+        rays, cameras = self.settings.rays, self.scene.cameras
+        view = self._trained[torch.randint(len(self._trained), (rays,), generator=generator)]
+        row, column = (torch.randint(n, (rays,), generator=generator) for n in (cameras.height, cameras.width))
+        jitters = [torch.rand(rays, count, generator=generator) for count in self._counts]
         return *self._rays(cameras, view, row, column), self._images[view, row, column], *jitters
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -138,13 +133,10 @@ class NerfProblem:
         row, column = torch.meshgrid(torch.arange(cameras.height), torch.arange(cameras.width), indexing="ij")
         row, column = row.reshape(-1), column.reshape(-1)
         rays = self._rays(cameras, torch.full_like(row, number), row, column)
-        settings = self.settings
-        at_once = max(1, _POINTS // (settings.samples + settings.fine_samples))
-        colours = []
+        at_once, colours = max(1, _POINTS // sum(self._counts)), []
         for start in range(0, len(row), at_once):
             some = Rays(*(each[start : start + at_once].to(parameter.device) for each in rays))
-            counts = [settings.samples] + ([settings.fine_samples] if settings.fine_samples else [])
-            middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in counts]
+            middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in self._counts]
             colours.append(self._render(model, some, *middles)[-1].clamp(0, 1).cpu())
         return torch.cat(colours).reshape(cameras.height, cameras.width, 3).numpy()
 

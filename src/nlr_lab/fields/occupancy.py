@@ -58,12 +58,9 @@ class OccupancyProblem:
     """A shape to be fitted (see `problem.Problem`, and this file's table for the metric).
 
     Args:
-        mesh: watertight.
+        mesh: watertight; UserError where rays find it open.
         settings: all but `source` and `repair` count.
         name: of the shape.
-
-    Raises:
-        UserError: a grid does not fit memory, or rays find the mesh open.
     """
 
     score = "iou"
@@ -141,18 +138,9 @@ def log_odds(model: nn.Module, points: np.ndarray) -> np.ndarray:
 
 
 def surface(model: nn.Module, resolution: int, bounds: np.ndarray) -> "Trimesh | None":
-    """Marching cubes over the field's log-odds at a lattice of the box; the box's sides close what reaches them.
+    """Marching cubes over the field's log-odds at a lattice of the box `bounds` (2, 3), which closes what reaches it.
 
-    Args:
-        model: log-odds of points in [-1, 1]^3.
-        resolution: points along each axis.
-        bounds: (2, 3), the box in the coordinates that the mesh is to have.
-
-    Returns:
-        a closed mesh, its faces turned outwards, or None where no point is inside.
-
-    Raises:
-        UserError: the lattice does not fit memory, or scikit-image is not installed.
+    Returns a mesh in the coordinates of `bounds`, its faces turned outwards, or None where no point is inside.
     """
     trimesh = import_trimesh()
     marching_cubes = require("fields", "skimage.measure").marching_cubes

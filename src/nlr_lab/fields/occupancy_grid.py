@@ -67,13 +67,10 @@ class OccupancyGrid:
 
 
 def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Generator | None = None) -> OccupancyGrid:
-    """Find the occupancy of a closed mesh on a lattice, or at random places of its cells.
+    """Find the occupancy of a watertight mesh at the n = `resolution` points along each axis of a lattice.
 
-    Args:
-        mesh: watertight, as `read_mesh` gives it.
-        resolution: n, points along each axis.
-        jitter: if given, column (i, j) is at a random place of its cell, and its points are as far up each cell as a
-            random number of the column says: points off the lattice, evenly over the box.
+    With `jitter` column (i, j) is at a random place of its cell, and its points are as far up each cell as a random
+    number of the column says: points off the lattice, evenly over the box.
 
     Raises:
         UserError: the grid does not fit memory, the faces enclose no volume, or rays find the mesh open.
@@ -146,24 +143,13 @@ def check_grids(**grids: tuple[int, float]) -> None:
 
 
 class LatticePoints:
-    """Draw points of an occupancy grid, a share of them near the surface, weighted so that the loss stays the box's.
+    """Draw points of an occupancy grid (n, n, n), more of them near the surface, and weigh them so that the loss stays.
 
     Most of a box is far from its shape's surface, is learned at once and then has next to no gradient. With a share s
-    of the points drawn from the band about the surface, which is a part f of the lattice, and the others from all of
-    it, a point is drawn with density
-
-        q = s / f + 1 - s    in the band,    q = 1 - s    outside
-
-    times the even one, and weighs 1 / q in the mean: the expected loss is that of even drawing, with a smaller variance.
-
-    Args:
-        inside: (n, n, n) bool.
-        share: of the points drawn from the band; at least 0, below 1.
-        band: the band's points have one of the other kind at most so far away along each axis, in units of the box's
-            half side.
-
-    Raises:
-        UserError: the band does not fit memory.
+    in [0, 1) drawn from the band about the surface, a part f of the lattice, and the others from all of it, a point
+    has q times the even density, q = s / f + 1 - s in the band and 1 - s outside, and weighs 1 / q in the mean: the
+    expected loss is that of even drawing, with a smaller variance. The band's points have one of the other kind at
+    most `band` away along each axis, in units of the box's half side; UserError where they do not fit memory.
     """
 
     def __init__(self, inside: np.ndarray, share: float, band: float) -> None:

@@ -69,10 +69,9 @@ class FieldMethod:
 
     def __str__(self) -> str:
         """The short form; `parse` reads it back."""
-        options = [f"{name}={_short(value)}" for name in ("rank", "omega", "gain")
-                   if (value := getattr(self, name)) is not None]  # fmt: skip
-        if self.init != "kaiming_sqrt5":
-            options.append(f"init={self.init}")
+        init = None if self.init == "kaiming_sqrt5" else self.init
+        settings = {"rank": self.rank, "omega": self.omega, "gain": self.gain, "init": init}
+        options = [f"{name}={_short(value)}" for name, value in settings.items() if value is not None]
         return ":".join(filter(None, (self.kind, ",".join(options))))
 
     def resolved(self, table: str) -> "FieldMethod":
@@ -88,7 +87,7 @@ class FieldMethod:
         return self.rank is not None and self.rank * (d_in + d_out) < d_in * d_out
 
     def linear(self, d_in: int, d_out: int, bias: bool = True, *, generator: torch.Generator) -> nn.Module:
-        """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where a factored one is no smaller."""
+        """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where factors are no smaller."""
         if not self.factors(d_in, d_out):
             return dense_linear(d_in, d_out, bias, init=self.init, generator=generator)
         config = self.factors_config()
@@ -152,11 +151,7 @@ def _draw(tensor: Tensor, fan: int, init: str, generator: torch.Generator) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class FieldArm:
-    """One method of a comparison, with what is tuned of it.
-
-    Raises:
-        UserError: see `FieldMethod`; or unknown inits, a bad learning rate or name.
-    """
+    """One method of a comparison, with what is tuned of it; raises UserError as `FieldMethod` does."""
 
     method: FieldMethod
     """With its first init."""
@@ -194,9 +189,8 @@ class FieldArm:
 class Problem(Protocol):
     """Something to be fitted, its data loaded and checked.
 
-    Models are float32 modules on the CPU when they are built; `loss` may get the compiled model and finds it and the
-    batch on one device. `evaluate`, `picture` and `write` get the plain model, on any device, under no_grad, and do
-    in pieces what would not fit memory whole.
+    Models are float32 modules on the CPU when they are built; `loss` may get the compiled model. `evaluate`, `picture`
+    and `write` get the plain one, on any device, under no_grad, and do in pieces what would not fit memory whole.
     """
 
     name: str

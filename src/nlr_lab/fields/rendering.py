@@ -1,17 +1,17 @@
 """Pinhole cameras, and volume rendering of what they see: rays, device coordinates, sampling, compositing, paths.
 
-Camera axes are OpenGL's: a camera looks along -z with x to the right and y up. A pose is camera-to-world, 3 x 4
-`[R | t]`. A pixel (column i, row j) is seen through its centre (i + 1/2, j + 1/2).
+A camera looks along -z with x to the right and y up; a pose is camera-to-world, 3 x 4 `[R | t]`; a pixel (column i, row
+j) is seen through its centre (i + 1/2, j + 1/2).
 
-Formulas: Mildenhall et al. 2020, "NeRF", equation (3) (quadrature), section 5.2 (hierarchical sampling) and appendix C
-(normalised device coordinates). R is rays, S samples on each. A ray is cut into S intervals that leave no gap between
-near and far, one around each sample, within which density and colour are constant. So a constant density is integrated
-exactly, wherever the samples lie:
+R is rays, S samples on each. A ray is cut into S intervals that leave no gap between near and far, one around each
+sample, within which density and colour are constant, so that a constant density is integrated exactly:
 
     w_i = T_i (1 - exp(-s_i d_i))      T_i = exp(-sum_{j<i} s_j d_j)      colour = sum_i w_i c_i + T_{S+1} background
 
 Where the world goes on behind the last sample (no background; what far = 1 means in normalised device coordinates),
 what light is left takes the last sample's colour.
+
+Source: Mildenhall et al. 2020, "NeRF", equations (2) and (3), section 5.2, appendix C.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Cameras:
     """
 
     poses: np.ndarray
-    """(N, 3, 4) float64, camera-to-world."""
+    """(N, 3, 4) float64."""
     intrinsics: np.ndarray
     """(N, 4) float64, in pixels: focal lengths along x and y, centre's column and row."""
     height: int
@@ -109,10 +109,7 @@ def recentred(poses: np.ndarray) -> np.ndarray:
 
 
 def spiral(poses: np.ndarray, focus: float, frames: int) -> np.ndarray:
-    """A closed path (frames, 3, 4) for a scene taken from one side: a turn within the spread of the views (N, 3, 4).
-
-    All look at one point, `focus` away from the average camera.
-    """
+    """A closed path (frames, 3, 4) in the spread of views from one side, looking `focus` ahead of their average."""
     average = average_pose(poses)
     radii = np.percentile(np.abs((poses[:, :, 3] - average[:, 3]) @ average[:, :3]), 90, axis=0)
     angle = 2 * np.pi * np.arange(frames)[:, None] / frames
@@ -122,10 +119,7 @@ def spiral(poses: np.ndarray, focus: float, frames: int) -> np.ndarray:
 
 
 def circle(poses: np.ndarray, frames: int) -> np.ndarray:
-    """A closed path (frames, 3, 4) around an object, at the mean distance and height of the views (N, 3, 4).
-
-    All look where the views' axes meet.
-    """
+    """A closed path (frames, 3, 4) around where the views' axes meet, at their mean distance and height."""
     positions, axes = poses[:, :, 3], poses[:, :, 2]
     # The point nearest to all optical axes: sum (I - a a^T) (x - p) = 0.
     across = np.eye(3) - axes[:, :, None] * axes[:, None, :]
@@ -169,10 +163,9 @@ def pixel_rays(cameras: Cameras, views: Tensor, rows: Tensor, columns: Tensor) -
 
 
 def ndc_rays(rays: Rays, scale_x: float, scale_y: float, near: float = 1.0) -> Rays:
-    """Rays of cameras that look along -z, in normalised device coordinates: t in [0, 1] is z from -near to -infinity.
+    """Rays with z < 0 in normalised device coordinates: t in [0, 1] is z from -near to -infinity.
 
-    Every direction has z < 0. The scales are focal lengths over half the width and half the height.
-    Source: Mildenhall et al. 2020, appendix C, equations (25) and (26).
+    The scales are focal lengths over half the width and half the height. Source: equations (25) and (26).
     """
     shift = -(near + rays.origins[:, 2:]) / rays.directions[:, 2:]
     x, y, z = (rays.origins + shift * rays.directions).unbind(-1)
@@ -183,11 +176,7 @@ def ndc_rays(rays: Rays, scale_x: float, scale_y: float, near: float = 1.0) -> R
 
 
 def stratified(jitter: Tensor, near: float, far: float) -> Tensor:
-    """One t in each of S equal bins of [near, far]: (R, S), ascending.
-
-    `jitter` (R, S) in [0, 1] has the places in the bins: uniform draws, or 0.5 everywhere for the bins' middles.
-    Source: Mildenhall et al. 2020, equation (2).
-    """
+    """One t in each of S equal bins of [near, far], at the places `jitter` (R, S) in [0, 1]: equation (2)."""
     samples = jitter.shape[-1]
     bins = torch.arange(samples, dtype=jitter.dtype, device=jitter.device) + jitter
     return near + (far - near) * bins / samples
@@ -200,17 +189,10 @@ def interval_edges(t: Tensor, near: float, far: float) -> Tensor:
 
 
 def importance(edges: Tensor, weights: Tensor, jitter: Tensor) -> Tensor:
-    """Draw t from the density that is constant on each interval and proportional to its weight.
+    """Draw t (R, F), ascending, from the density that is constant on each interval and proportional to its weight.
 
-    Args:
-        edges: (R, S + 1), ascending.
-        weights: (R, S) >= 0; where a ray's are all 0, every interval counts by its width.
-        jitter: (R, F) in [0, 1], places in F equal bins of the quantiles, as in `stratified`.
-
-    Returns:
-        (R, F), ascending, without gradient.
-
-    Source: Mildenhall et al. 2020, section 5.2, inverse transform sampling.
+    Where the `weights` (R, S) of a ray are all 0, every interval of `edges` (R, S + 1) counts by its width. `jitter`
+    (R, F) has the places in F equal bins of the quantiles. No gradient passes.
     """
     with torch.no_grad():
         # In float64: a float32 running sum would lose the intervals behind a heavy one.
@@ -227,19 +209,10 @@ def importance(edges: Tensor, weights: Tensor, jitter: Tensor) -> Tensor:
 def composite(
     density: Tensor, colour: Tensor, t: Tensor, near: float, far: float, lengths: Tensor, background: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Light along rays, by this file's formula (Mildenhall et al. 2020, equation (3)).
+    """Colours (R, 3) and weights of the samples (R, S), by this file's formula.
 
-    Args:
-        density: (R, S) >= 0, per unit of length.
-        colour: (R, S, 3).
-        t: (R, S), ascending, in [near, far].
-        near: where the rays begin.
-        far: where they end.
-        lengths: (R), of the directions: the length of a step of 1 in t.
-        background: colour of what is behind, or None: the last sample's colour goes on.
-
-    Returns:
-        Colours (R, 3), and weights of the samples (R, S).
+    Of density (R, S) per unit of length, colour (R, S, 3), ascending t (R, S) and the lengths (R) of a step of 1 in t.
+    `background` is the grey of what is behind; None: the last sample's colour goes on.
     """
     optical = density * interval_edges(t, near, far).diff(dim=-1) * lengths[:, None]
     # Shifted, not cumsum - optical: behind a thick interval that difference would be rounding error.
@@ -265,20 +238,10 @@ def render(
     far: float,
     background: float | None,
 ) -> list[Tensor]:
-    """Render rays: once, or twice where there are fine samples.
+    """Render rays: colours (R, 3), once at stratified samples, or again by `fine` at the union of these and fine ones.
 
-    Args:
-        coarse: the field at stratified samples.
-        fine: the field at the union of those and the fine samples; None: `coarse` again.
-        rays: R rays.
-        jitter: (R, S), of the stratified samples.
-        fine_jitter: (R, F), of the samples that are drawn where the coarse weights are; None renders once.
-        near: smallest t.
-        far: largest t.
-        background: as in `composite`.
-
-    Returns:
-        Colours (R, 3) of the coarse picture, and of the fine one if there are fine samples.
+    `jitter` (R, S) has the places of the stratified samples and `fine_jitter` (R, F) of those that are drawn where the
+    coarse weights are. Without `fine` the coarse field is asked again.
     """
     lengths = rays.directions.norm(dim=-1)
 

@@ -1,30 +1,15 @@
-"""Pictures of a scene with their cameras, out of the two usual kinds of folders or one .npz file.
+"""Pictures of a scene with their cameras, out of the two usual kinds of folders or one .npz file (docs/nerf.md).
 
-| form                                        | what it holds                                                      |
-|---------------------------------------------|--------------------------------------------------------------------|
-| folder with poses_bounds.npy ("LLFF")       | images/ or images_8/ and the like, in the order of the poses;      |
-|                                             | every 8th view is held out                                         |
-| folder with transforms_train.json and       | pictures that are named in them; the test views are held out       |
-| transforms_test.json ("Blender")            |                                                                    |
-| folder with transforms.json alone           | the same, every 8th view held out                                  |
-| .npz: images, poses_bounds                  | LLFF                                                               |
-| .npz: images_train, poses_train,            | Blender                                                            |
-| images_test, poses_test, focal              |                                                                    |
-
-LLFF are pictures taken by hand from one side. A row of `poses_bounds.npy` is 3 x 5 `[R | t | (height, width, focal
+LLFF: pictures taken by hand from one side. A row of `poses_bounds.npy` is 3 x 5 `[R | t | (height, width, focal
 length)]`, R's columns down, right and backwards, then the nearest and the farthest depth of the view. The world is
-scaled so that the nearest depth of all is 4/3, and moved so that the average camera is at the origin and looks along -z.
-
-Blender are rendered objects. A frame has `file_path` (".png" is added where it has no suffix) and `transform_matrix`,
-camera-to-world in OpenGL's axes. Clear pixels become white.
-
-Sources: Mildenhall et al. 2019, "Local light field fusion"; Mildenhall et al. 2020, "NeRF"; the single
-`transforms.json` is instant-ngp's.
+scaled to a nearest depth of 4/3, and moved so that the average camera is at the origin and looks along -z.
+Blender: rendered objects. A frame has `file_path` (".png" is added where it has no suffix) and `transform_matrix`,
+camera-to-world. Sources: Mildenhall et al. 2019, "Local light field fusion"; 2020, "NeRF"; instant-ngp.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,12 +37,7 @@ _DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
 
 @dataclass(frozen=True)
 class Scene:
-    """Views of a scene.
-
-    Raises:
-        UserError: views and cameras do not agree, a held-out view is out of range, no view is left to train on, or
-            normalised device coordinates cannot show all that a view sees.
-    """
+    """Views of a scene; raises UserError where they do not fit together."""
 
     name: str
     images: np.ndarray
@@ -134,20 +114,17 @@ def read_scene(
     near: float = 2.0,
     far: float = 6.0,
 ) -> Scene:
-    """A scene in one of this file's forms.
+    """A scene in one of this file's forms; raise UserError for what is none, or where something does not fit.
 
     Args:
         source: a folder or a .npz file.
         downscale: how many times smaller pictures get, by side. Of LLFF's images_2, images_4, ... it takes the folder
             that is nearest, and averages blocks of pixels for the rest.
-        held_out: views that are scored and not trained on, numbered from 0 (Blender: training views first, then test
-            views). None: the form's own. Test views that a scene has of its own are never trained on, named or not.
-        ndc: LLFF only: normalised device coordinates; False for depths from 0.9 x the nearest to the farthest.
-        near: Blender only: depth at which rays begin.
-        far: Blender only: depth at which they end.
-
-    Raises:
-        UserError: what is given is none of the forms, or something in it does not fit; the message says what.
+        held_out: views that are scored and not trained on, from 0 (Blender: training views first, then test views).
+            None: the form's own. Test views that a scene has of its own are never trained on, named or not.
+        ndc: LLFF: normalised device coordinates; False for depths from 0.9 x the nearest to the farthest.
+        near: Blender: depth at which rays begin.
+        far: Blender: depth at which they end.
     """
     path = Path(source).expanduser()
     check_integer("downscale", downscale, minimum=1)
@@ -164,7 +141,7 @@ def read_scene(
         bounds = read_array(path / "poses_bounds.npy")
         folder, factor = _llff_images(path, downscale)
         files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
-        return _llff(path.name, _read_pictures(files, factor), bounds, factor, out, ndc)
+        return _llff(path.name, _pictures_in(files, factor), bounds, factor, out, ndc)
     else:
         parts, poses, intrinsics = _blender_folder(path, downscale)
     if len({(part.height, part.width) for part in parts}) > 1:
@@ -178,52 +155,44 @@ def read_scene(
 
 
 class _Pictures(NamedTuple):
-    """Pictures of one size."""
+    """Pictures (N, H // factor, W // factor, 3) float32 in [0, 1], and their H and W before they were reduced."""
 
     colours: np.ndarray
-    """(N, H // factor, W // factor, 3) float32 in [0, 1]."""
     height: int
-    """H, before they were reduced."""
     width: int
-    """W."""
 
 
 def _pictures_of(name: str, images: np.ndarray, factor: int) -> _Pictures:
-    """Pictures (N, H, W, 3 or 4) uint8; clear pixels become white, then blocks of factor x factor pixels one."""
+    """The pictures of an array (N, H, W, 3 or 4) uint8."""
     if images.ndim != 4 or images.shape[3] not in (3, 4) or images.dtype != np.uint8:
         raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, got {images.shape} {images.dtype}")
     if 0 in images.shape:
         raise UserError(f"{name} has {len(images)} images of {images.shape[2]} x {images.shape[1]} pixels; give some")
-    return _Pictures(np.stack([_reduced(name, image, factor) for image in images]), *images.shape[1:3])
+    return _reduced(((name, image) for image in images), factor)
 
 
-def _read_pictures(files: Sequence[Path], factor: int) -> _Pictures:
-    """The pictures of files, as `_pictures_of` has them; one at a time is held at full size."""
-    colours: list[np.ndarray] = []
-    first = (0, 0)
-    for file in files:
-        pixels = read_pixels(file)
-        if colours and pixels.shape[:2] != first:
-            raise UserError(
-                f"the images are of different sizes: {files[0].name} has {first[1]} x {first[0]} pixels, "
-                f"{file.name} {pixels.shape[1]} x {pixels.shape[0]}; give all one size"
-            )
-        first = pixels.shape[:2]
-        colours.append(_reduced(file.name, pixels, factor))
-    if not colours:
+def _pictures_in(files: Sequence[Path], factor: int) -> _Pictures:
+    """The pictures of files; one at a time is held at full size."""
+    if not files:
         raise UserError("the scene has no images")
-    return _Pictures(np.stack(colours), *first)
+    return _reduced(((file.name, read_pixels(file)) for file in files), factor)
 
 
-def _reduced(name: str, pixels: np.ndarray, factor: int) -> np.ndarray:
-    """(H, W, 3 or 4) uint8 to (H // factor, W // factor, 3) float32; what is left over at the edge is cut off."""
-    height, width = pixels.shape[:2]
-    rows, columns = height // factor, width // factor
-    if not rows or not columns:
-        size = f"{width} x {height} pixels"
-        raise UserError(f"{name} has {size}, which cannot get {factor} times smaller; give a smaller downscale")
-    blocks = over_white(pixels[: rows * factor, : columns * factor]).reshape(rows, factor, columns, factor, 3)
-    return blocks.mean((1, 3), dtype=np.float64).astype(np.float32)
+def _reduced(images: Iterable[tuple[str, np.ndarray]], factor: int) -> _Pictures:
+    """Clear pixels become white, then blocks of factor x factor pixels one; what is left at the edge is cut off."""
+    colours, sizes = [], dict[tuple[int, int], str]()
+    for name, pixels in images:
+        height, width = pixels.shape[:2]
+        sizes.setdefault((height, width), f"{name} has {width} x {height} pixels")
+        if len(sizes) > 1:
+            raise UserError(f"the images are of different sizes: {', '.join(sizes.values())}; give all one size")
+        rows, columns = height // factor, width // factor
+        if not rows or not columns:
+            size = sizes[height, width]
+            raise UserError(f"{size}, which cannot get {factor} times smaller; give a smaller downscale")
+        blocks = over_white(pixels[: rows * factor, : columns * factor]).reshape(rows, factor, columns, factor, 3)
+        colours.append(blocks.mean((1, 3), dtype=np.float64).astype(np.float32))
+    return _Pictures(np.stack(colours), height, width)
 
 
 def _llff_images(path: Path, downscale: int) -> tuple[Path, int]:
@@ -327,7 +296,7 @@ def _blender_folder(path: Path, downscale: int) -> tuple[list[_Pictures], np.nda
                 )
             file = path / frame["file_path"]
             files.append(file if file.suffix.lower() in _SUFFIXES else file.with_name(file.name + ".png"))
-        parts.append(_read_pictures(files, downscale))
+        parts.append(_pictures_in(files, downscale))
         try:
             matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
         except (TypeError, ValueError) as error:

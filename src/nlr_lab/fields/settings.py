@@ -113,9 +113,9 @@ class ImageSettings:
 
     def prepare(self) -> "ImageProblem":
         """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
-        from .image import prepare
+        from . import image
 
-        return prepare(self)
+        return image.prepare(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class NerfSettings:
     """A scene, how its rays are sampled, and the network."""
 
     source: str = "demo"
-    """"demo", three balls in formulas; or a folder or .npz file (`fields.scenes` lists the forms)."""
+    """"demo", three balls in formulas; or a folder or .npz file (docs/nerf.md lists the forms)."""
     downscale: int = 1
     """Factor by which pictures get smaller, by side."""
     held_out: tuple[int, ...] | None = None

@@ -51,7 +51,7 @@ def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, An
         "left_omega": LEFT_OMEGA,
         "omegas": list(OMEGAS),
         "figure_2": _figure(HEAT_SIZE, HEAT_RANK, _heats(), seeds, init),
-        "figure_3": _figure(SIZE, RANK, lines, seeds, init, with_spectrum=True),
+        "figure_3": _figure(SIZE, RANK, lines, seeds, init),
     }
 
 
@@ -96,9 +96,7 @@ def _draw(size: int, rank: int, seed: int, init: str) -> tuple[Tensor, Tensor]:
     return dense, up @ down
 
 
-def _figure(
-    size: int, rank: int, matrices: Mapping[str, _Make], seeds: int, init: str, *, with_spectrum: bool = False
-) -> dict[str, Any]:
+def _figure(size: int, rank: int, matrices: Mapping[str, _Make], seeds: int, init: str) -> dict[str, Any]:
     found: dict[str, list] = {name: [] for name in matrices}
     for seed in range(seeds):
         dense, product = _draw(size, rank, seed, init)
@@ -106,14 +104,12 @@ def _figure(
             found[name].append(spectrum(make(dense, product)))
     measured = {}
     for name, spectra in found.items():
-        entry: dict[str, Any] = {
+        mean = torch.stack([each.normalised for each in spectra]).mean(0)
+        measured[name] = {
             "stable_rank": _spread([each.stable_rank for each in spectra]),
             "ranks": {f"{each:g}": _spread([one.rank(each) for one in spectra]) for each in TOLERANCES},
+            "spectrum": [[place, float(f"{mean[place - 1]:.4g}")] for place in curve_places(len(mean))],
         }
-        if with_spectrum:
-            mean = torch.stack([each.normalised for each in spectra]).mean(0)
-            entry["spectrum"] = [[place, float(f"{mean[place - 1]:.4g}")] for place in curve_places(len(mean))]
-        measured[name] = entry
     return {"size": size, "rank": rank, "independent": random_stable_rank((size, size)), "matrices": measured}
 
 

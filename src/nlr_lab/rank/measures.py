@@ -1,13 +1,4 @@
-"""Ranks of a matrix, what low-rank products gain by a sine, and the paper's bounds on that.
-
-A matrix (m, n) with singular values s_1 >= s_2 >= ... has
-
-    rank at tolerance t    the number of s_i > t s_1; numpy's "numerical rank" with a stated tolerance
-    stable rank            ||W||_F^2 / ||W||_op^2 = sum(s_i^2) / s_1^2, at least 1 and at most the rank
-    normalised spectrum    s_i / s_1
-
-The rank of exact arithmetic says nothing here: sin(omega U V) has full rank for almost all U and V at every omega
-above 0, and so have tanh and the sigmoid (docs/theory.md). What omega changes is how fast the spectrum falls.
+"""Ranks of a matrix (docs/theory.md), what low-rank products gain by a sine, and the paper's bounds on that.
 
 Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
 """
@@ -25,15 +16,10 @@ from nonlinear_lowrank.validation import check_number
 ACTIVATIONS = {"sine": torch.sin, "sigmoid": torch.sigmoid, "relu": torch.relu, "tanh": torch.tanh}
 """phi of Figure 3; tanh is here as a sigmoid without its constant."""
 
-DIRECT = 512
-"""Up to so many singular values come from an SVD in float64."""
-EXACT = 2048
-"""Up to so many from the float64 Gram matrix of the smaller side; above, only the leading ones."""
-LEADING = 256
-"""Singular values that a sketch finds."""
+DIRECT, EXACT, LEADING = 512, 2048, 256
+"""Up to so many singular values come from an SVD, up to so many from a Gram matrix; a sketch finds the leading ones."""
 LEAST_TOLERANCE = 1e-7
 """Gram matrices square the singular values, so float64 tells them apart down to about 1e-8 of the largest."""
-
 SATURATED = 0.95
 """Share of `random_stable_rank` that counts as all of it."""
 
@@ -70,11 +56,7 @@ class Spectrum:
         return self.values / self.values[0]
 
     def rank(self, tolerance: float) -> int:
-        """Return the number of singular values above `tolerance` times the largest; of a sketch a lower bound.
-
-        Raises:
-            UserError: the tolerance is not between `LEAST_TOLERANCE` and 1.
-        """
+        """Return the number of singular values above `tolerance` times the largest; of a sketch a lower bound."""
         check_tolerance(tolerance)
         return int((self.values > tolerance * self.values[0]).sum())
 
@@ -90,12 +72,11 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
     """Return the singular values of a matrix (m, n) of any floating type, on its device.
 
     By an SVD in float64 where min(m, n) is at most `DIRECT`, by the eigenvalues of the float64 Gram matrix up to
-    `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32, drawn by `seed`.
+    `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32, drawn by `seed`
+    (Halko, Martinsson, Tropp, SIAM Review 53, 2011, algorithm 4.4).
 
     Raises:
         UserError: a number that is not finite, no number at all, or not two dimensions.
-
-    Source of the sketch: N. Halko, P. Martinsson, J. Tropp, SIAM Review 53, 2011, algorithm 4.4.
     """
     if matrix.ndim != 2 or matrix.numel() == 0:
         raise UserError(f"a spectrum needs a matrix with numbers in it, not shape {tuple(matrix.shape)}")
@@ -119,11 +100,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
 
 @torch.no_grad()
 def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
-    """Return the singular values of scale * up (m, k) @ down (k, n) without forming it; as many as it can have.
-
-    Raises:
-        UserError: a number that is not finite.
-    """
+    """Return the singular values of scale * up (m, k) @ down (k, n) without forming it; as many as it can have."""
     if not (up.isfinite().all() and down.isfinite().all()):
         raise UserError("the factors have numbers that are not finite (NaN or infinite)")
     left = torch.linalg.qr(up.double(), mode="r")[1]
@@ -135,10 +112,7 @@ def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
 def kaiming_factors(
     shape: tuple[int, int], rank: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
 ) -> tuple[Tensor, Tensor]:
-    """Return U (m, k) and V (k, n) in float64 as sine layers draw them: Kaiming uniform with fans k and n.
-
-    `init` is "kaiming_sqrt5" (a = sqrt 5) or "kaiming_zero" (a = 0).
-    """
+    """Return U (m, k) and V (k, n) in float64 as sine layers draw them: Kaiming uniform with fans k and n."""
     m, n = shape
     return kaiming_uniform((m, rank), rank, generator, init=init), kaiming_uniform((rank, n), n, generator, init=init)
 
@@ -146,16 +120,15 @@ def kaiming_factors(
 def kaiming_uniform(
     shape: tuple[int, int], fan: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
 ) -> Tensor:
-    """Return Kaiming uniform draws, float64: U(-b, b) with b = sqrt(6 / ((1 + a^2) fan))."""
+    """Return draws, float64, of U(-b, b) with b = sqrt(6 / ((1 + a^2) fan)); a is sqrt 5 or, by "kaiming_zero", 0."""
     bound = math.sqrt({"kaiming_sqrt5": 1.0, "kaiming_zero": 6.0}[init] / fan)
     return (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) * bound
 
 
 def random_stable_rank(shape: tuple[int, int]) -> float:
-    """Return the stable rank of a large matrix of independent entries with mean 0: m n / (sqrt m + sqrt n)^2.
+    """Return the stable rank m n / (sqrt m + sqrt n)^2 of a large matrix of independent entries (Marchenko-Pastur).
 
     About the most that a weight can have whose entries do not depend on each other; orthogonal matrices have more.
-    Source: the Marchenko-Pastur law's edge.
     """
     m, n = shape
     return m * n / (math.sqrt(m) + math.sqrt(n)) ** 2
@@ -197,16 +170,13 @@ class OmegaGuess:
 
 
 @torch.no_grad()
-def guess_omega(
-    shape: tuple[int, int], rank: int, target: float, *, init: str = "kaiming_sqrt5", seed: int = 0
-) -> OmegaGuess:
+def guess_omega(shape: tuple[int, int], rank: int, target: float, *, init: str = "kaiming_sqrt5") -> OmegaGuess:
     """Return the omega at which sin(omega U V) (m, n) of rank k has a stable rank at its init: where to begin.
 
-    The stable rank rises with omega, from that of U V itself to about that of independent entries, so the omega is
-    found by bisection, to 1 %, on draws of the layer's own shape and init. It equals a property of the init and knows
-    nothing of training; docs/theory.md compares it with the published frequencies.
+    Found by bisection, to 1 %, on draws of the layer's own shape and init: the stable rank rises with omega, from that
+    of U V itself to about that of independent entries. It knows nothing of training (docs/theory.md).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     draws = 3 if shape[0] * shape[1] <= 2**18 else 1
     factors = [kaiming_factors(shape, rank, generator, init=init) for _ in range(draws)]
     products = [up.float() @ down.float() for up, down in factors]  # float32, as the layer's own
@@ -240,43 +210,36 @@ def stable_rank(matrix: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SineBounds:
-    """Both sides of the paper's inequalities for one matrix and one omega, as printed and as they hold.
+    """Both sides of the paper's inequalities for A (m, n) and one omega, as printed and as they hold (docs/theory.md).
 
-    A is m x n and not zero; A_min is its smallest non-zero |entry|, |A| and sqrt are entry by entry, and everything is
-    stated for 0 < omega <= pi / (3 A_min). docs/theory.md has the derivations.
+    | field                             | what it is, entry by entry in |A| and sqrt                                |
+    |-----------------------------------|---------------------------------------------------------------------------|
+    | a_min, largest_omega              | the smallest non-zero |entry|; pi / (3 A_min), up to which all is stated  |
+    | frobenius_squared                 | ||sin(omega A)||_F^2, what Lemma 1 bounds from below                      |
+    | lemma_1, lemma_1_printed          | omega^2 A_min^2 / 4; omega^2 A_min                                        |
+    | operator_squared, lemma_2         | ||sin(omega A)||_op^2, bounded from above by omega ||sqrt|A|||_op^2       |
+    | stable_rank                       | of sin(omega A); NaN where that is zero                                   |
+    | proposition_1                     | (omega / 4) (A_min / ||sqrt|A|||_op)^2; printed without the 1/4           |
+    | equation_29                       | omega A_min / ||sqrt|A|||_op, printed; (30) claims that it reaches k      |
+
     Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
     """
 
     a_min: float
-    """A_min."""
     largest_omega: float
-    """pi / (3 A_min), up to which the statements are made."""
     frobenius_squared: float
-    """||sin(omega A)||_F^2, what Lemma 1 bounds from below."""
     lemma_1: float
-    """omega^2 A_min^2 / 4."""
     lemma_1_printed: float
-    """omega^2 A_min."""
     operator_squared: float
-    """||sin(omega A)||_op^2, what Lemma 2 bounds from above."""
     lemma_2: float
-    """omega ||sqrt|A|||_op^2."""
     stable_rank: float
-    """Stable rank of sin(omega A); NaN where that is zero."""
     proposition_1: float
-    """(omega / 4) (A_min / ||sqrt|A|||_op)^2."""
     proposition_1_printed: float
-    """Without the 1/4."""
     equation_29: float
-    """omega A_min / ||sqrt|A|||_op, printed; (30) claims that it reaches k."""
 
 
 def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
-    """Evaluate the bounds in float64.
-
-    Args:
-        matrix: A (m, n), not zero.
-        omega: any number above 0; above `largest_omega` the lower bounds need not hold.
+    """Evaluate the bounds in float64; above `largest_omega` the lower ones need not hold.
 
     Raises:
         UserError: the matrix is zero or not finite, or omega is not above 0.

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig
@@ -35,7 +35,7 @@ from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_ad
 from nonlinear_lowrank.hub.registration import FIELD, TYPE_PREFIX
 from nonlinear_lowrank.hub.storage import read_json, tensor_shapes, weight_files
 from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankLinear
-from nonlinear_lowrank.methods.sine.lowrank import lowrank_weight
+from nonlinear_lowrank.methods.sine.op import lowrank_weight
 from nonlinear_lowrank.validation import check_integer, one_line
 
 from .measures import EXACT, Spectrum, check_tolerance, curve_places, guess_omega, product_spectrum, spectrum
@@ -52,8 +52,6 @@ _FACTORS = {  # by peft's type: how the names of a down and an up factor end
 }
 _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
 
-_Load = Callable[[], Tensor | tuple[Tensor, Tensor, float]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRank:
@@ -66,9 +64,7 @@ class LayerRank:
     "low-rank", "LoRA", ..."""
     shape: tuple[int, int]
     rank: int | None
-    """k of a factored weight."""
     omega: float | None
-    """Frequency of a factored weight that has one."""
     norm: float
     """The largest singular value."""
     stable_rank: float
@@ -117,16 +113,8 @@ def rank_report(
 ) -> RankReport:
     """Measure every matrix of a checkpoint, in the natural order of names; memory for one of them at a time.
 
-    Args:
-        checkpoint: a model's folder (also one without config.json), an adapter's, or a .safetensors file.
-        for_rank: k for which an omega is suggested for each dense matrix.
-        init: of the layer that would take its place.
-        tolerances: for the ranks, in the order they are shown.
-        include: a regular expression that the names of matrices must match somewhere.
-        omega: frequency of sine factors about which no config says anything.
-        exact_up_to: as in `measures.spectrum`.
-        device: for the spectra.
-        progress: called with a line for each matrix.
+    `checkpoint` is a model's folder (also one without config.json), an adapter's, or a .safetensors file; the other
+    settings are those of `nlr inspect --rank`. `progress` is called with a line for each matrix.
 
     Raises:
         UserError: a setting is out of range, nothing is there, a file is not whole, no matrix is found or matches, or
@@ -216,17 +204,16 @@ def _guesses(
     return guesses
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weight:
+class _Weight(NamedTuple):
     """One matrix of a checkpoint: what `LayerRank` says of it, and how it is read."""
 
     name: str
     kind: str
     shape: tuple[int, int]
+    load: Callable[[], Tensor | tuple[Tensor, Tensor, float]]
+    """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
     rank: int | None = None
     omega: float | None = None
-    load: _Load
-    """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
 
 
 def _measured(weight: _Weight, tolerances: Sequence[float], device: str, exact_up_to: int) -> LayerRank:
@@ -302,8 +289,7 @@ def _plain(tensors: _Tensors, transposed: bool = False) -> Iterator[_Weight]:
         flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
         kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
         kind = "kernel" if len(shape) > 2 else kind
-        load = partial(_matrix, tensors, name, flip)
-        yield _Weight(name=layer, kind=kind, shape=(n, m) if flip else (m, n), load=load)
+        yield _Weight(layer, kind, (n, m) if flip else (m, n), partial(_matrix, tensors, name, flip))
 
 
 def _matrix(tensors: _Tensors, name: str, flip: bool) -> Tensor:
@@ -348,8 +334,7 @@ def _factored(
         up, down = map(get, factors)
         return (up, down, omega / gain) if plain else lowrank_weight(up, down, config.activation, omega, gain)
 
-    kind = "low-rank" if plain else config.activation
-    return _Weight(name=name, kind=kind, shape=shape, rank=config.rank, omega=omega, load=load)
+    return _Weight(name, "low-rank" if plain else config.activation, shape, load, config.rank, omega)
 
 
 def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
@@ -389,19 +374,15 @@ def _deltas(path: Path, tensors: _Tensors) -> Iterator[_Weight]:
                 patterns: dict[str, float] = config.alpha_pattern or {}
                 alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
                 scale, omega = alpha / rank ** (0.5 if config.use_rslora else 1), None
-                load = partial(_lora_factors, tensors, up, down, scale)
             else:
                 own = config.resolve(layer)
-                gain, omega = n**0.5 if own.gain is None else own.gain, own.omega
-                gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
-                load = partial(_sine_delta, tensors, up, down, own.omega, gain)
-            title = "LoRA" if kind == "LORA" else "sine-LoRA"
-            yield _Weight(name=layer, kind=title, shape=(m, n), rank=rank, omega=omega, load=load)
+                scale, omega = n**0.5 if own.gain is None else own.gain, own.omega
+                scale /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
+            load = partial(_delta, tensors, up, down, omega, scale)
+            yield _Weight(layer, "LoRA" if kind == "LORA" else "sine-LoRA", (m, n), load, rank, omega)
 
 
-def _lora_factors(tensors: _Tensors, up: str, down: str, scale: float) -> tuple[Tensor, Tensor, float]:
-    return tensors.get(up), tensors.get(down), scale
-
-
-def _sine_delta(tensors: _Tensors, up: str, down: str, omega: float, gain: float) -> Tensor:
-    return lowrank_weight(tensors.get(up), tensors.get(down), "sine", omega, gain)
+def _delta(tensors: _Tensors, up: str, down: str, omega: float | None, scale: float) -> Any:
+    """The factors of LoRA and their scale; with an omega the matrix of sine-LoRA, whose gain `scale` is."""
+    factors = tensors.get(up), tensors.get(down)
+    return (*factors, scale) if omega is None else lowrank_weight(*factors, "sine", omega, scale)

@@ -206,9 +206,7 @@ def test_refuses_broken_files_in_one_line(tmp_path):
     ):
         former = (tmp_path / file).read_bytes()
         (tmp_path / file).write_bytes(content) if content else (tmp_path / file).unlink()
-        with pytest.raises(
-            UserError, match=rf"{file.partition('.')[0].partition('/')[0]}.*--overwrite"
-        ):
+        with pytest.raises(UserError, match=rf"{file.partition('.')[0].partition('/')[0]}.*--overwrite"):
             _fit(tmp_path, resume=True)
         (tmp_path / file).write_bytes(former)
     (tmp_path / "result.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Shapes as fields: counts of the published network, IoU off the lattice, meshes, pictures, a fit that learns."""
+"""Shapes as fields: parity of rays, draws near the surface, IoU, meshes, pictures, a fit that learns."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,19 @@ import torch.nn.functional as F
 import trimesh
 from PIL import Image
 from scipy.ndimage import gaussian_filter
+from scipy.spatial.transform import Rotation
 from torch import nn
 
 from nlr_lab.fields import mesh_picture
-from nlr_lab.fields.mesh_files import knot
+from nlr_lab.fields import occupancy_grid as module
+from nlr_lab.fields.fit import FitConfig, fit
+from nlr_lab.fields.mesh_files import knot, read_mesh
 from nlr_lab.fields.mesh_picture import render
-from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, log_odds, surface
-from nlr_lab.fields.occupancy_grid import LatticePoints
+from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, surface
+from nlr_lab.fields.occupancy_grid import LatticePoints, occupancy_grid
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.runtime import environment as resources
+from nlr_lab.fields.settings import FieldConfig
+from nlr_lab.runtime import environment
 from nonlinear_lowrank import UserError
 from seeds import rng
 
@@ -118,18 +121,6 @@ def test_iou_is_that_of_the_volumes_and_measured_off_the_lattice():
     assert (abs(places - places.round()) > 0.01).all(-1).mean() > 0.9
 
 
-def test_loss_is_the_binary_cross_entropy_of_the_log_odds():
-    problem = ball_problem()
-    model = problem.build(FieldMethod(kind="sine", rank=2), seeded())
-    points, inside, weight = problem.batch(0, seeded())
-    odds = model(points)[:, 0].double()
-    chance = torch.sigmoid(odds)
-    right = torch.where(inside == 1, chance, 1 - chance)
-    torch.testing.assert_close(
-        problem.loss(model, (points, inside, weight)).double(), -(weight * right.log()).mean(), rtol=1e-4, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("radius", [0.7, 1.2, 3.0], ids=["within", "cut-by-the-box", "the-whole-box"])
 def test_marching_cubes_gives_a_closed_mesh_in_the_shapes_own_coordinates(radius):
     half, middle = torch.rand(3).add(0.5).numpy(), torch.randn(3).mul(10).numpy()
@@ -141,15 +132,11 @@ def test_marching_cubes_gives_a_closed_mesh_in_the_shapes_own_coordinates(radius
     np.testing.assert_allclose(mesh.bounds, [middle - reach * half, middle + reach * half], atol=0.02)
 
 
-def test_draws_nothing_of_a_field_with_nothing_inside(tmp_path):
-    problem = ball_problem()
+def test_writes_meshes_and_pictures_that_open(tmp_path):
+    problem = OccupancyProblem(knot(24, 200), OccupancySettings(**SMALL), name="knot")
     assert problem.surface(Ball(-1.0)) is None
     assert (problem.picture(Ball(-1.0)) == 255).all()
     assert [path.name for path in problem.write(Ball(-1.0), tmp_path)] == ["picture.png"]
-
-
-def test_writes_meshes_and_pictures_that_open(tmp_path):
-    problem = OccupancyProblem(knot(24, 200), OccupancySettings(**SMALL), name="knot")
     model = Ball(0.8)
     written = problem.write(model, tmp_path)
     assert [path.name for path in written] == ["picture.png", "mesh.ply"]
@@ -182,18 +169,6 @@ def test_pictures_are_lit_from_the_upper_left():
     assert picture[20:32, 20:32].mean() > picture[48:60, 48:60].mean() + 30
 
 
-def test_refuses_a_band_that_does_not_fit_memory(monkeypatch):
-    """The lattice alone fits: 64^3 points of 2 bytes, and most of them are in so wide a band, at 4 bytes more."""
-    inside = np.zeros((64, 64, 64), dtype=bool)
-    inside[:32] = True
-    monkeypatch.setattr(resources, "free_memory", lambda: 100_000_000 + 2 * inside.size)
-    assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
-    with pytest.raises(
-        UserError, match=r"surface_band 0.8: the band .* points of the lattice, takes .* give a smaller"
-    ):
-        LatticePoints(inside, 0.7, 0.8)
-
-
 def test_pictures_of_rods_stay_small():
     view = {"azimuth": 0, "elevation": 0, "height": 40}
     for ratio in (3.9, 4.1, 100, 1e6):
@@ -218,41 +193,12 @@ def test_pictures_do_not_depend_on_units_or_on_how_many_rays_run_at_once(monkeyp
     assert abs(parts.astype(int) - whole).mean() < 3  # the sky is drawn in another order
 
 
-def test_learns_a_shape():
-    problem = OccupancyProblem(
-        trimesh.creation.torus(1, 0.4), OccupancySettings(**SMALL, field=FieldConfig(width=48, spread=0.2))
-    )
-    model = problem.build(FieldMethod(kind="sine", rank=2), seeded())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    before = problem.evaluate(model)["iou"]
-    for step in range(120):
-        optimizer.zero_grad()
-        problem.loss(model, problem.batch(step, seeded())).backward()
-        optimizer.step()
-    after = problem.evaluate(model)["iou"]
-    assert after > max(before, 60)
-
-
-def test_bodies_that_overlap_are_warned_of():
-    mesh = trimesh.util.concatenate([trimesh.creation.icosphere(3), trimesh.creation.icosphere(3, 0.6)])
-    with pytest.warns(UserWarning, match=r"shape: bodies overlap, and 3\d% of the volume is hollow"):
-        OccupancyProblem(mesh, OccupancySettings(**SMALL))
-
-
 def test_fingerprints_tell_shapes_and_settings_apart():
     same, again = ball_problem(), ball_problem()
     assert same.fingerprint == again.fingerprint
     others = [ball_problem(resolution=25), ball_problem(points=255), ball_problem(field=FieldConfig(width=255))]
     others.append(OccupancyProblem(trimesh.creation.box(), OccupancySettings(**SMALL)))
     assert len({each.fingerprint for each in [same, *others]}) == 5
-
-
-def test_log_odds_come_in_the_order_of_the_points():
-    points = torch.rand(3, 5, 7, 3).numpy() * 2 - 1
-    model = ball_problem().build(FieldMethod(), seeded())
-    np.testing.assert_allclose(
-        log_odds(model, points), model(torch.from_numpy(points)).detach().numpy()[..., 0], rtol=1e-4, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize(
@@ -274,3 +220,181 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(UserError, match=message) as caught:
         OccupancySettings(**settings).prepare()
     assert "\n" not in str(caught.value)
+
+
+def generator():
+    return np.random.default_rng(int(torch.randint(2**31, ())))
+
+
+def sampled(mesh, resolution, off_lattice):
+    """Places in the mesh's own coordinates, and what the grid says of them."""
+    grid = occupancy_grid(mesh, resolution, jitter=generator() if off_lattice else None)
+    low, high = mesh.bounds
+    return grid.points(0, resolution).astype(np.float64) * (high - low) / 2 + (low + high) / 2, grid
+
+
+def turned(mesh):
+    """Turned, stretched and moved at random; with the map back."""
+    moved = np.eye(4)
+    moved[:3, :3] = Rotation.random(random_state=int(torch.randint(2**31, ()))).as_matrix()
+    moved[:3, 3] = torch.randn(3).mul(100).tolist()
+    moved[:3, :3] *= 10 ** float(torch.rand(()) * 4 - 2)
+    back = np.linalg.inv(moved)
+    return mesh.apply_transform(moved), lambda points: points @ back[:3, :3].T + back[:3, 3]
+
+
+def box():
+    sides = torch.rand(3).add(0.3).numpy()
+    mesh, back = turned(trimesh.creation.box(extents=2 * sides))
+    return mesh, lambda points: (sides - abs(back(points))).min(-1)
+
+
+def torus():
+    mesh, back = turned(trimesh.creation.torus(2.0, 0.7, major_sections=256, minor_sections=128))
+
+    def depth(points):
+        points = back(points)
+        return 0.7 - np.hypot(np.hypot(points[..., 0], points[..., 1]) - 2, points[..., 2])
+
+    return mesh, depth
+
+
+def shell():
+    outer, inner = (trimesh.creation.icosphere(5, radius) for radius in (1.0, 0.6))
+    mesh, back = turned(trimesh.util.concatenate([outer, inner]))
+
+    def depth(points):
+        radius = np.linalg.norm(back(points), axis=-1)
+        return np.minimum(1 - radius, radius - 0.6)
+
+    return mesh, depth
+
+
+@pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
+@pytest.mark.parametrize("shape", [box, torus, shell])
+def test_inside_is_where_the_formula_says(shape, off_lattice):
+    mesh, depth = shape()
+    points, grid = sampled(mesh, 40, off_lattice)
+    within = depth(points)
+    clear = abs(within) > 3e-3  # facets lie that far below the smooth surface
+    assert clear.mean() > 0.9
+    assert np.array_equal(grid.inside[clear], within[clear] > 0)
+
+
+def test_points_of_a_lattice_are_the_middles_of_cells_and_off_it_within_them():
+    mesh = trimesh.creation.box()
+    lattice, moved = occupancy_grid(mesh, 5), occupancy_grid(mesh, 5, jitter=generator())
+    axis = np.array([-0.8, -0.4, 0, 0.4, 0.8], dtype=np.float32)
+    np.testing.assert_allclose(lattice.points(0, 5)[:, 2, 1, 0], axis, atol=1e-7)
+    np.testing.assert_allclose(lattice.points(1, 3)[0, 3, :, 2], axis, atol=1e-7)
+    apart = abs(moved.points(0, 5) - lattice.points(0, 5))
+    assert apart.max() <= 0.2 + 1e-6
+    assert apart.reshape(-1, 3).mean(0) == pytest.approx([0.1] * 3, abs=0.05)
+    assert lattice.inside.all()  # the tight box of a box
+    assert moved.inside.all()
+
+
+def test_rays_with_odd_hits_are_cast_again_and_counted(monkeypatch):
+    mesh = trimesh.creation.icosphere(4)
+    right = occupancy_grid(mesh, 24)
+    hits, lost = module._hits, []
+
+    def lossy(caster, xy):
+        ray, height = hits(caster, xy)
+        keep = np.ones(len(ray), dtype=bool)
+        if not lost:
+            lost.extend(np.unique(ray)[::7])
+            keep[np.unique(ray, return_index=True)[1][::7]] = False
+        return ray[keep], height[keep]
+
+    monkeypatch.setattr(module, "_hits", lossy)
+    again = occupancy_grid(mesh, 24)
+    assert again.recast - right.recast == len(lost) > 10
+    # Cast again from a little further off, a column at the rim may gain or lose a point.
+    assert (again.inside != right.inside).mean() < 2e-3
+
+
+@pytest.mark.parametrize("plates", [51, 400])
+def test_rays_count_as_many_crossings_as_there_are(plates):
+    box = trimesh.creation.box().apply_translation([0, 0, 0.5])
+    points = [box.vertices * [1, 1, 0.5] + [0, 0, number] for number in range(plates)]
+    faces = [box.faces + number * len(box.vertices) for number in range(plates)]
+    mesh = trimesh.Trimesh(np.concatenate(points), np.concatenate(faces), process=False)
+    places, grid = sampled(mesh, 32, off_lattice=True)
+    height = places[..., 2] % 1
+    clear = (abs(height - 0.5) > 0.02) & (height > 0.02) & (height < 0.98)
+    assert np.array_equal(grid.inside[clear], height[clear] < 0.5)
+    assert 0.7 < clear.mean() < 1
+
+
+def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_path):
+    most, now, stat = tmp_path / "max", tmp_path / "now", tmp_path / "memory.stat"
+    most.write_text("5000\n")
+    now.write_text("2000\n")
+    stat.write_text("anon 1300\ninactive_file 300\nactive_file 100\ntotal_inactive_file 900\ntotal_active_file 0\n")
+    (tmp_path / "open").write_text("max\n")
+    monkeypatch.setattr(environment, "_CGROUPS", ((tmp_path / "open", now, ""), (tmp_path / "no", tmp_path / "no", "")))
+    assert environment.free_memory() > 1e6
+    for prefix, cached in (("", 400), ("total_", 900)):  # the disk's cache is given up on demand
+        monkeypatch.setattr(environment, "_CGROUPS", ((most, now, prefix),))
+        assert environment.free_memory() == 3000 + cached
+    now.write_text("9000\n")
+    assert environment.free_memory() == 0
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name", ["lucy", "armadillo", "bunny_watertight", "fandisk", "spot"])
+def test_scans_enclose_the_volume_of_their_faces(shared_data, name):
+    grid = occupancy_grid(read_mesh(shared_data / "meshes" / f"{name}.npz"), 128)
+    assert abs(grid.hollow) < 1e-2
+    assert grid.recast < 5
+
+
+def overlapping():
+    return trimesh.util.concatenate([trimesh.creation.icosphere(4), trimesh.creation.icosphere(4, 0.5)])
+
+
+def test_bodies_that_overlap_are_known_by_their_volume_and_warned_of():
+    grid = occupancy_grid(overlapping(), 48)
+    assert grid.hollow == pytest.approx(2 * 0.5**3 / (1 + 0.5**3), abs=0.01)  # counted twice by faces, hollow by parity
+    with pytest.warns(UserWarning, match=r"shape: bodies overlap, and 2\d% of the volume is hollow"):
+        OccupancyProblem(overlapping(), OccupancySettings(**SMALL))
+
+
+def test_share_of_points_inside_is_the_volume():
+    mesh = knot(48, 400)
+    for off_lattice in (False, True):
+        _, grid = sampled(mesh, 80, off_lattice)
+        assert grid.volume == pytest.approx(mesh.volume / np.prod(mesh.extents))
+        assert abs(grid.hollow) < 0.01
+
+
+def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch):
+    holed, inverted = trimesh.creation.icosphere(2), trimesh.creation.box().apply_translation([3, 0, 0])
+    holed.update_faces(np.arange(len(holed.faces)) >= 20)
+    inverted.invert()
+    box = trimesh.creation.box()
+    for mesh, resolution, message in (
+        (holed, 32, "odd number of times wherever they are cast: it is open"),
+        (trimesh.util.concatenate([box, inverted]), 8, "enclose no volume, or their bodies' volumes cancel out"),
+        (box, 100_000, r"resolution 100000: so many points .* takes 1000000.1 GB and .* GB are free"),
+        *((box, wrong, "resolution must be an integer of at least 2") for wrong in (1, 2.5, True)),
+    ):
+        with pytest.raises(UserError, match=message):
+            occupancy_grid(mesh, resolution)
+    inside = np.zeros((64, 64, 64), dtype=bool)
+    inside[:32] = True
+    monkeypatch.setattr(environment, "free_memory", lambda: 100_000_000 + 4 * inside.size)
+    assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
+    with pytest.raises(UserError, match="surface_band 0.8: the band .* points of the lattice, takes .* give"):
+        LatticePoints(inside, 0.7, 0.8)
+
+
+def test_learns_a_shape(tmp_path):
+    problem = OccupancyProblem(
+        trimesh.creation.torus(1, 0.4), OccupancySettings(**SMALL, field=FieldConfig(width=48, spread=0.2))
+    )
+    config = FitConfig(steps=120, lr=1e-2, save_every=0, eval_every=10, threads=1, device="cpu")
+    found = fit(problem, FieldMethod(kind="sine", rank=2), config, tmp_path, quiet=True)
+    assert found.value > max(found.curve[0]["iou"], 60)
+    assert found.files == ["pictures/picture.png", "pictures/mesh.ply"]
