@@ -195,9 +195,6 @@ class Task:
         return self
 
 
-# --- splits and facts ----------------------------------------------------------------------------------------
-
-
 def choose(count: int, most: int | None, seed: int) -> list[int]:
     """Choose at most so many of `count` examples at random, always the same ones; their places, ascending."""
     if most is None or most >= count:
@@ -237,9 +234,6 @@ def name_classes(model: Any, classes: Sequence[str]) -> None:
     """Write the names of the classes into a model's config."""
     model.config.id2label = dict(enumerate(classes))
     model.config.label2id = {name: index for index, name in enumerate(classes)}
-
-
-# --- scores --------------------------------------------------------------------------------------------------
 
 
 def scores(names: Sequence[str]) -> Score:
@@ -282,10 +276,7 @@ def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Sc
     Args:
         logits: (N, C).
         labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is skipped.
-        score: of `scores`.
-
-    Returns:
-        {"loss": ..., ...}; the loss alone, not a number, where a logit is not finite.
+        score: of `scores`; left out where a logit is not finite, and the loss then is not a number.
 
     Raises:
         UserError: no example can be read.
@@ -304,9 +295,6 @@ def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Sc
     return {"loss": float(loss), **score(predicted.numpy().astype(np.float32), labels.numpy())}
 
 
-# --- folders of prepared data, made once ---------------------------------------------------------------------
-
-
 def cache_folder(given: str | None = None) -> Path:
     """Return the folder of all caches: the given one, $NLR_CACHE, or the user's cache folder."""
     if given or os.environ.get("NLR_CACHE"):
@@ -317,13 +305,8 @@ def cache_folder(given: str | None = None) -> Path:
 def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path], object]) -> T:
     """Return what `read` finds in a folder, built first if it is absent or not whole; several processes build it once.
 
-    Args:
-        folder: the place.
-        read: gives None where the folder is not whole; may raise what reading a damaged file raises.
-        build: makes the folder.
-
-    Raises:
-        UserError: the cache cannot be written.
+    `read` gives None where the folder is not whole, or raises what reading a damaged file raises. Raise UserError where
+    the cache cannot be written.
     """
     from filelock import FileLock
 
@@ -353,9 +336,6 @@ def are_whole(folder: Path, facts: dict[str, Any]) -> bool:
     return all(len(np.load(folder / f"{side}.npy", mmap_mode="r")) == facts[side]["tokens"] for side in sides)
 
 
-# --- records of the files that a run read --------------------------------------------------------------------
-
-
 def data_record(task: Any, fingerprint: str) -> dict[str, Any]:
     """Return what each of a task's settings names, file by file with sizes and hashes.
 
@@ -365,9 +345,6 @@ def data_record(task: Any, fingerprint: str) -> dict[str, Any]:
                      "text.tokenizer": {"name": "bpe"}}}           embedded, learned, or by its name on the hub
 
     Paths are relative to what the setting names. The sha256 of a source is that of its files' names and hashes.
-
-    Raises:
-        UserError: a file cannot be read.
     """
     parts = {part: fields for part, fields in dataclasses.asdict(task).items() if isinstance(fields, dict)}
     named = {f"{part}.{name}": fields[name] for part, fields in parts.items() for name in _NAMING if fields.get(name)}

@@ -11,10 +11,9 @@ swallow the line ends after every unbalanced quotation mark, of which MRPC and Q
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -49,94 +48,41 @@ _FILES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlueInfo:
+class GlueInfo(NamedTuple):
     """Facts of one task of GLUE."""
 
     folder: str
     """Its folder in GLUE's download."""
     texts: tuple[tuple[str, ...], ...]
     """Names that each text's column goes by."""
-    label: tuple[str, ...] = ("label",)
-    """The names that the label's column goes by."""
-    classes: tuple[str, ...] | None = ("0", "1")
-    """Names of the labels 0, 1, ... in files; None: a number from 0 to 5."""
     metrics: tuple[str, ...] = ("accuracy",)
     """The first is the one that choices are made by."""
+    label: tuple[str, ...] = ("label",)
+    """Names that the label's column goes by."""
+    classes: tuple[str, ...] | None = ("0", "1")
+    """Names of the labels 0, 1, ... in files; None: a number from 0 to 5."""
     bare: tuple[str, ...] = ()
     """Columns of a layout without a header."""
 
-    @property
-    def labels(self) -> int:
-        """Outputs of the head."""
-        return 1 if self.classes is None else len(self.classes)
 
-    def places(self, head: Sequence[str]) -> list[int] | None:
-        """Return the places of the texts and the label in a header; None where one of them is not in it."""
-        wanted = (*self.texts, self.label)
-        found = [next((head.index(each) for each in names if each in head), -1) for names in wanted]
-        return None if -1 in found else found
-
-    def read_label(self, text: str, where: str) -> float:
-        """Return a label as a number; raise UserError where it is none of the task's."""
-        text = text.strip()
-        if self.classes is None:
-            with contextlib.suppress(ValueError):
-                if 0 <= float(text) <= 5:
-                    return float(text)
-            raise UserError(f"{where}: the score {text!r} is no number from 0 to 5")
-        numbers = [str(index) for index in range(len(self.classes))]
-        if text in (*self.classes, *numbers):
-            return (self.classes if text in self.classes else numbers).index(text)
-        unlabelled = " (the split has no labels)" if text in ("-1", "") else ""
-        raise UserError(f"{where}: unknown label {text!r}{unlabelled}; {self.folder} has {', '.join(self.classes)}")
-
-    def rows(self, texts: list[tuple[str, ...]], labels: list[float]) -> "Rows":
-        """Put texts and labels together."""
-        return Rows(texts, np.array(labels, dtype=np.float32 if self.classes is None else np.int64))
-
-    def wrong_columns(self, where: str, head: Sequence[str]) -> UserError:
-        """Return the error of a file or dataset that has other columns."""
-        wanted = ", ".join("/".join(names) for names in (*self.texts, self.label))
-        bare = f" (or, without a header, {len(self.bare)} columns: {' '.join(self.bare)})" if self.bare else ""
-        found = ", ".join(name[:30] for name in head[:8]) + (", ..." if len(head) > 8 else "")
-        return UserError(f"{where}: {self.folder} needs the columns {wanted}{bare}; line 1 has {found}")
-
-
-_SENTENCES = (("sentence1", "#1 String"), ("sentence2", "#2 String"))
-_STS = ("genre", "filename", "year", "index", "score", "sentence1", "sentence2")
+_PAIR = (("sentence1", "#1 String", "premise"), ("sentence2", "#2 String", "hypothesis"))
 _ENTAILMENT = ("entailment", "not_entailment")
-_THREE = ("entailment", "neutral", "contradiction")
-_PAIRED, _QUESTIONS = (("sentence1", "premise"), ("sentence2", "hypothesis")), (("question1",), ("question2",))
-_BOTH = ("accuracy", "f1")
+_STS = ("genre", "filename", "year", "index", "score", "sentence1", "sentence2")
 
 GLUE: dict[str, GlueInfo] = {
-    "cola": GlueInfo(
-        folder="CoLA",
-        texts=(("sentence",),),
-        metrics=("matthews", "accuracy"),
-        bare=("source", "label", "mark", "sentence"),
-    ),
-    "sst2": GlueInfo(folder="SST-2", texts=(("sentence",),)),
-    "mrpc": GlueInfo(folder="MRPC", texts=_SENTENCES, label=("label", "Quality"), metrics=_BOTH),
-    "stsb": GlueInfo(
-        folder="STS-B",
-        texts=_SENTENCES,
-        label=("score", "label"),
-        classes=None,
-        metrics=("pearson", "spearman"),
-        bare=_STS,
-    ),
-    "qqp": GlueInfo(folder="QQP", texts=_QUESTIONS, label=("is_duplicate", "label"), metrics=_BOTH),
-    "mnli": GlueInfo(folder="MNLI", texts=_PAIRED, label=("gold_label", "label"), classes=_THREE),
-    "qnli": GlueInfo(folder="QNLI", texts=(("question",), ("sentence",)), classes=_ENTAILMENT),
-    "rte": GlueInfo(folder="RTE", texts=_SENTENCES, classes=_ENTAILMENT),
-    "wnli": GlueInfo(folder="WNLI", texts=_SENTENCES),
+    "cola": GlueInfo("CoLA", (("sentence",),), ("matthews", "accuracy"), bare=("source", "label", "mark", "sentence")),
+    "sst2": GlueInfo("SST-2", (("sentence",),)),
+    "mrpc": GlueInfo("MRPC", _PAIR, ("accuracy", "f1"), ("label", "Quality")),
+    "stsb": GlueInfo("STS-B", _PAIR, ("pearson", "spearman"), ("score", "label"), None, _STS),
+    "qqp": GlueInfo("QQP", (("question1",), ("question2",)), ("accuracy", "f1"), ("is_duplicate", "label")),
+    "mnli": GlueInfo("MNLI", _PAIR, label=("gold_label", "label"), classes=("entailment", "neutral", "contradiction")),
+    "qnli": GlueInfo("QNLI", (("question",), ("sentence",)), classes=_ENTAILMENT),
+    "rte": GlueInfo("RTE", _PAIR, classes=_ENTAILMENT),
+    "wnli": GlueInfo("WNLI", _PAIR),
 }
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Labelled texts: `texts[i]` has one or two strings, `labels` are (N,) int64 or float32."""
 
     texts: list[tuple[str, ...]]
@@ -208,11 +154,7 @@ class GlueTask(FinetuneTask):
         return replace(self, glue=replace(self.glue, scored=name))
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Read, split and tokenize; nothing is cached.
-
-        Raises:
-            UserError: a file or the checkpoint cannot be used.
-        """
+        """Read, split and tokenize; nothing is cached. Raise UserError where files or the checkpoint cannot be used."""
         from .sequences import PadRight
 
         data, name = self.glue, self.glue.name
@@ -224,9 +166,8 @@ class GlueTask(FinetuneTask):
         kept, held = hold_out(len(rows.texts), data.held_out)
         if not kept:
             raise UserError(f"{info.folder} has {len(rows.texts)} training rows, too few to hold some out")
-        whole = _tokenize(tokenizer, rows, data.max_length)
-        test = _tokenize(tokenizer, scored, data.max_length).by_length()
-        one_length = data.max_length if data.pad == "max_length" else None
+        whole, test = (_tokenize(tokenizer, each, data.max_length) for each in (rows, scored))
+        test, one_length = test.by_length(), data.max_length if data.pad == "max_length" else None
         # What guessing the commonest class would score; of no use for a correlation.
         guess = {} if info.classes is None else {"commonest_class_share": commonest_share(scored.labels)}
         return Prepared(
@@ -248,15 +189,15 @@ class GlueTask(FinetuneTask):
 
     def load_model(self, prepared: Any, seed: int) -> Any:
         """Return the pretrained encoder with a head drawn from the seed."""
-        info = GLUE[self.glue.name]
-        model = self.model.text_classifier(info.labels, seed)
-        if info.classes is not None:
-            name_classes(model, info.classes)
+        classes = GLUE[self.glue.name].classes
+        model = self.model.text_classifier(len(classes or (0,)), seed)
+        if classes is not None:
+            name_classes(model, classes)
         return model
 
     def build_on_meta(self) -> Any:
         """Return the same on the meta device."""
-        return self.model.on_meta("text", GLUE[self.glue.name].labels)
+        return self.model.on_meta("text", len(GLUE[self.glue.name].classes or (0,)))
 
 
 def _tokenize(tokenizer: Any, rows: Rows, max_length: int) -> "TokenExamples":
@@ -265,21 +206,15 @@ def _tokenize(tokenizer: Any, rows: Rows, max_length: int) -> "TokenExamples":
     columns = [list(column) for column in zip(*rows.texts, strict=True)]
     encoded = tokenizer(*columns, truncation=True, max_length=max_length)
     types = encoded.get("token_type_ids") if len(columns) > 1 else None
-    return TokenExamples(
-        [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]],
-        rows.labels,
-        None if types is None else [np.array(each, dtype=np.int8) for each in types],
-    )
+    ids = [np.array(each, dtype=np.int32) for each in encoded["input_ids"]]
+    return TokenExamples(ids, rows.labels, types and [np.array(each, dtype=np.int8) for each in types])
 
 
 def find_task(source: str) -> str:
-    """Return the task whose data lie in a source: a key of `GLUE`.
+    """Return the task whose data lie in a source: a key of `GLUE`; raise UserError where the source does not tell.
 
     A folder is known by its name, else by the columns and labels of its training file; of a folder that holds the
     folders of several tasks, and of a dataset, which has all, it is CoLA.
-
-    Raises:
-        UserError: there is no such folder, or it does not tell the task, or is of none.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -292,10 +227,9 @@ def find_task(source: str) -> str:
     if "cola" in found:
         return "cola"
     if there and not found:
-        lines = _lines(there[0])[:_ENOUGH]
         for task in GLUE:
             with contextlib.suppress(UserError):
-                _parse(there[0], lines, task)
+                read_tsv(there[0], task, _ENOUGH)
                 found.append(task)
         most = max((len(GLUE[task].texts) for task in found), default=0)  # the most of the file's texts
         found = [task for task in found if len(GLUE[task].texts) == most]
@@ -310,12 +244,7 @@ def find_task(source: str) -> str:
 
 
 def read_split(task: str, source: str, split: str) -> Rows:
-    """Read one split of a task.
-
-    Args:
-        task: a key of `GLUE`.
-        source: a folder (the task's own, or the one that all tasks' folders lie in), or a dataset's name.
-        split: "train", "dev" or "test".
+    """Read one split, "train", "dev" or "test", of a task of GLUE out of its folder, the folder above, or a dataset.
 
     Raises:
         UserError: no such file or dataset, the folder of another task, other columns than the task's, a row that
@@ -323,7 +252,6 @@ def read_split(task: str, source: str, split: str) -> Rows:
     """
     info, path = GLUE[task], Path(source).expanduser()
     if not path.is_dir():
-        _check_dataset(source)
         return _from_hub(task, source, split)
     own = [each for each in sorted(path.iterdir()) if each.is_dir() and _plain(each) == task]
     for file in (folder / name for folder in (*own, path) for name in _FILES[split]):
@@ -337,62 +265,28 @@ def read_split(task: str, source: str, split: str) -> Rows:
     raise UserError(f"no {split} split of {info.folder} in {source}: it has no {' or '.join(_FILES[split])}")
 
 
-def read_tsv(path: Path, task: str) -> Rows:
-    """Read a file in any of the task's layouts.
-
-    Raises:
-        UserError: it is not UTF-8, empty, or has other columns or rows than the task.
-    """
-    return _parse(path, _lines(path), task)
-
-
-def _lines(path: Path) -> list[str]:
+def read_tsv(path: Path, task: str, most: int | None = None) -> Rows:
+    """Read a file, or its first lines, in any of the task's layouts; raise UserError where it does not fit."""
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: some texts hold other breaks
+        lines = path.read_text(encoding="utf-8-sig").split("\n")[:most]  # not splitlines: texts hold other breaks
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def _parse(path: Path, lines: Sequence[str], task: str) -> Rows:
-    info = GLUE[task]
-    rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [(f"{path}, line {n}", line.rstrip("\r").split("\t")) for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} is empty")
-    head = [name.strip() for name in rows[0][1]]
-    places = info.places(head)
-    if places is not None:
-        rows = rows[1:]
-    else:  # perhaps a layout without a header
-        places = info.places(info.bare)
-        try:
-            if places is None or len(head) != len(info.bare):
-                raise info.wrong_columns(str(path), head)
-            info.read_label(head[places[-1]], "")
-        except UserError:
-            raise info.wrong_columns(str(path), head) from None
-    texts, labels = [], []
-    for number, fields in rows:
-        if len(fields) != len(head):
-            raise UserError(f"{path}, line {number}: {len(fields)} fields where the file has {len(head)} columns")
-        *found, label = (fields[place] for place in places)
-        texts.append(tuple(found))
-        labels.append(info.read_label(label, f"{path}, line {number}"))
-    if not texts:
-        raise UserError(f"{path} has a header and no rows")
-    return info.rows(texts, labels)
-
-
-def _check_dataset(source: str) -> None:
-    """Raise UserError where a source that is no folder cannot be a dataset's name."""
-    if Path(source).expanduser().exists() or source.startswith((".", "/", "~")):
-        raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
+    info, head = GLUE[task], [name.strip() for name in rows[0][1]]
+    if _places(info, head) is None and len(head) == len(info.bare):  # perhaps a layout without a header
+        with contextlib.suppress(UserError):
+            _read_label(info, head[info.bare.index(info.label[0])], "")
+            return _rows(info, str(path), list(info.bare), rows)
+    return _rows(info, str(path), head, rows[1:])
 
 
 def _from_hub(task: str, source: str, split: str) -> Rows:
     from datasets import load_dataset
 
-    info, dev = GLUE[task], "validation_matched" if task == "mnli" else "validation"
-    name = dev if split == "dev" else split
+    _check_dataset(source)
+    name = ("validation_matched" if task == "mnli" else "validation") if split == "dev" else split
     try:
         data: Any = load_dataset(source, task, split=name)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
@@ -400,12 +294,51 @@ def _from_hub(task: str, source: str, split: str) -> Rows:
             f"cannot read {task} from the dataset {source!r} ({one_line(error, 200)}); give a folder with GLUE's files "
             "(--source)"
         ) from error
-    places = info.places(list(data.column_names))
-    if places is None:
-        raise info.wrong_columns(f"{source}/{task}", list(data.column_names))
-    *columns, labels = (data[data.column_names[place]] for place in places)
-    texts = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
-    return info.rows(texts, [info.read_label(str(label), f"{source}/{task} {name}") for label in labels])
+    where, columns = f"{source}/{task} {name}", list(data.column_names)
+    return _rows(GLUE[task], where, columns, [(where, [str(row[each]) for each in columns]) for row in data])
+
+
+def _rows(info: GlueInfo, where: str, head: list[str], rows: list[tuple[str, list[str]]]) -> Rows:
+    if (places := _places(info, head)) is None:
+        wanted = ", ".join("/".join(names) for names in (*info.texts, info.label))
+        bare = f" (or, without a header, {len(info.bare)} columns: {' '.join(info.bare)})" if info.bare else ""
+        found = ", ".join(name[:30] for name in head[:8]) + (", ..." if len(head) > 8 else "")
+        raise UserError(f"{where}: {info.folder} needs the columns {wanted}{bare}; line 1 has {found}")
+    texts, labels = [], []
+    for place, fields in rows:
+        if len(fields) != len(head):
+            raise UserError(f"{place}: {len(fields)} fields where the file has {len(head)} columns")
+        *found, label = (fields[each] for each in places)
+        texts.append(tuple(found))
+        labels.append(_read_label(info, label.strip(), place))
+    if not texts:
+        raise UserError(f"{where} has a header and no rows")
+    return Rows(texts, np.array(labels, dtype=np.float32 if info.classes is None else np.int64))
+
+
+def _places(info: GlueInfo, head: list[str]) -> list[int] | None:
+    """Return the places of the texts and the label in a header; None where one of them is not in it."""
+    found = [next((head.index(each) for each in names if each in head), -1) for names in (*info.texts, info.label)]
+    return None if -1 in found else found
+
+
+def _read_label(info: GlueInfo, text: str, where: str) -> float:
+    if info.classes is None:
+        with contextlib.suppress(ValueError):
+            if 0 <= float(text) <= 5:
+                return float(text)
+        raise UserError(f"{where}: the score {text!r} is no number from 0 to 5")
+    for names in (info.classes, tuple(map(str, range(len(info.classes))))):
+        if text in names:
+            return names.index(text)
+    unlabelled = " (the split has no labels)" if text in ("-1", "") else ""
+    raise UserError(f"{where}: unknown label {text!r}{unlabelled}; {info.folder} has {', '.join(info.classes)}")
+
+
+def _check_dataset(source: str) -> None:
+    """Raise UserError where a source that is no folder cannot be a dataset's name."""
+    if Path(source).expanduser().exists() or source.startswith((".", "/", "~")):
+        raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
 
 
 def _plain(folder: Path) -> str:
@@ -450,11 +383,8 @@ class ImageTask(FinetuneTask):
         return 1 if patch is None else (getattr(config, "image_size", 224) // patch) ** 2 + 1
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Find and split the images; they are decoded when they are used.
-
-        Raises:
-            UserError: the source or the checkpoint cannot be used, or a class has no image.
-        """
+        """Find and split the images, which are decoded when they are used; raise UserError where source or checkpoint
+        cannot be used, or a class has no image."""
         from nlr_lab.tasks.images.examples import TrainingImages, prepare_classification
 
         found, augment = self.images.find(), self.images.augment

@@ -17,6 +17,7 @@ A record of the wrong form is refused with its place. Empty ones are not an erro
 
 import ast
 import functools
+import itertools
 import json
 import lzma
 import re
@@ -108,10 +109,7 @@ class InstructionTask(FinetuneTask):
         return self.instructions.max_length
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Read, tokenize and mask; nothing is cached.
-
-        Args:
-            progress: print how many rows there are, and how many were empty, cut and dropped.
+        """Read, tokenize and mask, and print what was read; nothing is cached.
 
         Raises:
             UserError: a file or the tokenizer cannot be used, or nothing is left to learn.
@@ -183,10 +181,8 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
     """Yield the examples of a source, in its order; of an empty record, the reason it is none.
 
     Args:
-        source: a .json or .jsonl file (also .xz), a dataset's name, or "stdlib": docstrings of the running
-            Python's own library, asked for by the code.
-        template: of Alpaca records: "alpaca" (Stanford Alpaca's words), "plain" (the instruction and the input),
-            or "chat" (one message of a user).
+        source: see `InstructionData`.
+        template: of Alpaca records; "chat" makes one message of a user.
         rows: at most so many records.
 
     Raises:
@@ -201,9 +197,7 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
         raise UserError(f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name")
     else:
         records = _of_dataset(source)
-    for count, (where, record) in enumerate(records):
-        if rows is not None and count >= rows:
-            return
+    for where, record in itertools.islice(records, rows):
         yield _example(record, template, where)
 
 
@@ -234,10 +228,8 @@ def _of_dataset(source: str) -> Iterator[tuple[str, Any]]:
     try:
         data: Any = load_dataset(name, split=split or "train")
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        why = one_line(error, 200)
-        raise UserError(
-            f"cannot read the dataset {source!r} ({why}); give a .json or .jsonl file (--source)"
-        ) from error
+        what = f"cannot read the dataset {source!r} ({one_line(error, 200)})"
+        raise UserError(f"{what}; give a .json or .jsonl file (--source)") from error
     for number, record in enumerate(data, 1):
         yield f"{source}, row {number}", record
 
@@ -317,12 +309,8 @@ def _field(record: dict[str, Any], name: str, where: str, *also: type) -> Any:
 
 
 class Tokens:
-    """Examples -> tokens, with -100 on everything that is not an answer.
-
-    Args:
-        tokenizer: of the model; given a chat template if it has none and one is needed.
-        max_length: tokens of an example.
-    """
+    """Examples -> tokens, with -100 on everything that is not an answer. A tokenizer that has no chat template is given
+    one where it is needed."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length

@@ -20,40 +20,23 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
+_KINDS = {"text": "SequenceClassification", "image": "ImageClassification", "causal": "CausalLM"}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _known(model_type: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **more}
+
+
 # The architectures of the published recipes, so that arms can be checked and counted before a download.
-_BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-_KNOWN: dict[str, dict[str, Any]] = {
-    "microsoft/deberta-v3-base": {
-        "model_type": "deberta-v2",
-        "vocab_size": 128100,
-        "type_vocab_size": 0,
-        **_BASE,
-        "relative_attention": True,
-        "position_buckets": 256,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_biased_input": False,
-        "pooler_hidden_size": 768,
-    },
-    "meta-llama/Meta-Llama-3-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-    },
-    "facebook/deit-tiny-patch16-224": {
-        "model_type": "vit",
-        **_BASE,
-        "hidden_size": 192,
-        "intermediate_size": 768,
-        "num_attention_heads": 3,
-    },
+_LLAMA: Any = {"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+_DEBERTA: Any = {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm"}
+_POSITIONS: Any = {"share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+_SHAPE: Any = {"vocab_size": 128100, "type_vocab_size": 0, "pooler_hidden_size": 768}
+_KNOWN = {
+    "microsoft/deberta-v3-base": _known("deberta-v2", (768, 3072, 12, 12), **_SHAPE, **_DEBERTA, **_POSITIONS),
+    "meta-llama/Meta-Llama-3-8B": _known("llama", (4096, 14336, 32, 32), vocab_size=128256, **_LLAMA),
+    "facebook/deit-tiny-patch16-224": _known("vit", (192, 768, 12, 3)),
 }
 
 
@@ -80,11 +63,7 @@ class Pretrained:
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
 
     def where(self) -> str:
-        """Return the folder or hub name that transformers loads.
-
-        Raises:
-            UserError: the checkpoint is a path at which there is no model, or a package is not installed.
-        """
+        """Return the folder or hub name that transformers loads; raise UserError where there is no model."""
         name = self.checkpoint
         if name == "digits-vit":
             from nlr_lab.tasks.images import digits_vit
@@ -130,61 +109,47 @@ class Pretrained:
 
     def text_classifier(self, labels: int, seed: int) -> Any:
         """Return a text classifier with a new head of so many labels (1: a regression), in evaluation mode."""
-        from transformers import AutoModelForSequenceClassification
-
         from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 
         def load(where: str) -> Any:
             # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
-            folder = self.checkpoint != "minilm" and Path(where).is_dir()
-            name = self.checkpoint if self.checkpoint == "minilm" else str(Path(where).resolve()) if folder else where
+            name = self.checkpoint if self.checkpoint == "minilm" else where
             kind = MeanPooledForSequenceClassification
             return kind.from_encoder(where, checkpoint=name, num_labels=labels, dtype=self._dtype())
 
-        if self._mean_pooled():
-            return _drawn(lambda: self._loaded(load), seed)
-        return _drawn(lambda: self._new_head(AutoModelForSequenceClassification, labels), seed)
+        return _drawn(lambda: self._loaded(load) if self._mean_pooled() else self._new_head("text", labels), seed)
 
     def image_classifier(self, labels: int, seed: int) -> Any:
         """Return an image classifier with a new head, in evaluation mode."""
-        from transformers import AutoModelForImageClassification
-
-        return _drawn(lambda: self._new_head(AutoModelForImageClassification, labels), seed)
+        return _drawn(lambda: self._new_head("image", labels), seed)
 
     def causal(self) -> Any:
         """Return a language model, in evaluation mode."""
-        from transformers import AutoModelForCausalLM
-
         options: Any = {"dtype": self._dtype(), "use_safetensors": True}
-        return self._loaded(lambda where: AutoModelForCausalLM.from_pretrained(where, **options))
+        return self._loaded(lambda where: _auto("causal").from_pretrained(where, **options))
 
-    def on_meta(self, kind: Literal["text", "image", "causal"], labels: int = 2) -> Any:
-        """Return the same shapes on the meta device."""
+    def on_meta(self, kind: str, labels: int = 2) -> Any:
+        """Return the same shapes on the meta device; `kind` is text, image or causal."""
         import torch
-        import transformers
 
         from nonlinear_lowrank.hub.pooled import MeanPooledConfig, MeanPooledForSequenceClassification
 
-        classes: dict[str, tuple[Any, str]] = {
-            "text": (transformers.AutoModelForSequenceClassification, "text classifier"),
-            "image": (transformers.AutoModelForImageClassification, "image classifier"),
-            "causal": (transformers.AutoModelForCausalLM, "language model"),
-        }
-        config, (model_class, what) = self.config(), classes[kind]
+        config = self.config()
         with torch.device("meta"):
             if kind == "text" and self._mean_pooled():
                 return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
             if kind != "causal":
                 config.num_labels = labels
             try:
-                return model_class.from_config(config)
+                return _auto(kind).from_config(config)
             except ValueError as error:  # transformers' list of all types is pages long
+                what = "language model" if kind == "causal" else f"{kind} classifier"
                 raise UserError(
                     f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}; "
                     "give another checkpoint (--checkpoint)"
                 ) from error
 
-    def _new_head(self, kind: Any, labels: int) -> Any:
+    def _new_head(self, kind: str, labels: int) -> Any:
         from transformers import AutoConfig
 
         def load(where: str) -> Any:
@@ -192,17 +157,15 @@ class Pretrained:
             config.problem_type = None  # of an earlier task; the loss follows the labels
             config.num_labels = labels
             options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}
-            return kind.from_pretrained(where, config=config, dtype=self._dtype(), **options)
+            return _auto(kind).from_pretrained(where, config=config, dtype=self._dtype(), **options)
 
         model, info = self._loaded(load)
         inside = f"{model.base_model_prefix}."
-        lacking = {key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)}
-        if strangers := sorted(name for name in lacking if "pooler" not in name):
-            raise UserError(
-                f"{self.checkpoint} lacks weights of {strangers[0]}: it is no checkpoint of this architecture"
-            )
-        untrained = {re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking}
-        setattr(model, _UNTRAINED, tuple(sorted(untrained)))
+        lacking = sorted({key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)})
+        if strangers := [name for name in lacking if "pooler" not in name]:
+            what = f"{self.checkpoint} lacks weights of {strangers[0]}"
+            raise UserError(f"{what}: it is no checkpoint of this architecture")
+        setattr(model, _UNTRAINED, tuple(dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)))
         return model
 
     def _mean_pooled(self) -> bool:
@@ -237,11 +200,8 @@ class FinetuneTask(Task):
     """peft's."""
 
     def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
-        """Return the pretrained model; its new head, if it has one, is drawn from the seed.
-
-        Raises:
-            UserError: the model cannot be loaded or does not fit, or an arm asks for an init of its own.
-        """
+        """Return the pretrained model, its new head, if it has one, drawn from the seed; raise UserError where it does
+        not fit, or an arm asks for an init of its own."""
         if dense_init is not None:
             raise UserError("init= is for models that are trained from scratch; this recipe tunes a pretrained one")
         return self.load_model(prepared, seed)
@@ -253,6 +213,12 @@ class FinetuneTask(Task):
     def adapter_setup(self, model: "nn.Module") -> AdapterSetup:
         """Return what adapters need to know."""
         return AdapterSetup(head=head_modules(model), targets=self.model.targets, task_type=self.task_type)
+
+
+def _auto(kind: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{_KINDS[kind]}")
 
 
 def head_modules(model: "nn.Module") -> tuple[str, ...]:

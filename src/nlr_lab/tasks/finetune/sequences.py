@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nlr_lab.tasks.task import Batch, Examples, Items
 from nonlinear_lowrank.errors import UserError
-
-_IGNORED = -100
 
 
 class TokenExamples(Examples):
@@ -23,56 +22,29 @@ class TokenExamples(Examples):
         types: of each token, for encoders that tell a first text from a second; None: not told.
     """
 
-    def __init__(
-        self, ids: Sequence[Any], labels: Sequence[Any] | np.ndarray, types: Sequence[Any] | None = None
-    ) -> None:
+    def __init__(self, ids: Sequence[Any], labels: Any, types: Sequence[Any] | None = None) -> None:
         self.ids, self.labels, self.types = ids, labels, types
+        self.lengths = [len(each) for each in ids]
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        """Tokens of each example."""
-        return [len(each) for each in self.ids]
-
     def __getitem__(self, index: int) -> Batch:
-        item = {"input_ids": torch.from_numpy(self.ids[index].astype(np.int64))}
         label = np.asarray(self.labels[index])
-        item["labels"] = torch.from_numpy(label.astype(np.float32 if label.dtype.kind == "f" else np.int64))
+        item = {"input_ids": self.ids[index].astype(np.int64)}
+        item["labels"] = label.astype(np.float32 if label.dtype.kind == "f" else np.int64)
         if self.types is not None:
-            item["token_type_ids"] = torch.from_numpy(self.types[index].astype(np.int64))
-        return item
+            item["token_type_ids"] = self.types[index].astype(np.int64)
+        return {name: torch.from_numpy(np.asarray(value)) for name, value in item.items()}
 
     def select(self, chosen: Sequence[int]) -> "TokenExamples":
         """Return some of the examples."""
-        types = None if self.types is None else [self.types[index] for index in chosen]
-        return TokenExamples([self.ids[index] for index in chosen], [self.labels[index] for index in chosen], types)
+        columns = (self.ids, self.labels, self.types)
+        return TokenExamples(*(None if column is None else [column[i] for i in chosen] for column in columns))  # type: ignore[arg-type]
 
     def by_length(self) -> "TokenExamples":
         """Return the same examples, longest first: batches of equal lengths need little padding."""
-        return self.select(sorted(range(len(self)), key=lambda index: -len(self.ids[index])))
-
-
-def check_packing(model: Any) -> None:
-    """Raise UserError where a causal language model's logits of a packed example depend on the one before it."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(0, model.config.vocab_size, (1, n), generator=generator).to(device) for n in (5, 7))
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            alone = model(input_ids=second, use_cache=False).logits
-            packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
-    except TypeError as error:
-        raise UserError(f"{type(model).__name__} takes no positions; omit packing") from error
-    finally:
-        model.train(training)
-    rounding = 0.05 if alone.dtype.itemsize == 2 else 1e-3
-    if float((packed[:, 5:] - alone).float().abs().max()) > rounding * float(alone.float().std()):
-        raise UserError(f"{type(model).__name__} does not keep packed examples apart by their positions; omit packing")
+        return self.select(sorted(range(len(self)), key=lambda index: -self.lengths[index]))
 
 
 class PackedExamples(Examples):
@@ -96,26 +68,39 @@ class PackedExamples(Examples):
         finally:
             if shown:
                 datasets.enable_progress_bars()
+        self.lengths = [int(np.sum(each)) for each in self._rows["seq_lengths"]]
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        """Tokens of each row."""
-        return [int(np.sum(each)) for each in self._rows["seq_lengths"]]
-
     def __getitem__(self, index: int) -> Batch:
         row = self._rows[int(index)]
-        ends = np.cumsum(row["seq_lengths"])
         labels = row["labels"].astype(np.int64)
-        labels[[0, *ends[:-1]]] = _IGNORED  # an example's first token would be predicted from the one before
+        # An example's first token would be predicted from the one before.
+        labels[[0, *np.cumsum(row["seq_lengths"])[:-1]]] = -100
         positions = np.concatenate([np.arange(each) for each in row["seq_lengths"]])
-        return {
-            "input_ids": torch.from_numpy(row["input_ids"].astype(np.int64)),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-        }
+        item = {"input_ids": row["input_ids"].astype(np.int64), "labels": labels, "position_ids": positions}
+        return {name: torch.from_numpy(value) for name, value in item.items()}
+
+
+def check_packing(model: Any) -> None:
+    """Raise UserError where a causal language model's logits of a packed example depend on the one before it."""
+    device, training = next(model.parameters()).device, model.training
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(0, model.config.vocab_size, (1, n), generator=generator).to(device) for n in (5, 7))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone = model(input_ids=second, use_cache=False).logits
+            packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+    except TypeError as error:
+        raise UserError(f"{type(model).__name__} takes no positions; omit packing") from error
+    finally:
+        model.train(training)
+    rounding = 0.05 if alone.dtype.itemsize == 2 else 1e-3
+    if float((packed[:, 5:] - alone).float().abs().max()) > rounding * float(alone.float().std()):
+        raise UserError(f"{type(model).__name__} does not keep packed examples apart by their positions; omit packing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +115,15 @@ class PadRight:
     """T is rounded up to a multiple of it."""
 
     def __call__(self, items: Items) -> Batch:
-        longest = self.length or max(len(item["input_ids"]) for item in items)
-        width = -(-longest // self.multiple) * self.multiple
-        filled = {"input_ids": self.pad_id, "token_type_ids": 0, "position_ids": 0, "labels": _IGNORED}
+        lengths = torch.tensor([len(item["input_ids"]) for item in items])
+        width = -(-(self.length or int(lengths.max())) // self.multiple) * self.multiple
+        filling = {"input_ids": self.pad_id, "labels": -100}
         batch: Batch = {}
         for name in items[0]:
-            values = [item[name] for item in items]
-            if values[0].ndim == 0:
-                batch[name] = torch.stack(values)
-                continue
-            batch[name] = torch.full((len(values), width), filled[name], dtype=torch.int64)
-            for row, value in zip(batch[name], values, strict=True):
-                row[: len(value)] = value
-        if "position_ids" in batch:
-            return batch
-        lengths = torch.tensor([len(item["input_ids"]) for item in items])
-        batch["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+            rows = [item[name] for item in items]
+            if rows[0].ndim:
+                rows = [F.pad(row, (0, width - len(row)), value=filling.get(name, 0)) for row in rows]
+            batch[name] = torch.stack(rows)
+        if "position_ids" not in batch:
+            batch["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
         return batch

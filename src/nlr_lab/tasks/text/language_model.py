@@ -142,26 +142,21 @@ class OptBackbone(Backbone):
 class EncoderBackbone(Backbone):
     """A EuroBERT: the GLM's block with attention to both sides, every linear separate."""
 
-    def config(
-        self, vocab_size: int, sequence_length: int, *, mask: int = 0, pad: int | None = None
-    ) -> "EuroBertConfig":
-        """Return the transformers config of these sizes; `mask` and `pad` are tokens."""
+    def config(self, vocab_size: int, sequence_length: int, **tokens: int | None) -> "EuroBertConfig":
+        """Return the transformers config of these sizes and of the tokens mask_token_id and pad_token_id."""
         from transformers import EuroBertConfig
 
         return EuroBertConfig(
             **self._rotary_sizes(vocab_size, sequence_length),
             mlp_bias=False,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=pad,
-            mask_token_id=mask,
+            **{"bos_token_id": None, "eos_token_id": None, "mask_token_id": 0, "pad_token_id": None, **tokens},
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenTask(Task):
-    """Next-token prediction on packed text, by a backbone of any class."""
+class TextTask(Task):
+    """A model of any class on packed text."""
 
     text: TextData
     """Source of the text, tokenizer, and sequence length."""
@@ -170,6 +165,8 @@ class NextTokenTask(Task):
 
     _model_class: ClassVar[str]
     """The transformers class of the backbone's config."""
+    _tokens: ClassVar[tuple[str, ...]] = ("eos_token_id",)
+    """Special tokens of the tokenizer that the config has."""
 
     @property
     def sequence_length(self) -> int:
@@ -184,7 +181,7 @@ class NextTokenTask(Task):
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
         """Return the plain model; embedding and head are the same for every dense_init."""
-        config = self._config(prepared.vocab_size, eos_token_id=prepared.tokenizer.eos_token_id)
+        config = self._config(prepared.vocab_size, **{name: getattr(prepared.tokenizer, name) for name in self._tokens})
         return build_drawn(self._model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self, vocab_size: int | None = None) -> Any:
@@ -193,6 +190,10 @@ class NextTokenTask(Task):
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:
         return self.backbone.config(vocab_size, self.text.sequence_length, **tokens)
+
+
+class NextTokenTask(TextTask):
+    """Next-token prediction on packed text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,19 +244,20 @@ class Masking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedLanguageModelTask(Task):
+class MaskedLanguageModelTask(TextTask):
     """Prediction of hidden tokens in packed text.
 
     Which tokens are hidden follows from the run's seed, the sequence and the pass over the text alone: all arms of a
     comparison see the same masks, and so does a run that is resumed. The masks of the evaluation are always the same.
     """
 
-    text: TextData
-    """Source of the text, tokenizer, and sequence length."""
     backbone: EncoderBackbone
     """The model without branches."""
     masking: Masking = Masking()
     """Shares of the tokens that are hidden."""
+
+    _model_class = "EuroBertForMaskedLM"
+    _tokens = ("mask_token_id", "pad_token_id")
 
     def __post_init__(self) -> None:
         if self.text.tokenizer == "bpe":
@@ -266,20 +268,11 @@ class MaskedLanguageModelTask(Task):
         """The loss of the tokens that are predicted."""
         return Measure(unit="nats per masked token")
 
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sequence."""
-        return self.text.sequence_length
-
     def prepare(self, progress: bool = True) -> Prepared:
-        """Return tokenized, packed, cached text with its masks.
+        """Return packed text with its masks; raise UserError where its tokenizer has no mask token."""
+        from .packed import MaskedBlocks
 
-        Raises:
-            UserError: the text cannot be used, or its tokenizer has no mask token.
-        """
-        from .packed import MaskedBlocks, prepare_text
-
-        text = prepare_text(self.text, progress=progress)
+        text = super().prepare(progress)
         tokenizer, size = text.tokenizer, text.vocab_size
         if tokenizer.mask_token_id is None:
             raise UserError(f"the tokenizer {self.text.tokenizer!r} has no mask token; choose {_CHOICES}")
@@ -296,17 +289,6 @@ class MaskedLanguageModelTask(Task):
             facts={**facts, "text_fingerprint": text.fingerprint},
         )
 
-    def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        """Return the plain model; embedding and head are the same for every dense_init."""
-        tokens = {"mask": prepared.tokenizer.mask_token_id, "pad": prepared.tokenizer.pad_token_id}
-        config = self.backbone.config(prepared.vocab_size, self.text.sequence_length, **tokens)
-        return build_drawn("EuroBertForMaskedLM", config, self.backbone, dense_init, seed)
-
-    def build_on_meta(self, vocab_size: int | None = None) -> Any:
-        """Return the plain model on the meta device."""
-        config = self.backbone.config(vocab_size or self.text.vocab_size, self.text.sequence_length)
-        return build_meta("EuroBertForMaskedLM", config)
-
 
 def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseInit | None, seed: int) -> Any:
     """Build a plain model on tokens and draw this file's table; what is not in it is drawn by transformers.
@@ -314,8 +296,8 @@ def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseI
     Args:
         model_class: the class, or a name of transformers'.
         config: of the model.
-        backbone: has `embedding_std` and `dense_init`.
-        dense_init: overrides the backbone's.
+        backbone: has `embedding_std` and `dense_init`, which the argument overrides.
+        dense_init: of the arm.
         seed: of every draw.
     """
     import torch

@@ -16,6 +16,7 @@ import json
 import math
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,9 +51,6 @@ _PIECES = 200  # that a single document is divided into before some are held out
 _PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
 _BATCH = 4_000_000  # characters that are gathered before they are encoded
 _UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
-
-
-# --- sequences -----------------------------------------------------------------------------------------------
 
 
 class TokenBlocks(Examples):
@@ -147,13 +145,11 @@ class MaskedBlocks(Examples):
 def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     """Tokenize and pack text, or find it in the cache. Safe to call from several processes at once.
 
-    Returns:
-        `TokenBlocks`; `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to
-        T - 1 of the evaluated sequences (the first of each is given, not predicted). The end-of-text token is
-        predicted too but is no text, so it counts 0 bytes. A byte-level token has the bytes that it decodes to; of
-        other kinds a token has the bytes from the end of the token before to its own end, so that dropped white space
-        is counted (and, after a document's last token, given to the end-of-text token).
-        Bits per byte = loss / ln 2 / valid_bytes_per_token.
+    `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to T - 1 of the
+    evaluated sequences. The end-of-text token is predicted too but is no text: 0 bytes. A byte-level token has the
+    bytes that it decodes to; of other kinds, those from the end of the token before to its own end, so that dropped
+    white space is counted (after a document's last token, by the end-of-text token).
+    Bits per byte = loss / ln 2 / valid_bytes_per_token.
 
     Raises:
         UserError: the text or the tokenizer cannot be used; the message says why and what to change.
@@ -199,13 +195,13 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _bytes_per_token(blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase, bytes_file: Path) -> float:
-    rows = range(len(blocks))
-    if bytes_file.exists():
-        sizes = TokenBlocks(bytes_file, blocks.length, len(blocks))
-        total = sum(int(sizes.block(row)[1:].sum()) for row in rows)
-    else:  # a tokenizer in Python does not tell
-        texts = (tokenizer.decode(blocks.block(row)[1:].tolist(), skip_special_tokens=True) for row in rows)
-        total = sum(len(str(text).encode()) for text in texts)
+    sizes = TokenBlocks(bytes_file, blocks.length) if bytes_file.exists() else None
+    total = 0
+    for row in range(len(blocks)):
+        if sizes is not None:
+            total += int(sizes.block(row)[1:].sum())
+        else:  # a tokenizer in Python does not tell
+            total += len(str(tokenizer.decode(blocks.block(row)[1:].tolist(), skip_special_tokens=True)).encode())
     return total / (len(blocks) * (blocks.length - 1))
 
 
@@ -220,16 +216,8 @@ def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
             )
 
 
-# --- files of tokens -----------------------------------------------------------------------------------------
-
-
 def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Path, progress: bool) -> None:
-    """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training documents.
-
-    Raises:
-        UserError: a source or the tokenizer cannot be used.
-        OSError: the folder could not be written.
-    """
+    """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training text."""
     count: int | None = None
 
     def shown(documents: Iterable[str], what: str) -> Iterable[str]:
@@ -246,22 +234,16 @@ def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Pa
             sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
-        dropped = 0
-
-        def held_out_documents() -> Iterator[str]:
-            nonlocal dropped
-            if config.valid_source is None:
-                yield from split.side(shown(source.documents(), "tokenizing held-out text"), held_out=True)
-                return
-            for document in config.corpus(config.valid_source).documents():
-                if split.knows(document):
-                    dropped += 1
-                else:
-                    yield document
-
         train_documents = split.side(shown(source.documents(), "tokenizing"), held_out=False)
         train = _write_tokens(train_documents, tokenizer, folder / "train.npy")
-        valid = _write_tokens(held_out_documents(), tokenizer, folder / "valid.npy", folder / "valid_bytes.npy")
+        held_out, known = (
+            split.side(shown(source.documents(), "tokenizing held-out text"), held_out=True),
+            Counter[int](),
+        )
+        if config.valid_source is not None:
+            held_out = _unknown(config.corpus(config.valid_source).documents(), split.train, known)
+        valid = _write_tokens(held_out, tokenizer, folder / "valid.npy", folder / "valid_bytes.npy")
+        dropped = known.total()
         spool.unlink(missing_ok=True)
         if dropped and not valid["documents"]:
             raise UserError(
@@ -281,6 +263,16 @@ def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Pa
         (folder / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
+def _unknown(documents: Iterable[str], train: np.ndarray, known: Counter[int]) -> Iterator[str]:
+    """Yield the documents that are not among the training documents' hashes; the others are counted."""
+    for document in documents:
+        value = np.uint64(_hash(document))
+        if np.searchsorted(train, value) < np.searchsorted(train, value, "right"):
+            known[int(value)] += 1
+        else:
+            yield document
+
+
 def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
     """Pass the documents on, and keep them in a file that a Corpus reads."""
     import pyarrow
@@ -292,12 +284,10 @@ def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
 
 
 class _Split(NamedTuple):
-    """Choice of the documents that are held out."""
+    """Choice of the documents that are held out: of pieces of `divide` characters, where the source is one document."""
 
     count: int
-    """Documents of the source."""
     divide: int | None = None
-    """Characters of the pieces that a source's only document is cut into; None: documents stay whole."""
     held_out: frozenset[int] = frozenset()
     """Hashes."""
     train: np.ndarray = np.zeros(0, dtype=np.uint64)
@@ -309,11 +299,6 @@ class _Split(NamedTuple):
             for part in [document] if self.divide is None else pieces(document, self.divide):
                 if (bool(self.held_out) and _hash(part) in self.held_out) == held_out:
                     yield part
-
-    def knows(self, document: str) -> bool:
-        """Return whether it is a training document."""
-        value = np.uint64(_hash(document))
-        return bool(np.searchsorted(self.train, value) < np.searchsorted(self.train, value, "right"))
 
 
 def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split:
@@ -441,15 +426,20 @@ class NpyWriter:
 
     def __init__(self, path: Path, values: int) -> None:
         self.dtype = np.dtype("<u2" if values <= 2**16 else "<u4")
-        self.count, self.digest = 0, hashlib.sha256()
-        self._file = path.open("wb")
+        self.count, self.digest, self._file = 0, hashlib.sha256(), path.open("wb")
         self._write_header()
+
+    def _write_header(self) -> None:
+        self._file.seek(0)
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
     def __enter__(self) -> "NpyWriter":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close()
+        self._write_header()  # again, now that the count is known: numpy pads it to one length
+        self._file.close()
 
     def append(self, values: np.ndarray) -> None:
         """Append values."""
@@ -457,13 +447,3 @@ class NpyWriter:
         self._file.write(data)
         self.digest.update(data)
         self.count += len(values)
-
-    def close(self) -> None:
-        """Write the header again, now that the count is known: numpy pads it to one length."""
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
-
-    def _write_header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
