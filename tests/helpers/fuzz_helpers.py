@@ -14,7 +14,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -221,11 +221,11 @@ def _input(folder: Path, data: bytes, suffix: str) -> Path:
 
 
 def _configs(folder: Path) -> list[bytes]:
-    from nonlinear_lowrank.methods.base import all_methods, config_to_dict
+    from nonlinear_lowrank.methods.base import all_methods
 
     ready = {"rational": nlr.RationalConfig(activation="gelu")}
     configs = {name: ready.get(name) or method.config_class() for name, method in all_methods().items()}
-    return [json.dumps({"method": name, "config": config_to_dict(each)}).encode() for name, each in configs.items()]
+    return [json.dumps({"method": name, "config": asdict(each)}).encode() for name, each in configs.items()]
 
 
 def _read_config(folder: Path, data: bytes) -> Any:
@@ -340,7 +340,7 @@ def _load_model(place: Path) -> Any:
 
 
 def _load_adapter(place: Path) -> Any:
-    from nonlinear_lowrank.hub.adapter import load_causal_adapter
+    from nonlinear_lowrank.hub.loading import load_causal_adapter
 
     return load_causal_adapter(place, base=str(place.parent / "plain"))
 
@@ -506,7 +506,7 @@ def _packed(images: np.ndarray) -> bytes:
 
 
 def _read_image_set(folder: Path, data: bytes) -> Any:
-    from nlr_lab.tasks.images.files import read_images
+    from nlr_lab.tasks.images.sources import read_images
 
     return read_images(str(_input(folder, data, ".npz.xz" if data[:1] == b"\xfd" else ".npz")))
 

@@ -1,7 +1,5 @@
 """The library without its extras: only torch, transformers, safetensors, wrapt and what these require are there."""
 
-import pytest
-
 from cli_helpers import run_python
 
 # Written into the new process before anything else is imported.
@@ -58,43 +56,37 @@ torch.manual_seed(0)
 import nonlinear_lowrank as nlr
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                     eos_token_id=None, bos_token_id=None)
-model = LlamaForCausalLM(config)
-nlr.augment(model, {method}, verbose=False)
-optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-2, verbose=False))
-tokens = torch.randint(0, 40, (4, 12))
-losses = []
-for _ in range(5):
-    loss = model(tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < losses[0], losses
-model.eval().save_pretrained(sys.argv[1])
-with torch.no_grad():
-    expected = model(tokens).logits
-    for again in (AutoModelForCausalLM.from_pretrained(sys.argv[1]), nlr.hub.load_model(sys.argv[1])):
-        assert type(again) is type(model)
-        assert torch.equal(again(tokens).logits, expected)
-print("done")
+configs = (nlr.NobleConfig(rank=4), nlr.SineLowRankConfig(rank=4, omega=100), nlr.NonlinearQueryConfig(),
+           nlr.QKNormConfig(), nlr.RationalConfig(groups=4))
+for method in configs:
+    config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, eos_token_id=None, bos_token_id=None)
+    model = LlamaForCausalLM(config)
+    nlr.augment(model, method, include=".*mlp.*" if method.method == "sine-lowrank" else None, verbose=False)
+    optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-2, verbose=False))
+    tokens = torch.randint(0, 40, (4, 12))
+    losses = []
+    for _ in range(5):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    model.eval().save_pretrained(sys.argv[1])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for again in (AutoModelForCausalLM.from_pretrained(sys.argv[1]), nlr.hub.load_model(sys.argv[1])):
+            assert type(again) is type(model)
+            assert torch.equal(again(tokens).logits, expected)
+print(len(configs))
 """
 
-METHODS = {
-    "noble": "nlr.NobleConfig(rank=4)",
-    "sine": 'nlr.SineLowRankConfig(rank=4, omega=100), include=".*mlp.*"',
-    "query": "nlr.NonlinearQueryConfig()",
-    "qk_norm": "nlr.QKNormConfig()",
-    "rational": "nlr.RationalConfig(groups=4)",
-}
 
-
-@pytest.mark.parametrize("method", METHODS)
-def test_training_saving_and_loading_need_no_extra(method, tmp_path):
-    done = run_python(CORE_ONLY + TRAIN.replace("{method}", METHODS[method]), tmp_path / "model")
+def test_training_saving_and_loading_need_no_extra(tmp_path):
+    done = run_python(CORE_ONLY + TRAIN, tmp_path / "model")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "done"
+    assert done.stdout.split()[-1] == "5"
 
 
 ADAPTERS = """

@@ -11,6 +11,11 @@ import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import NobleConfig, UserError
 
+KINDS = {
+    "muon": partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.98)),
+}
+
 
 def by_name(groups):
     return {name: group for group in groups for name, _ in group["params"]}
@@ -75,16 +80,18 @@ def test_frozen_parameters_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"), [({"lr": 0.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": 1, "weight_decay": -1}, "decay")]
+    ("arguments", "word"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"lr": 1, "weight_decay": -1}, "decay"),
+        ({"lr": 1, "frozen": True}, "no trainable"),
+    ],
 )
-def test_bad_rates(arguments, word):
+def test_bad_arguments(arguments, word):
+    frozen = arguments.pop("frozen", False)
     with pytest.raises(UserError, match=word):
-        nlr.param_groups(nn.Linear(3, 3), **arguments)
-
-
-def test_nothing_trainable():
-    with pytest.raises(UserError, match="no trainable"):
-        nlr.param_groups(nn.Linear(3, 3).requires_grad_(False), lr=1e-3)
+        nlr.param_groups(nn.Linear(3, 3).requires_grad_(not frozen), **arguments)
 
 
 def test_muon_gets_dense_matrices_only():
@@ -100,63 +107,47 @@ def test_muon_gets_dense_matrices_only():
     assert muon == expected
 
 
-def train(model, optimizer, inputs, steps):
-    for _ in range(steps):
-        loss = model(**inputs, labels=inputs["input_ids"]).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
 def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():
     model = FAMILIES["glm"]()
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     inputs = batch(model, size=4)
     twin = copy.deepcopy(model)
-    first = model(**inputs, labels=inputs["input_ids"]).loss.item()
+
+    def train(model, optimizers, steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
+            model.zero_grad()
+            losses[-1].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return losses
 
     optimizer = nlr.MuonAdamW(nlr.param_groups(model, lr=3e-3, weight_decay=0.1, muon=True, verbose=False))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    assert train(model, optimizer, inputs, 4) < first
+    losses = train(model, [optimizer], 5)
+    assert losses[-1] < losses[0]
     scheduler.step()
-    assert {group["lr"] for group in optimizer.param_groups} == {
-        group["lr"] for inner in optimizer._inner for group in inner.param_groups
-    }
+    inner = {group["lr"] for inner in optimizer._inner for group in inner.param_groups}
+    assert {group["lr"] for group in optimizer.param_groups} == inner
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
 
     groups = nlr.param_groups(twin, lr=3e-3, weight_decay=0.1, muon=True, verbose=False)
-    strip = [{k: v for k, v in group.items() if k not in ("optimizer", "role")} for group in groups]
-    parts = [
-        torch.optim.Muon(
-            [strip[i] for i, group in enumerate(groups) if group["optimizer"] == "muon"],
-            momentum=0.95,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW([strip[i] for i, g in enumerate(groups) if g["optimizer"] == "adamw"], betas=(0.9, 0.98)),
-    ]
-    for _ in range(4):
-        loss = twin(**inputs, labels=inputs["input_ids"]).loss
-        twin.zero_grad()
-        loss.backward()
-        for part in parts:
-            part.step()
+    split = {kind: [group for group in groups if group["optimizer"] == kind] for kind in KINDS}
+    own = ("params", "lr", "weight_decay")
+    parts = [KINDS[kind]([{key: group[key] for key in own} for group in split[kind]]) for kind in KINDS]
+    train(twin, parts, 5)
     for ours, reference in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, reference)
 
     resumed = copy.deepcopy(model)
     again = nlr.MuonAdamW(nlr.param_groups(resumed, lr=9.0, muon=True, verbose=False))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, inputs, 2)
-    train(resumed, again, inputs, 2)
+    train(model, [optimizer], 2)
+    train(resumed, [again], 2)
     for ours, reference in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, reference)
-
-
-def test_muon_adamw_refuses_plain_groups():
-    with pytest.raises(UserError, match="muon=True"):
-        nlr.MuonAdamW(nn.Linear(3, 3).parameters())
 
 
 def muon_and_adamw():
@@ -170,8 +161,7 @@ def test_a_group_that_is_added_is_trained(kind):
     _, optimizer = muon_and_adamw()
     late, alone = (nn.Parameter(value) for value in torch.randn(3, 4).expand(2, 3, 4).clone())
     optimizer.add_param_group({"params": [("late", late)], "optimizer": kind, "lr": 0.2})
-    own = {"muon": partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), "adamw": torch.optim.AdamW}[kind]
-    reference = own([alone], lr=0.2, weight_decay=0.0, **({} if kind == "muon" else {"betas": (0.9, 0.98)}))
+    reference = KINDS[kind]([alone], lr=0.2, weight_decay=0.0)
     for _ in range(3):
         late.grad = torch.randn(3, 4)
         alone.grad = late.grad.clone()
@@ -182,6 +172,8 @@ def test_a_group_that_is_added_is_trained(kind):
 
 
 def test_a_group_that_cannot_be_added_changes_nothing():
+    with pytest.raises(UserError, match="muon=True"):
+        nlr.MuonAdamW(nn.Linear(3, 3).parameters())
     _, optimizer = muon_and_adamw()
     before = len(optimizer.param_groups)
     vector = [("late", nn.Parameter(torch.ones(3)))]

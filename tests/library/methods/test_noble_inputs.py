@@ -14,11 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch, gpt2, llama
-from nlr_lab.plan.inspect import inspect_model
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
-from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.inputs import qkv_groups
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
@@ -111,27 +109,14 @@ def test_losses_and_gradients_of_a_model_are_the_same(options):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_models_train_checkpoint_copy_and_compile():
-    together, _ = with_branches(FAMILIES["glm"], SHARED | FUSED)
-    inputs = batch(together)
-    other = copy.deepcopy(together)
+def test_models_train_with_gradient_checkpointing():
+    model, _ = with_branches(FAMILIES["glm"], SHARED | FUSED)
+    other, inputs, found = copy.deepcopy(model), batch(model), []
     other.gradient_checkpointing_enable({"use_reentrant": False})
-    other.train()
-    found = []
-    for model in (together, other):
-        optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
-        for _ in range(3):
-            loss = model(**inputs, labels=inputs["input_ids"]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-    with nlr.branches_disabled(together):
-        assert torch.isfinite(together(**inputs).logits).all()
-    torch.compiler.reset()
-    compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**inputs).logits, together(**inputs).logits, rtol=1e-4, atol=1e-5)
+    for each in (model, other.train()):
+        each(**inputs, labels=inputs["input_ids"]).loss.backward()
+        found.append({name: parameter.grad for name, parameter in each.named_parameters()})
+    torch.testing.assert_close(*found)
 
 
 def test_saved_models_stay_grouped(tmp_path):
@@ -176,23 +161,6 @@ def test_shared_down_saves_its_parameters_and_flops(family, monkeypatch):
     assert counts[0] - counts[1] == 2 * saved * 2 * (17 if family == "vit" else 9)  # not computed either
     groups = nlr.param_groups(model, lr=1e-3, verbose=False)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-def test_shared_down_saves_fewer_activations():
-    alone, model = FAMILIES["glm"](), FAMILIES["glm"]()
-    nlr.augment(alone, NobleConfig(rank=8), verbose=False)
-    nlr.augment(model, NobleConfig(rank=8, share_down="qkv"), verbose=False)
-    kept = [inspect_model(each, 9, 2).kept_bytes for each in (alone, model)]
-    assert kept[0] - kept[1] == 2 * 2 * (2 * 9) * 8 * 4  # h of k and v, in two layers
-    kept = [inspect_model(each, 9, 2, bf16=True).kept_bytes for each in (alone, model)]
-    assert kept[0] - kept[1] == 2 * 2 * (2 * 9) * (8 + 32) * 2  # and their copies of x
-
-
-def test_fused_inputs_save_no_more_activations_than_layers_alone():
-    together, alone = with_branches(llama, FUSED)
-    inputs = batch(alone)
-    kept = [saved_bytes(model, **inputs, labels=inputs["input_ids"]) for model in (together, alone)]
-    assert kept[0] <= kept[1]
 
 
 @pytest.mark.parametrize("budget", ["20%", "25% flops"])

@@ -5,7 +5,6 @@ import torch
 
 from noble_helpers import changed, leaf, make_branch, outputs_and_gradients, tensors
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.noble import op
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference, noble_linears
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
@@ -55,24 +54,6 @@ def test_group_equals_the_plain_formula_in_float64(activation, depth, shared, bi
             torch.testing.assert_close(found, want)
 
 
-def test_joined_up_projections_are_the_same_sum(monkeypatch):
-    monkeypatch.setattr(op, "JOIN_UP", True)
-    arguments, dys = make(), gradients_of_outputs()
-    expected = outputs_and_gradients(reference, arguments, dys)
-    for found, want in zip(outputs_and_gradients(noble_linears, arguments, dys), expected, strict=True):
-        torch.testing.assert_close(found, want)
-
-
-@both
-def test_compiled_group_has_equal_gradients(shared):
-    arguments, dys = make(shared=shared), gradients_of_outputs()
-    torch.compiler.reset()
-    compiled = torch.compile(noble_linears, fullgraph=True, backend="aot_eager")
-    expected = outputs_and_gradients(noble_linears, arguments, dys)
-    for found, want in zip(outputs_and_gradients(compiled, arguments, dys), expected, strict=True):
-        torch.testing.assert_close(found, want)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_at_most_twice_the_plain_formulas(dtype):
     arguments, dys = make(dtype=dtype, r=8), gradients_of_outputs(dtype)
@@ -95,15 +76,3 @@ def test_group_saves_x_and_h_alone(shared, backend):
     x, *rest = arguments
     kept = saved_bytes(run, *arguments, parameters=tensors(rest))
     assert kept == x.nbytes + 15 * 4 * (1 if shared else 3) * 4
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_frozen_weights_and_unused_outputs(backend):
-    arguments = make()
-    x, weights, *_ = arguments
-    for weight in weights:
-        weight.requires_grad_(False)
-    torch.compiler.reset()
-    run = noble_linears if backend is None else torch.compile(noble_linears, backend=backend, fullgraph=True)
-    found, wanted = (torch.autograd.grad(function(*arguments)[0].sum(), x) for function in (run, reference))
-    torch.testing.assert_close(found, wanted)

@@ -108,24 +108,28 @@ def test_grouped_heads_have_fewer_keys():
     assert fused(**batch(fused)).logits.isfinite().all()
 
 
-def test_what_it_refuses():
-    with pytest.raises(UserError, match="nothing to swap"):
-        nlr.augment(by_head(), QKNormConfig(), verbose=False)
-    with pytest.raises(UserError, match="do not split into heads of 5"):
-        nlr.augment(FAMILIES["opt"](), QKNormConfig(head_width=5), verbose=False)
-    with pytest.raises(UserError, match="head_width"):
-        QKNormConfig(head_width=0)
+@pytest.mark.parametrize(
+    ("build", "config", "include", "words"),
+    [
+        (by_head, {}, None, "nothing to swap"),
+        (FAMILIES["opt"], {"head_width": 5}, None, "do not split into heads of 5"),
+        (FAMILIES["opt"], {"head_width": 0}, None, "head_width"),
+        (lambda: nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), {}, None, r"QKNormConfig\(head_width"),
+        (by_part, {}, None, "mixes rows of q, k and v"),
+        (lambda: big_code(multi_query=False), {}, None, "mixes rows of q, k and v"),
+        (by_head, {}, ".*query_key_value", "mixes rows of q, k and v"),
+    ],
+)
+def test_what_it_refuses(build, config, include, words):
+    model = build()
+    with pytest.raises(UserError, match=words):
+        nlr.augment(model, QKNormConfig(**config), include=include, verbose=False)
+    assert not layers_of(model)
+
+
+def test_heads_of_a_given_width_and_shared_keys():
     bare = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "k_proj": nn.Linear(8, 8)})
-    with pytest.raises(UserError, match=r"QKNormConfig\(head_width"):
-        nlr.augment(bare, QKNormConfig(), verbose=False)
     assert len(nlr.augment(bare, QKNormConfig(head_width=4), verbose=False).swapped) == 2
-
-
-def test_rows_mixed_head_by_head_are_refused():
-    for model, include in ((by_part(), None), (big_code(multi_query=False), None), (by_head(), ".*query_key_value")):
-        with pytest.raises(UserError, match="mixes rows of q, k and v"):
-            nlr.augment(model, QKNormConfig(), include=include, verbose=False)
-        assert not layers_of(model)
     shared = big_code(multi_query=True)
     nlr.augment(shared, QKNormConfig(), verbose=False)
     assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]

@@ -45,18 +45,11 @@ def test_the_formula_written_out(kind, scale):
 
 def test_it_starts_as_the_table_says():
     layer = NonlinearQuery(600, config=NonlinearQueryConfig())
-    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
-        "query_norm_weight": (600,),
-        "query_down": (300, 600),
-        "query_up": (600, 300),
-        "query_out_weight": (600,),
-        "query_out_bias": (600,),
-    }
-    assert layer.query_down.std().item() == pytest.approx(0.02, rel=0.03)
-    assert layer.query_up.std().item() == pytest.approx(0.02, rel=0.03)
-    assert torch.equal(layer.query_norm_weight, torch.ones(600))
-    assert torch.equal(layer.query_out_weight, torch.ones(600))
-    assert not layer.query_out_bias.any()
+    assert [tuple(p.shape) for p in layer.parameters()] == [(600,), (300, 600), (600, 300), (600,), (600,)]
+    for matrix in (layer.query_down, layer.query_up):
+        assert matrix.std().item() == pytest.approx(0.02, rel=0.03)
+    for norm, value in ((layer.query_norm_weight, 1), (layer.query_out_weight, 1), (layer.query_out_bias, 0)):
+        assert torch.equal(norm, torch.full((600,), float(value)))
     assert NonlinearQuery(600, config=NonlinearQueryConfig(init_std=0.5)).query_up.std() > 0.4
 
 
@@ -199,14 +192,9 @@ def test_composes_with_noble_on_the_other_projections(tmp_path):
     roles = {group["role"] for group in nlr.param_groups(model, lr=1e-3, verbose=False)}
     assert {"noble.up", "query.down", "query.up", "query.norm"} <= roles
     model.save_pretrained(tmp_path)
-    again = nlr.hub.load_model(tmp_path)
     inputs = batch(model)
     with torch.no_grad():
-        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
-    other = FAMILIES["opt"]()
-    nlr.augment(other, nlr.NobleConfig(rank=4), exclude=r".*q_proj", verbose=False)
-    nlr.augment(other, NonlinearQueryConfig(), verbose=False)
-    assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in model.parameters())
+        assert torch.equal(nlr.hub.load_model(tmp_path)(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("kind", ["nonlinear", "linear", "identity"])

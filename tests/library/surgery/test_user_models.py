@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nonlinear_lowrank as nlr
-from family_checks import RANK, branch_tensors, enlarge_branches, train_a_step, without_effect
+from family_checks import RANK, enlarge_branches, train_a_step, without_effect
 
 WIDTH = 32
 
@@ -67,17 +67,6 @@ class FusedInEvaluation(Model):
     def body(self, x):
         y = self.first(x) if self.training else F.linear(x, self.first.weight, self.first.bias)
         return self.second(y) + self.more[0](x)
-
-
-class Reaching(nn.Module):
-    """Takes the weight of a linear further down."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = InPlace(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.inner(F.linear(self.outer(x), self.inner.first.weight))
 
 
 class Attention(Model):
@@ -143,34 +132,3 @@ class Lossy(nn.Module):
 
     def forward(self, **inputs):
         return type("Output", (), self.model(**inputs))
-
-
-def test_a_weight_that_an_outer_module_takes_is_skipped():
-    model, inputs = Reaching(), {"x": torch.randn(2, 5, WIDTH)}
-    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    assert list(report.skipped) == ["inner.first"]
-    assert "the forward of Reaching takes its weight" in report.skipped["inner.first"]
-    assert without_effect(enlarge_branches(model), inputs) == []
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Functional, "first"), (Attention, "attention.out_proj")])
-def test_a_linear_that_is_never_called_is_refused_when_named(kind, name):
-    model = kind()
-    with pytest.raises(nlr.UserError, match=f"{name}.*without calling it"):
-        nlr.augment(model, nlr.NobleConfig(rank=RANK), include=name.replace(".", r"\."), verbose=False)
-    assert not branch_tensors(model)
-
-
-def test_a_model_of_torchs_encoder_alone_is_refused_with_the_fix():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=True), 1)
-    with pytest.raises(nlr.UserError, match="activation_relu_or_gelu = 0"):
-        nlr.augment(encoder, nlr.NobleConfig(rank=RANK), verbose=False)
-
-
-def test_an_encoder_with_its_fused_path_switched_off_acts():
-    model, inputs = Encoder(), {"x": torch.randn(2, 5, WIDTH)}
-    for layer in model.encoder.layers:
-        layer.activation_relu_or_gelu = 0
-    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    assert sorted(report.skipped) == OUT
-    assert without_effect(enlarge_branches(model.eval()), inputs) == []
