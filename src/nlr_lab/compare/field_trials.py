@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nlr_lab.bench.timing import Clock, interleaved_step_times
-from nlr_lab.fields.fit import OF_PICTURES, RESULT, SETTINGS, Stepper, build, fit, load_weights
+from nlr_lab.fields.fit import OF_PICTURES, RESULT, Stepper, build, fit, load_weights
 from nlr_lab.fields.problem import FieldArm, FieldMethod, Problem
 from nlr_lab.fields.recipe import FieldRecipe
 from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
-from nlr_lab.runtime.storage import read_json, read_manifest, write_json
+from nlr_lab.runtime.storage import read_manifest, write_json
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
@@ -128,15 +128,14 @@ class FieldTrials(Trials):
         return Forecast(step=median_steps(times), evaluation=evaluation, evaluations=evaluations, start=start)
 
     def run(self, arm: FieldArm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
-        damaged = _is_damaged(folder)
         try:
             fit(
                 self.problem,
                 replace(arm.method, init=choice.init),  # type: ignore[arg-type]  # one of the arm's
                 replace(self.recipe.train, lr=choice.lr, seed=seed),
                 folder,
-                resume=resume and not damaged,
-                overwrite=damaged,
+                resume=resume,
+                overwrite=False,
                 quiet=True,
                 pictures=False,
                 about=asdict(self.recipe.problem),
@@ -213,14 +212,3 @@ def _omega(model: nn.Module) -> float | None:
     omega = next((each.sine_config.omega for each in sines if each.sine_config.activation == "sine"), None)
     assert not isinstance(omega, str)
     return omega
-
-
-def _is_damaged(folder: Path) -> bool:
-    """Return whether what a fit was begun with can no longer be read, so that it begins anew."""
-    if not (folder / SETTINGS).is_file():
-        return False
-    try:
-        read_json(folder / SETTINGS, settings=dict)
-    except UserError:
-        return True
-    return False

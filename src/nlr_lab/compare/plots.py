@@ -88,11 +88,11 @@ def plot_curves(
     title: str = "",
     y_label: str = "evaluation loss (nats per token)",
 ) -> None:
-    """Draw evaluation curves as in Figures 1 and 3 of noble.txt.
+    """Draw evaluation curves as in Figures 1 and 3 of noble.txt: the mean over seeds, with a band of lowest to highest.
 
     Args:
         path: the PNG to write.
-        arms: name -> the curve (step, loss) of each seed; line = mean over seeds, band = lowest to highest seed.
+        arms: name -> the curve (step, loss) of each seed.
         dashed: the arms that are baselines.
         target: the reference's final loss (mean over seeds), a dotted horizontal line.
         skip: share of the steps that is left out at the beginning (the paper truncates 20 %).
@@ -136,12 +136,8 @@ def plot_rate_sweep(
 ) -> None:
     """Draw final loss against learning rate, one line for each arm.
 
-    Args:
-        path: the PNG to write.
-        sweeps: arm -> (learning rate, final loss), the loss None where the run diverged (a cross at the top edge).
-        chosen: arm -> the learning rate it goes on with, ringed.
-        dashed: the arms that are baselines.
-        y_label: with the unit of the loss.
+    Of each arm's (learning rate, final loss) the loss is None where the run diverged: a cross at the top edge. The
+    chosen rate is ringed, arms that are baselines are dashed.
     """
     figure, axes = new_figure(7.0, 4.5)
     colours = _colours(name in dashed for name in sweeps)

@@ -62,19 +62,9 @@ def build_results(
 ) -> dict[str, Any]:
     """Build the whole record.
 
-    Args:
-        about: the recipe and the data.
-        arms: in the order of the tables.
-        pairs: (reference, arm) by name whose difference is tested, in families for Holm's correction.
-        reference: name of the arm that costs are shown against.
-        seeds: those asked for; a seed counts when every arm that has a choice finished it.
-        tuning_seed: of the runs that choices were made by.
-        measure: what the runs are judged by.
-        times: arm -> seconds of its interleaved steps, or None when they were not measured.
-        notes: sentences on what the reader must know.
-        command: how to repeat.
-        seconds: of this session.
-        threads: CPU threads that the runs set, if they did.
+    `pairs` are (reference, arm) by name whose difference is tested, in families for Holm's correction; `reference` is
+    the arm that costs are shown against. A seed counts when every arm that has a choice finished it. `times` are the
+    seconds of each arm's interleaved steps, `seconds` those of this session, `threads` what the runs set.
     """
     running = {arm.name: arm for arm in arms if arm.choice is not None}
     whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running.values())]

@@ -99,28 +99,26 @@ def compare(
             defaults of the arguments of those names.
         out: folder for the runs and the report; new or empty, unless `resume` or `overwrite`.
         arms: at least two, with names of their own: `Arm`, of a neural field `FieldArm`, or their short forms.
-        seeds: number of paired seeds. Tuning uses `recipe.train.seed`, the comparison the seeds that follow
-            it: a choice made for its luck on a seed gains nothing from that luck here.
+        seeds: number of paired seeds, those that follow `recipe.train.seed`; tuning uses that one, so a choice made for
+            its luck on a seed gains nothing from that luck here.
         tune_lr: learning rates to try for every arm that names none itself; empty means the recipe's. While an
-            arm's best is at the edge, its grid is extended by the grid's own ratio.
+            arm's best is at the edge, its grid is extended by the grid's own ratio, at most `max_extensions` times.
         reference: name of the arm that the main tables compare with; by default the first arm, of neural fields the
             dense one if there is one.
         resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
             checkpoint, missing ones are run. Arms and seeds may be added.
         overwrite: delete what a former comparison wrote to `out`; other files there stay.
         max_seconds: it ends within this time. No new seed and no new choice of the tuning is begun that would not, by
-            the slowest run of each arm so far. Where timed steps say that not even the first choice and the first seed
-            would, all runs are shortened, schedule and all, as much as it takes; the report says so, and such runs
-            have folders of their own (`runs/<arm>/steps-<n>/`). A run that is over time all the same stops.
+            the slowest run of each arm so far. Where not even the first choice and the first seed would, all runs are
+            shortened, schedule and all; the report says so, and they have folders of their own.
         max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
         timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
-            names and whose machines all see `out`; None: one after another, in this process. With `max_seconds` the
-            seeds follow each other still.
+            names and whose machines all see `out`; None: one after another, in this process.
         keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
-        kept_runs: a file that keeps the finished runs, a line each, outside `out`: what it has and `out` lacks is used
-            as it is, and it is written anew after each run. With it a folder is resumed, as with `resume`. The first
-            seed's fits of a neural field, which its strip of pictures shows, are run again where `out` lacks weights.
+        kept_runs: a file outside `out` that keeps the finished runs, a line each: what it has and `out` lacks is used
+            as it is, and `out` is resumed. A neural field's first fits, whose pictures are shown, are run again where
+            `out` lacks their weights.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         clock: seconds, for `max_seconds`.
@@ -286,12 +284,9 @@ class _Session:
         return None
 
     def _missing(self, steps: int | None, seeds: Sequence[int], choices: int | None = None) -> list[Any]:
-        """Return the arms of runs that are not finished, as often as they have any, as this process sees the folder.
+        """Return the arms of runs of a length that are not finished, as often as they have any.
 
-        Args:
-            steps: to which the runs are shortened.
-            seeds: at each of which an arm has a run at its choice, whichever that is.
-            choices: so many of the first choices of each arm that is tuned; None: all.
+        They are those at each seed, at whichever choice, and at so many of the first choices of each arm that is tuned.
         """
 
         def done(arm: Any, choice: str, seed: int) -> bool:
@@ -363,17 +358,8 @@ class _Session:
     ) -> Run:
         """Return the finished run, run or resumed first if need be. A run that diverges is a result too.
 
-        Args:
-            arm: what is run.
-            choice: of what is tuned of it.
-            seed: its seed.
-            place: of it in the comparison, for the screen.
-            after: arms of runs that the comparison cannot do without and that come later: time is kept for them.
-            needed: whether this is such a run: then it stops as soon as its pace says that it will not end in time.
-            with_weights: whether pictures need it.
-
-        Raises:
-            OutOfTimeError: it would not end in time.
+        `place` is for the screen. Time is kept for runs of the arms in `after`; a `needed` run raises OutOfTimeError as
+        soon as its pace says that it will not end in time.
         """
         if self._is_done(arm, choice, seed, with_weights=with_weights):
             found = self._find(arm, choice, seed)
@@ -425,11 +411,8 @@ class _Session:
     def _tune(self) -> dict[str, list[Run]]:
         """Run every choice of each arm on the tuning seed, and go beyond its grid where the best is at the edge.
 
-        Choice by choice, so that all arms have as many when time is up; where that does not matter, workers begin all
-        at once. Time is kept for the first seed of every arm.
-
-        Raises:
-            OutOfTimeError: not even the first choice of every arm ends in time.
+        Choice by choice, so that all arms have as many when time is up, and time is left for the first seed of every
+        arm. Raise OutOfTimeError where not even the first choice of every arm ends in time.
         """
         plan, seed = self.plan, self.plan.tuning_seed
         first_seed = on_rank_0(lambda: self._missing(self.steps, plan.seeds[:1], 0))

@@ -110,14 +110,8 @@ def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
 def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
     """Return the arms of a comparison of fields, each at the init and learning rate that were best there.
 
-    Args:
-        record: the comparison's record, results.json or a copy of it; arms that diverged at every learning rate are
-            skipped.
-        rates: keep the learning rates too; False: keep the inits alone, so that learning rates are tuned again, as a
-            run many times as long may need.
-
-    Raises:
-        UserError: there is no such file, or it is no record.
+    Arms that diverged at every learning rate are skipped. Without `rates` the inits alone are kept, so that learning
+    rates are tuned again, as a run many times as long may need. Raise UserError where `record` is no record.
     """
     if not record.is_file():
         raise UserError(f"there is no {record}: run the stage it is copied from first")
@@ -155,8 +149,7 @@ def interval_text(delta: Mapping[str, Any]) -> str:
 def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
     """First arm minus second, paired by the seeds that both finished: delta with its interval, p, p by Holm over all.
 
-    Args:
-        pairs: arms as records have them, which may be of different records.
+    Arms are as records have them, and may be of different records.
     """
     deltas = []
     for pair in pairs:

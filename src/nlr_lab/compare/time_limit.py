@@ -124,16 +124,10 @@ def choose_length(
     missing: Callable[[int | None], Sequence[str]],
     every: Sequence[str],
 ) -> int | None:
-    """Return the most steps at which the runs that a comparison cannot do without end in time; None: all of `full`.
+    """Return the most steps up to `most` at which the runs that a comparison needs end in time; None: all of `full`.
 
-    Args:
-        most: no more than so many.
-        full: steps that were asked for.
-        forecast: of the runs.
-        limit: of the comparison.
-        earlier: lengths to which its runs were shortened before; the first that fits goes on.
-        missing: the arms of those runs that are still to be done at a length.
-        every: the arms of all of them.
+    Lengths to which runs were shortened `earlier` go on if they fit. `missing` gives the arms of those runs that are
+    still to be done at a length, `every` the arms of all of them.
 
     Raises:
         UserError: not even `LEAST_STEPS` fit; the message names the limit that would do.
@@ -166,14 +160,8 @@ def stop_rule(
 ) -> Callable[[int], bool]:
     """Return what says of a run at each of its steps whether it must stop; its threads give way to others meanwhile.
 
-    Args:
-        limit: of the comparison.
-        threads: of the run.
-        forecast: takes in the pace of a run that is stopped; None: it stops at the limit alone.
-        arm: what is trained.
-        steps: of the run.
-        reserve: seconds that the runs after it need.
-        looks_ahead: also stop when its pace says that it will not end in time.
+    Seconds in `reserve` are for the runs after it. The forecast takes in the pace of a run that is stopped; without one
+    it stops at the limit alone. One that `looks_ahead` also stops when its pace says that it will not end in time.
     """
     begun: list[tuple[int, float]] = []
 

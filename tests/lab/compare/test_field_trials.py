@@ -415,16 +415,6 @@ def test_takes_a_name_that_looks_like_a_formula_or_markup(recipe, tmp_path):
     assert (tmp_path / "out" / "rate.png").is_file()
 
 
-def test_fits_again_where_a_runs_beginning_is_damaged(recipe, tmp_path):
-    two = {"arms": parsed(*(f"{each},init=kaiming_zero" for each in ARMS[1:3])), "seeds": 1, "tune_lr": ()}
-    former = go(recipe, tmp_path / "out", **two).results["arms"]
-    run = next(tmp_path.glob("out/runs/sine*/**/result.json")).parent
-    (run / "result.json").unlink()
-    (run / "fit.json").write_text("{")
-    again = go(recipe, tmp_path / "out", resume=True, **two).results["arms"]
-    assert [arm["score"] for arm in again] == [arm["score"] for arm in former]
-
-
 def test_reads_arms_with_what_is_tuned_of_them():
     arm = FieldArm.parse("sine:rank=5,omega=50")
     assert arm.method == FieldMethod(kind="sine", rank=5, omega=50.0)
