@@ -84,7 +84,7 @@ def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
             step = bench.random.randint(1, settings["steps"] - 1)
             if number % 3 == 0:
                 file = bench.random.choice(
-                    ("model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors", "random.json")
+                    ("model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors", "state.json")
                 )
                 moment, delay = (folder / f".tmp-step-{step:06d}" / file).exists, bench.random.uniform(0, 0.002)
             elif number % 3 == 1:

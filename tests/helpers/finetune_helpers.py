@@ -39,9 +39,7 @@ def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = WhitespaceSplit()
     if pairs:
         inner.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     names = ["input_ids", "token_type_ids", "attention_mask"] if pairs else ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(

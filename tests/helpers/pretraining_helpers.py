@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import torch
-from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
-from nlr_lab.tasks.images.data import ImageSource
 from safetensors.torch import load_file
 
 import finetune_helpers
 from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.images.augmentation import Augmentation
-from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingTask, VitBackbone
+from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training

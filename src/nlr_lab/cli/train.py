@@ -165,7 +165,7 @@ def _parse_repetition(arguments: list[str], command: str) -> tuple[Any, RepeatOp
     if not arguments[0].startswith("-"):
         raise UserError(f"--from takes the recipe of the run it names: omit {arguments[0]}")
     options = parse(RepeatOptions, arguments, command=command)
-    from nlr_lab.training.repeat import FormerRun
+    from nlr_lab.training.run_folder import FormerRun
 
     run, out = Path(options.run), Path(options.out)
     if run.resolve() == out.resolve():

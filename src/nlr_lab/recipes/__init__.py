@@ -5,6 +5,7 @@ The table below is all that the command line reads before a recipe is chosen: li
 an unknown one, must not wait for torch to be imported.
 """
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable
@@ -27,6 +28,20 @@ class RecipeEntry(NamedTuple):
 KINDS = {"train": "trains a model from scratch", "finetune": "tunes a pretrained model", "fit": "fits a field"}
 """Commands with recipes of their own, and what such a recipe does."""
 
+BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
+"""The model without branches, with transformers' init of std 0.02, with NOBLE's dense init, and with PyTorch's Kaiming
+init. Without these controls a gain of the init would be read as a gain of the branch."""
+
+NOBLE_ARMS = (*BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256")
+"""The ranks of noble.txt, beside the controls."""
+
+FAST: dict[str, Any] = {"bf16": True, "compile": True, "log_every": 50}
+"""How models of the papers' sizes train."""
+
+EVERY_2000: dict[str, Any] = {"eval_every": 2000, "save_every": 2000}
+EACH_EPOCH: dict[str, Any] = {"eval_every": 0, "save_every": 0}
+"""Steps between evaluations and between checkpoints; 0: after each epoch."""
+
 _GLUE = (
     *(("cola", "CoLA"), ("sst2", "SST-2"), ("mrpc", "MRPC"), ("qqp", "QQP")),
     *(("stsb", "STS-B"), ("mnli", "MNLI"), ("qnli", "QNLI"), ("rte", "RTE")),
@@ -34,32 +49,24 @@ _GLUE = (
 
 _TABLE = {
     "train": {
-        "llm": {
+        "language": {
             "llm-demo": "tiny language model on Python sources; 2 CPU cores, minutes",
             "llm-small": "35M language model on OpenWebText; one small GPU, hours",
             "llm-base": "the paper's 250M language model on OpenWebText; 8 large GPUs",
             "llm-large": "the paper's 1.5B language model on OpenWebText; 8 large GPUs",
-        },
-        "mlm": {
             "mlm-demo": "tiny masked language model on Python sources; 2 CPU cores, minutes",
             "mlm-base": "the paper's BERT on OpenWebText; large GPUs",
-        },
-        "gpt3": {
             "gpt3-demo": "tiny GPT-3 with nonlinear queries; 2 CPU cores, minutes",
             "gpt3-small": "GPT-3 small with nonlinear queries on OpenWebText; 8 large GPUs",
             "gpt3-stability": "which arm of GPT-3 small diverges at weight decay 0.05",
             "gpt3-stability-high-lr": "the same at weight decay 0.03 and five times the learning rate",
         },
-        "vit": {
+        "images": {
             "vit-demo": "a tiny ViT from scratch on embedded digits; 2 CPU cores, minutes",
             "vit-small": "the paper's ViT-S/16 from scratch on ImageNet; several GPUs",
-        },
-        "image_tokens": {
             "image-tokens-demo": "digits as image tokens; 2 CPU cores, a minute",
             "image-tokens-cifar10": "CIFAR-10 as image tokens; CPU or any GPU",
             "image-tokens-base": "the paper's image tokens on ImageNet; large GPUs",
-        },
-        "sine": {
             "sine-vit-demo": "a tiny ViT with sine low-rank MLPs; 2 CPU cores, minutes",
             "sine-vit-cifar100": "ViT-S/4 with sine low-rank MLPs on CIFAR-100; one GPU",
             "sine-vit-base": "ViT-B/16 with sine low-rank MLPs on ImageNet; large GPUs",
@@ -68,20 +75,16 @@ _TABLE = {
         },
     },
     "finetune": {
-        "glue": {
+        "tuning": {
             "glue-minilm": "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm",
             **{f"glue-{task}": f"DeBERTa-v3-base on {name}, as published; one GPU" for task, name in _GLUE},
-        },
-        "vision": {
             "vit-digits": "a tiny ViT on other digits, all embedded; 2 CPU cores, seconds",
             "vit-cifar10": "ViT-Tiny on CIFAR-10, as published; one GPU",
             "vit-cifar100": "ViT-Tiny on CIFAR-100, as published; one GPU",
-        },
-        "instruct": {
             "instruct-small": "a model of nlr train on instructions; 2 CPU cores, a minute an arm",
             "llama3-commonsense": "Llama-3-8B on commonsense-170k, as published; one large GPU",
             "llama3-alpaca": "Llama-3-8B on Alpaca, as published; one large GPU",
-        },
+        }
     },
     "fit": {
         "fields": {
@@ -92,7 +95,7 @@ _TABLE = {
             "nerf-llff": "a scene of LLFF as published; one GPU, a day",
             "occupancy-demo": "a knot, inside or outside; one CPU core, minutes",
             "occupancy": "a mesh as published, on a 512^3 lattice; one GPU, or CPU hours",
-        },
+        }
     },
 }
 """By command and module: summaries by name."""
@@ -129,7 +132,7 @@ def get_recipe(name: str) -> Any:
         UserError: there is no recipe of that name; the message names the nearest.
     """
     check_name(name)
-    return recipe_function(name)()
+    return dataclasses.replace(recipe_function(name)(), description=RECIPES[name].summary)
 
 
 def recipe_function(name: str) -> Callable[[], Any]:

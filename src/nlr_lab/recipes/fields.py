@@ -9,7 +9,10 @@ published table for NeRF.
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.fields.settings import ImageSettings, NerfSettings, OccupancySettings, RadianceConfig
 
-from .shared import field_arms, named
+
+def _arms(*ranks: int) -> tuple[str, ...]:
+    """Dense, then low-rank and sine side by side."""
+    return ("dense", *(f"{kind}:rank={rank}" for rank in ranks for kind in ("low-rank", "sine")))
 
 
 def image_demo() -> FieldRecipe:
@@ -21,13 +24,12 @@ def image_demo() -> FieldRecipe:
     Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It shows the tool at work, and
     is no evidence.
     """
-    return named(
-        FieldRecipe,
-        "image-demo",
+    return FieldRecipe(
+        name="image-demo",
         problem=ImageSettings(source="china", crop=192, size=64, points=1024),
         method="sine:rank=5,omega=50",
         train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
-        arms=field_arms(1, 5, 20),
+        arms=_arms(1, 5, 20),
         seeds=1,
     )
 
@@ -40,13 +42,12 @@ def image() -> FieldRecipe:
     Time: not measured by us.
     Expect: not measured by us; studies/images has what Kodak's photographs gave.
     """
-    return named(
-        FieldRecipe,
-        "image",
+    return FieldRecipe(
+        name="image",
         problem=ImageSettings(points=16384),
         method="sine:rank=20,omega=20",
         train=FitConfig(steps=10_000, lr=3e-3, save_every=1000),
-        arms=field_arms(1, 2, 5, 20),
+        arms=_arms(1, 2, 5, 20),
         seeds=3,
         tune_lr=(1e-3, 3e-3, 1e-2),
     )
@@ -60,18 +61,14 @@ def nerf_demo() -> FieldRecipe:
     Time: 40 s of CPU time a fit; under five minutes for the comparison, seven arms at one init and one seed.
     Expect: 33 dB on the held-out views. It shows the tool at work, and is no evidence.
     """
-    return named(
-        FieldRecipe,
-        "nerf-demo",
+    return FieldRecipe(
+        name="nerf-demo",
         problem=NerfSettings(
-            source="demo",
-            rays=128,
-            samples=24,
-            field=RadianceConfig(width=128, layers=4, view_width=64, spread=0.15),
+            source="demo", rays=128, samples=24, field=RadianceConfig(width=128, layers=4, view_width=64, spread=0.15)
         ),
         method="sine:rank=8,omega=100",
         train=FitConfig(steps=500, lr=2e-3, warmup_steps=25, eval_every=250, save_every=100),
-        arms=tuple(f"{arm}{',' if ':' in arm else ':'}init=kaiming_sqrt5" for arm in field_arms(1, 5, 20)),
+        arms=tuple(f"{arm}{',' if ':' in arm else ':'}init=kaiming_sqrt5" for arm in _arms(1, 5, 20)),
         seeds=1,
     )
 
@@ -84,13 +81,12 @@ def nerf_fern() -> FieldRecipe:
     Time: dense, 17 minutes of 2 idle cores with AVX-512 (0.35 s a step), and some minutes to render the frames.
     Expect: 21.3 dB dense after 3,000 steps (18.8 after 1,500), SSIM 0.56, on the views 0, 8 and 16 (one seed).
     """
-    return named(
-        FieldRecipe,
-        "nerf-fern",
+    return FieldRecipe(
+        name="nerf-fern",
         problem=NerfSettings(source="fern_252x189.npz", rays=256, samples=32),
         method="dense",
         train=FitConfig(steps=3000, lr=1e-3, warmup_steps=150, eval_every=1500, save_every=250),
-        arms=field_arms(1, 5, 30),
+        arms=_arms(1, 5, 30),
         seeds=3,
         tune_lr=(5e-4, 1e-3, 2e-3),
     )
@@ -104,13 +100,12 @@ def nerf_llff() -> FieldRecipe:
     Time: about a day a fit, by NeRF's own; not run by us.
     Expect: 26.38 dB on fern dense; 23.50 with sine and 20.64 low-rank at k = 5 (published, Table 3).
     """
-    return named(
-        FieldRecipe,
-        "nerf-llff",
+    return FieldRecipe(
+        name="nerf-llff",
         problem=NerfSettings(source="nerf_llff_data/fern", downscale=8, rays=1024, samples=64, fine_samples=64),
         method="sine:rank=5",
         train=FitConfig(steps=500_000, lr=5e-4, schedule="exponential", end=0.01, eval_every=50_000, save_every=5_000),
-        arms=field_arms(1, 5, 10, 30, 60),
+        arms=_arms(1, 5, 10, 30, 60),
         seeds=1,
     )
 
@@ -123,15 +118,14 @@ def occupancy_demo() -> FieldRecipe:
     Time: under a minute a fit; the comparison stops before five minutes.
     Expect: an IoU that rises with the rank. It shows the tool at work, and is no evidence.
     """
-    return named(
-        FieldRecipe,
-        "occupancy-demo",
+    return FieldRecipe(
+        name="occupancy-demo",
         problem=OccupancySettings(
             source="knot", resolution=64, points=1024, held_out=32, mesh_resolution=48, picture_height=240
         ),
         method="sine:rank=5,omega=50",
         train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
-        arms=field_arms(1, 5, 20),
+        arms=_arms(1, 5, 20),
         seeds=1,
     )
 
@@ -145,13 +139,12 @@ def occupancy() -> FieldRecipe:
     Time: not measured by us.
     Expect: table 13: Lucy at k = 1 90.7 (sine) and 79.3 (low-rank). studies/occupancy has ours, of shorter fits.
     """
-    return named(
-        FieldRecipe,
-        "occupancy",
+    return FieldRecipe(
+        name="occupancy",
         problem=OccupancySettings(resolution=512, points=16384, held_out=128, mesh_resolution=256),
         method="sine:rank=1,omega=occupancy",
         train=FitConfig(steps=20_000, lr=1e-3, save_every=2000),
-        arms=field_arms(1, 2, 5, 20),
+        arms=_arms(1, 2, 5, 20),
         seeds=3,
         tune_lr=(5e-4, 1e-3, 2e-3),
     )

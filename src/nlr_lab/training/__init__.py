@@ -17,18 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Arm", "CheckpointedTrainer", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
 
-_FILES = {
-    "Arm": ".arms",
-    "CheckpointedTrainer": ".checkpoints",
-    "DivergedError": "nonlinear_lowrank.errors",
-    "Recipe": ".recipe",
-    "TrainConfig": ".recipe",
-    "TrainResult": ".result",
-    "run_training": ".run",
-}
+_FILES = {"Arm": "arms", "CheckpointedTrainer": "checkpoints", "DivergedError": "run", "Recipe": "recipe"}
+_FILES |= {"TrainConfig": "recipe", "TrainResult": "result", "run_training": "run"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_FILES[name], __name__), name)
+    return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)

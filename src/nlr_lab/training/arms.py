@@ -1,25 +1,70 @@
-"""One arm: a change to the model, with its learning rates, and its short form on the command line."""
+"""One arm: a change to the model, its short form on the command line, and the optimizer that trains it.
+
+`nonlinear-query+noble:rank=64` has nonlinear queries, and NOBLE on the remaining linears. The settings of an arm of
+several methods are those of its parts by their names: {"nonlinear-query": {}, "noble": {"rank": 64}}. Parts are applied
+by stage, whatever their order: a wider MLP first, since it draws plain linears; then methods that take linears of
+certain names; then those that take every linear there is, which leave out what another one has taken; and norms around
+projections last.
+"""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
 from nlr_lab.tasks.text.language_model import DenseInit, check_dense_init
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.qk_norm import QKNormConfig
+from nonlinear_lowrank.optim import MuonAdamW, param_groups
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.validation import check_choice, check_number
 
-from .kinds import ArmContext, Composed, as_text, read_number, read_value, split_parts
-from .methods import ARM_METHODS, Function, find_method
-from .recipe import Optimizer
+from .methods import ArmKind, Augmented, Function, WideMlp, as_text, read_value
+from .recipe import Optimizer, Recipe
+from .tuning import TUNINGS
 
 _TEXTS = ("include", "exclude", "match")  # settings that are names, also where they look like a number
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_UP = re.compile(r"lora_B|lora_embedding_B|_up(?:\.|$)")
+
+_KINDS: tuple[ArmKind, ...] = (
+    ArmKind(),
+    *(Augmented(method, name) for name, method in all_methods().items() if not method.wraps),
+    *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
+    WideMlp(),
+    *TUNINGS,
+)
+ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}
+"""Every kind of arm by its name; functions of the user's own come on top."""
+
+
+def _split_parts(text: str) -> list[str]:
+    """Cut an arm's short form at each "+" that a method's name follows; "nora++" and "1e+3" stay whole."""
+    known = "|".join(re.escape(name) for name in sorted(ARM_METHODS, key=len, reverse=True))
+    return re.split(rf"\+(?=\s*(?:{known})\s*(?:[:,+]|$))", text)
+
+
+def _find_kinds(name: str) -> list[ArmKind]:
+    """Return the kinds of arm that are joined by "+" in a name, or the function it names; raise UserError if none."""
+    if name in ARM_METHODS:
+        return [ARM_METHODS[name]]
+    if len(names := _split_parts(name)) == 1:
+        if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+            return [Function(name)]
+        known = ", ".join(ARM_METHODS)
+        raise UserError(f"unknown arm {name!r}; choose {known}, or a function of your own as module:function")
+    kinds = [kind for each in names for kind in _find_kinds(each)]
+    for kind in kinds:
+        if kind.stage is None:
+            raise UserError(f"{kind.name} cannot be one of several methods in an arm; give it an arm of its own")
+        if names.count(kind.name) > 1:
+            raise UserError(f"the arm {name!r} names {kind.name} twice; one method has one set of settings")
+    return kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +106,32 @@ class Arm:
         for rate in self.grid:
             check_number("grid", rate, above=0)
         if self.grid and (self.lr is not None or len(set(self.grid)) < 2):
-            raise UserError(
-                f"grid of the arm {self.method!r} needs at least two different learning rates, and no lr beside it"
-            )
-        kind = find_method(self.method)
-        settings = kind.read(self.settings)
-        parts = self.settings if isinstance(kind, Composed) else {"": self.settings}
-        for name, given in parts.items():
-            read = settings[name] if name else settings
-            if twice := sorted(key for key in given if key not in read and len(read) < len(given)):
-                raise UserError(f"{twice[0]} of the arm {self.method!r} is given twice, by two names; give it once")
-        object.__setattr__(self, "settings", settings)
+            wanted = "at least two different learning rates, and no lr beside it"
+            raise UserError(f"grid of the arm {self.method!r} needs {wanted}")
+        object.__setattr__(self, "settings", self._read_settings())
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
-        if not _NAME.fullmatch(self.name):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UserError(f"the arm's name {self.name!r} must be made of letters, digits, '.', '_' and '-'")
+
+    def _read_settings(self) -> dict[str, Any]:
+        parts = self._parts()
+        names = [kind.name for kind, _ in parts]
+        for name, own in self.settings.items() if len(parts) > 1 else ():
+            if name not in names or not isinstance(own, Mapping):
+                raise UserError(f"settings of {self.method} are those of its parts by name; {name!r} is none of them")
+        read = {kind.name: kind.read(given) for kind, given in parts}
+        for kind, given in parts:
+            own = read[kind.name]
+            if twice := sorted(key for key in given if key not in own and len(own) < len(given)):
+                raise UserError(f"{twice[0]} of the arm {self.method!r} is given twice, by two names; give it once")
+        return read if len(parts) > 1 else read[names[0]]
+
+    def _parts(self) -> list[tuple[ArmKind, Mapping[str, Any]]]:
+        """The methods of the arm, each with its settings."""
+        kinds = _find_kinds(self.method)
+        alone = len(kinds) == 1
+        return [(kind, self.settings if alone else self.settings.get(kind.name, {})) for kind in kinds]
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -95,14 +151,14 @@ class Arm:
         """
         fields: dict[str, Any] = {}
         parts: list[tuple[str, dict[str, Any]]] = []
-        for part in split_parts(text.strip(), list(ARM_METHODS)):
+        for part in _split_parts(text.strip()):
             method, settings, shared = _read_part(part, text)
             if twice := fields.keys() & shared.keys():
                 raise UserError(f"{min(twice)} is of the whole arm and is given twice in {text!r}; give it once")
             fields |= shared
             parts.append((method, settings))
         method = "+".join(name for name, _ in parts)
-        find_method(method)  # refuses a method that is named twice, before its settings become one
+        _find_kinds(method)  # refuses a method that is named twice, before its settings become one
         arm = cls(method=method, settings=dict(parts) if len(parts) > 1 else parts[0][1], **fields)
         if ":" in arm.method:
             arm.function()
@@ -110,10 +166,8 @@ class Arm:
 
     def __str__(self) -> str:
         """Return the short form; `Arm.parse` reads it back."""
-        kind = find_method(self.method)
-        of_parts = self.settings if isinstance(kind, Composed) else {self.method: self.settings}
-        parts = [(name, [f"{key}={as_text(value)}" for key, value in own.items()]) for name, own in of_parts.items()]
-        options = parts[-1][1]
+        parts = [(kind, [f"{key}={as_text(value)}" for key, value in own.items()]) for kind, own in self._parts()]
+        kind, options = parts[-1]
         if self.dense_init is not None:
             options.append(f"{'dense_init' if kind.own_init else 'init'}={self.dense_init}")
         if self.optimizer is not None:
@@ -126,12 +180,13 @@ class Arm:
             options.append(f"grid={'/'.join(map(repr, self.grid))}")
         if self.name != self._default_name():
             options.append(f"name={self.name}")
-        return "+".join(f"{name}{',' if ':' in name else ':'}{','.join(own)}" if own else name for name, own in parts)
+        forms = ((kind.name, "," if ":" in kind.name else ":", ",".join(own)) for kind, own in parts)
+        return "+".join(name + mark + own if own else name for name, mark, own in forms)
 
     @property
     def control(self) -> bool:
         """Return whether the arm is there to be compared with."""
-        return find_method(self.method).control
+        return all(kind.control for kind, _ in self._parts())
 
     def function(self) -> Callable[..., Any]:
         """Return the user's function of a "module:function" arm; raise UserError where it cannot be imported."""
@@ -158,20 +213,17 @@ class Arm:
         """
         if self.qk_norm and setup is not None:
             raise UserError("qk_norm is for models that are trained from scratch; omit it")
-        context = ArmContext(setup=setup, dense_init=self.dense_init or dense_init or "stock", verbose=verbose)
-        changed = find_method(self.method).apply(model, self.settings, context)
+        for kind, own in sorted(self._parts(), key=lambda part: part[0].stage or 0):
+            model = kind.apply(model, own, setup, self.dense_init or dense_init or "stock", verbose)
         if self.qk_norm:
-            augment(changed, QKNormConfig(), verbose=verbose)
-        return changed
+            augment(model, QKNormConfig(), verbose=verbose)
+        return model
 
     def _default_name(self) -> str:
-        parts = find_method(self.method).label(self.settings)
-        if self.dense_init is not None:
-            parts.append(f"init-{self.dense_init}")
-        if self.optimizer is not None:
-            parts.append(self.optimizer)
-        if self.qk_norm:
-            parts.append("qk-norm")
+        parts = [word for kind, own in self._parts() for word in kind.label(own)]
+        parts += [f"init-{self.dense_init}"] if self.dense_init is not None else []
+        parts += [self.optimizer] if self.optimizer is not None else []
+        parts += ["qk-norm"] if self.qk_norm else []
         return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts))
 
 
@@ -179,35 +231,112 @@ def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any
     """One method's short form, out of a whole one -> its name, its settings, and what it says of the whole arm."""
     head, *options = [each.strip() for each in part.strip().split(",")]
     method, _, rest = head.partition(":")
-    if method in ARM_METHODS:
-        if rest:
-            options.insert(0, rest)
-    elif rest:
+    if method not in ARM_METHODS:
         method = head
-    own_init = find_method(method).own_init
+    elif rest:
+        options.insert(0, rest)
+    own_init = _find_kinds(method)[-1].own_init
     settings: dict[str, Any] = {}
     shared: dict[str, Any] = {}
-    read: set[str] = set()
     for option in options:
-        key, separator, value = option.partition("=")
-        key, value = key.strip(), value.strip()
-        if not separator or not key or not value:
+        key, _, value = (each.strip() for each in option.partition("="))
+        if not key or not value:
             raise UserError(f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64")
         if key == "init" and not own_init:
             key = "dense_init"
-        if key in read:
+        if key in settings or key in shared:
             raise UserError(f"{key} is given twice in the arm {text!r}; give it once")
-        read.add(key)
-        if key == "lr":
-            shared["lr"] = read_number("lr", value, text)
-        elif key == "grid":
-            shared["grid"] = tuple(read_number("grid", each, text) for each in value.split("/"))
+        if key in ("lr", "grid"):
+            try:
+                rates = tuple(map(float, value.split("/") if key == "grid" else [value]))
+            except ValueError as error:
+                raise UserError(f"{key} must be a number, got {value!r}, in the arm {text!r}") from error
+            shared[key] = rates if key == "grid" else rates[0]
         elif key in ("name", "dense_init", "optimizer"):
             shared[key] = value
-        elif key in _TEXTS and method in ARM_METHODS:
-            settings[key] = value
         elif key == "qk_norm":
             shared[key] = read_value(value)
         else:
-            settings[key] = read_value(value)
+            settings[key] = value if key in _TEXTS and method in ARM_METHODS else read_value(value)
     return method, settings, shared
+
+
+# --- a recipe's model under an arm, and its optimizer ---------------------------------------------------------
+
+
+def build_model(recipe: Recipe, prepared: Any, arm: Arm | None = None) -> nn.Module:
+    """Return the task's model before the arm changes it, drawn from the run's seed."""
+    model: nn.Module = recipe.task.build_model(prepared, (arm or recipe.arm).dense_init, seed=recipe.train.seed)
+    return model
+
+
+def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module, *, verbose: bool = False) -> nn.Module:
+    """Return the model with the arm's change, drawn from the run's seed; raise UserError where it does not fit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        drawn = getattr(getattr(recipe.task, "backbone", None), "dense_init", None)
+        return arm.apply(model, recipe.task.adapter_setup(model), dense_init=drawn, verbose=verbose)
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether it is a model of peft's; without importing peft, which takes seconds."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def uses_muon(recipe: Recipe, arm: Arm) -> bool:
+    """Return whether dense matrices are trained by Muon."""
+    return (arm.optimizer or recipe.train.optimizer) == "muon"
+
+
+def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> list[dict[str, Any]]:
+    """Return groups of what is trained: each role's learning rate and decay, LoRA+'s and the new head's own.
+
+    LoRA+ is as `peft.optimizers.create_loraplus_optimizer` has it: B (of our adapters the up factors) and every 1-D
+    tensor are fast, A and the head's matrices slow. peft trains adapters on embeddings at 1e-6, which is of no use
+    beside a tuned learning rate; here they learn like A.
+
+    Raises:
+        UserError: Muon is asked for, and the arm trains an adapter or no dense matrix.
+    """
+    train, muon = recipe.train, uses_muon(recipe, arm)
+    if muon and is_adapted(model):
+        raise UserError(f"{arm.name} trains an adapter, whose factors are not Muon's to take; omit optimizer=muon")
+    groups = param_groups(model, lr, train.weight_decay, muon=muon, verbose=False)
+    if muon and {group["optimizer"] for group in groups} != {"muon", "adamw"}:
+        raise UserError(f"{arm.name} trains no dense matrices, which are what Muon takes; omit optimizer=muon")
+    if (ratio := arm.settings.get("plus")) and ":" not in arm.method:
+        groups = _split(groups, lambda name, each: each.ndim == 1 or _UP.search(name), ratio, "LoRA+ up")
+    base: Any = model
+    setup = recipe.task.adapter_setup(base.get_base_model() if is_adapted(model) else base)
+    if train.head_lr is not None and setup is not None and setup.head:
+        # In an adapted model the names end in the adapter's and are further down.
+        head = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, setup.head))})\.")
+        if not all(head.search(name) for group in groups for name, _ in group["params"]):
+            groups = _split(groups, lambda name, _: head.search(name), train.head_lr / lr, "head")
+    return groups
+
+
+def _split(
+    groups: list[dict[str, Any]], chosen: Callable[[str, nn.Parameter], Any], ratio: float, note: str
+) -> list[dict[str, Any]]:
+    """The groups with the chosen parameters in groups of their own, at `ratio` times the learning rate."""
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        own = [pair for pair in group["params"] if chosen(*pair)]
+        rest = [pair for pair in group["params"] if not chosen(*pair)]
+        changed = {"lr": group["lr"] * ratio, "role": f"{group['role']} ({note})"}
+        split += [{**group, "params": rest}] if rest else []
+        split += [{**group, "params": own, **changed}] if own else []
+    return split
+
+
+def optimizer_settings(
+    model: nn.Module, recipe: Recipe, arm: Arm, lr: float, device: torch.device
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the optimizer's class and its arguments; fresh ones each time, since Trainer takes "params" out."""
+    groups = optimizer_groups(model, recipe, arm, lr)
+    shared = {"params": groups, "lr": lr, "weight_decay": recipe.train.weight_decay, "betas": recipe.train.betas}
+    if uses_muon(recipe, arm):
+        return MuonAdamW, shared
+    return torch.optim.AdamW, {**shared, "fused": True} if device.type in ("cpu", "cuda") else shared

@@ -2,12 +2,11 @@
 
 A checkpoint is a folder `step-000100`, complete when it has that name:
 
-    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too (see `weights`);
+    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too;
         or adapter_config.json, adapter_model.safetensors    of an adapter, its head with it
         or trainable.safetensors     of a model that is partly frozen: what is trained
     optimizer/*.safetensors          the optimizer's state, a file from each process that has a part of it
-    optimizer.json, scheduler.json   parameter groups and schedule
-    random.json                      the random states of every process
+    state.json                       parameter groups, schedule and the random states of every process
     trainer_state.json               step and log history, as Trainer has it
     manifest.json                    step, seconds, bytes and sha256 of every file
 
@@ -15,36 +14,45 @@ Nothing is pickled, but for DeepSpeed's own state in the place of weights and op
 must be visible to all processes. With another number of processes a run resumes, but not bit-exactly.
 """
 
+import base64
+import json
+import random
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils.data._utils import signal_handling
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
 from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
 from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.hub.classes import in_files
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
-from .state_files import (
-    random_state,
-    read_optimizer,
-    read_plain,
-    seed_all,
-    set_random_state,
-    write_optimizer,
-    write_plain,
-)
-from .weights import is_adapted, is_finite, read_weights, without_frozen, write_weights
+from .arms import is_adapted
+
+_FILE = 2 << 30  # bytes of a file of the optimizer's, by all processes
 
 
 class CheckpointedTrainer(Trainer):
@@ -74,9 +82,7 @@ class CheckpointedTrainer(Trainer):
         self.lr_scheduler: Any
         self.checkpoints = Path(checkpoints)
         self.keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
-        self.seconds_before = 0.0
-        self._started = time.monotonic()
-        self._flops_per_token: int | None = None
+        self.seconds_before, self._started = 0.0, time.monotonic()
         # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
         self._bad_step = torch.zeros((), dtype=torch.int64, device=self.args.device)
 
@@ -88,15 +94,16 @@ class CheckpointedTrainer(Trainer):
             DivergedError: the loss, or a weight, is not finite.
         """
         if resume_from_checkpoint is not None:
-            folder, processes = Path(resume_from_checkpoint), self.args.world_size
-            uses_deepspeed = self.is_deepspeed_enabled
-            deepspeed.check_readable(folder, self.checkpoints, deepspeed=uses_deepspeed, processes=processes)
-            self.seconds_before = read_plain(folder / MANIFEST)["seconds"]
+            folder, here = Path(resume_from_checkpoint), {"deepspeed": self.is_deepspeed_enabled}
+            deepspeed.check_readable(folder, self.checkpoints, processes=self.args.world_size, **here)
+            self.seconds_before = _read(folder / MANIFEST)["seconds"]
             resume_from_checkpoint = str(folder)
         self._started = time.monotonic()
+        # torch's handler of SIGCHLD raises out of whatever goes on when a process that reads data dies: a checkpoint, a
+        # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
+        before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
         try:
-            with _without_signal_handler():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         except (RuntimeError, OSError, EOFError) as error:
             if not _is_dead_reader(error):
                 raise
@@ -104,39 +111,34 @@ class CheckpointedTrainer(Trainer):
                 f"a process that reads data died at step {self.state.global_step} ({one_line(error)}); "
                 f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and go on with --resume"
             ) from error
+        finally:
+            signal_handling._SIGCHLD_handler_set = before
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """Return the checkpoint to resume from (None: start anew), and a line for each damaged one that is skipped.
 
         Removes what a killed process left half written. All processes call it and get rank 0's answer.
         """
-
-        def look() -> tuple[Path | None, list[str]]:
-            remove_temporaries(self.checkpoints)
-            return newest_valid(self.checkpoints)
-
-        return on_rank_0(look)
+        on_rank_0(lambda: remove_temporaries(self.checkpoints))
+        return on_rank_0(lambda: newest_valid(self.checkpoints))
 
     @property
     def seconds(self) -> float:
         """Seconds of training so far, those before a resume included."""
         return self.seconds_before + time.monotonic() - self._started
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # Trainer counts all parameters anew in each step, which in small models is a good part of it
+
     # --- finite losses -------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
-        step = self.state.global_step + 1
-        if loss.device.type == "cpu" and self.args.world_size == 1:
-            if not torch.isfinite(loss):
-                raise self.diverged(step)
-        else:
-            self._note_bad(loss, step)
-        return loss
-
-    def _note_bad(self, loss: torch.Tensor, step: int) -> None:
         bad = ~torch.isfinite(loss) & (self._bad_step == 0)
-        self._bad_step = torch.where(bad, step, self._bad_step)
+        self._bad_step = torch.where(bad, self.state.global_step + 1, self._bad_step)
+        if loss.device.type == "cpu" and self.args.world_size == 1:
+            self.check_finite()
+        return loss
 
     def check_finite(self) -> None:
         """Raise DivergedError, in every process, if the loss of any step so far was not finite anywhere."""
@@ -146,11 +148,8 @@ class CheckpointedTrainer(Trainer):
 
     def diverged(self, step: int, why: str = "the loss is no longer a finite number") -> DivergedError:
         """Return the error that says so, with the checkpoint that is left from before."""
-        return DivergedError(
-            f"{why} at step {step}; {self._last_good(step)}; lower the learning rate or lengthen the warm-up, and "
-            "start anew",
-            step,
-        )
+        hint = "lower the learning rate or lengthen the warm-up, and start anew"
+        return DivergedError(f"{why} at step {step}; {self._last_good(step)}; {hint}", step)
 
     def _last_good(self, before: float = float("inf")) -> str:
         found = [folder for step, folder in step_folders(self.checkpoints).items() if step < before]
@@ -161,44 +160,39 @@ class CheckpointedTrainer(Trainer):
         self.check_finite()
         super().log(logs, *args, **kwargs)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        # Trainer counts all parameters anew in each step, which in small models is a good part of the step.
-        size = next(iter(inputs.values())).numel()
-        if self._flops_per_token is None:
-            self._flops_per_token = super().floating_point_ops(inputs) // max(1, size)
-        return self._flops_per_token * size
-
     # --- saving --------------------------------------------------------------------------------------------
 
     def export(self, folder: Path) -> None:
         """Write the model, or the adapter alone, as save_pretrained does. All processes call it; rank 0 writes."""
         weights = self._weights()
         if self.is_world_process_zero():
-            write_weights(folder, self._plain(), weights, everything=True)
+            write_weights(folder, self.plain_model(), weights, everything=True)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint under a temporary name, and rename it when it is whole. All processes call it."""
         self.check_finite()
-        self.store_flos()
-        plain = self._plain()
-        if not all(gather_objects(is_finite(plain))):
-            raise self.diverged(self.state.global_step)
-        weights = {} if self.is_deepspeed_enabled else without_frozen(plain, self._weights())
-        states = gather_objects(random_state(self.args.device))
-        what = f"the checkpoint of step {self.state.global_step} to {self.checkpoints}"
+        plain, step = self.plain_model(), self.state.global_step
+        # This process's part of what is trained: a loss can be finite, and its gradient not.
+        parts = [_own_part(each).detach() for each in plain.parameters() if each.requires_grad]
+        if not all(gather_objects(all(bool(torch.isfinite(part).all()) for part in parts))):
+            raise self.diverged(step)
+        weights = {} if self.is_deepspeed_enabled else _without_frozen(plain, self._weights())
+        states = gather_objects(_random_state(self.args.device))
         hint = f"{self._last_good()}; make room and go on with --resume"
-        with disk_errors(what, hint), ExitStack() as stack:  # rank 0 has the folder in it: gone again if anyone fails
+        with disk_errors(f"the checkpoint of step {step} to {self.checkpoints}", hint), ExitStack() as stack:
+            # Rank 0 has the folder in its stack: gone again if anyone fails.
             folder = Path(on_rank_0(lambda: str(stack.enter_context(self._staged()))))
+            groups = None
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
-                write_optimizer(folder, self.model, _plain_optimizer(self.optimizer))
+                groups = _write_optimizer(folder, self.model, _inner(self.optimizer))
 
             def finish() -> None:
                 if weights:
                     write_weights(folder, plain, weights, everything=False)
-                write_plain(folder / "scheduler.json", self.lr_scheduler.state_dict())
-                write_plain(folder / "random.json", states)
+                about = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
+                (folder / "state.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 stack.close()
 
@@ -218,13 +212,14 @@ class CheckpointedTrainer(Trainer):
     def _weights(self) -> dict[str, Any]:
         """Weights by their names in memory; of a sharded model whole, and on rank 0 alone."""
         if self.is_deepspeed_enabled:
-            return deepspeed.gathered_weights(self._plain(), keep=self.is_world_process_zero())
+            return deepspeed.gathered_weights(self.plain_model(), keep=self.is_world_process_zero())
         if self.is_fsdp_enabled:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             return dict(get_model_state_dict(self.model, options=options))
-        return self._plain().state_dict()
+        return dict(self.plain_model().state_dict())
 
-    def _plain(self) -> Any:
+    def plain_model(self) -> Any:
+        """Return the model without wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     # --- resuming ------------------------------------------------------------------------------------------
@@ -232,21 +227,22 @@ class CheckpointedTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Read weights, where DeepSpeed's engine does not read its own; all processes call it."""
         target = self.model if model is None else model
-        read_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(target, keep_torch_compile=False))
+        _read_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(target, keep_torch_compile=False))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.lr_scheduler.load_state_dict(read_plain(Path(checkpoint) / "scheduler.json"))
+        state = _read(Path(checkpoint) / "state.json")
+        self.lr_scheduler.load_state_dict(state["scheduler"])
         if not self.is_deepspeed_enabled:
-            read_optimizer(Path(checkpoint), self.model, _plain_optimizer(self.optimizer))
+            _read_optimizer(Path(checkpoint), self.model, _inner(self.optimizer), state["groups"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        states, here = read_plain(Path(checkpoint) / "random.json"), self.args.process_index
+        states, here = _read(Path(checkpoint) / "state.json")["random"], self.args.process_index
         if len(states) == self.args.world_size:
-            set_random_state(states[here], self.args.device)
+            _set_random_state(states[here], self.args.device)
             return
         if self.is_world_process_zero():
             print(
@@ -256,27 +252,13 @@ class CheckpointedTrainer(Trainer):
         seed_all(self.args.seed + 7919 * self.state.global_step + here)
 
 
-def _plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-# --- processes that read data may die: memory ran out, or a scheduler killed them --------------------------------
-
-
-@contextmanager
-def _without_signal_handler() -> Iterator[None]:
-    """Keep torch from installing its handler of SIGCHLD for the loaders that begin to read in here.
-
-    The handler raises out of whatever the parent process is doing: a checkpoint, a message, or another exception's
-    handling. Without it torch finds the dead reader when it waits for its next batch, after 5 s at most.
-    """
-    before = signal_handling._SIGCHLD_handler_set
-    signal_handling._SIGCHLD_handler_set = True
-    try:
-        yield
-    finally:
-        signal_handling._SIGCHLD_handler_set = before
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _is_dead_reader(error: BaseException) -> bool:
@@ -287,5 +269,158 @@ def _is_dead_reader(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return str(error).startswith(("DataLoader worker", "Pin memory thread exited"))
     frames = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
-    fetching = "_MultiProcessingDataLoaderIter._try_get_data"
-    return isinstance(error, OSError | EOFError) and fetching in frames
+    return "_MultiProcessingDataLoaderIter._try_get_data" in frames
+
+
+# --- weights: files that load as a model or an adapter, read back in place ------------------------------------
+
+
+def write_weights(folder: Path, model: Any, weights: dict[str, Any], *, everything: bool) -> None:
+    """Write a model's, or an adapter's, files; `weights` are by their names in memory.
+
+    Where not `everything` is written, for a checkpoint, the buffers of an adapted model are too (running means change
+    in training), and of a model that is partly frozen only what is trained.
+    """
+    if is_adapted(model):
+        # Whether embeddings were resized peft would ask the hub; ours never are.
+        model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        if (buffers := _buffers(model, weights)) and not everything:
+            save_file({name: value.contiguous() for name, value in buffers.items()}, folder / "buffers.safetensors")
+    elif not everything and not all(each.requires_grad for each in model.parameters()):
+        trained = {name: value.contiguous() for name, value in in_files(model, weights).items()}
+        save_file(trained, folder / "trainable.safetensors")
+    elif not isinstance(model, PreTrainedModel):
+        kept: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+        for name, value in weights.items():  # tied tensors once
+            kept.setdefault((value.data_ptr() or name, value.shape), (name, value.contiguous()))
+        save_file(dict(kept.values()), folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        # Training has no use for the cache, but who loads the model to generate does.
+        config: Any = model.config
+        cached, config.use_cache = config.use_cache, True
+        try:  # nothing is converted, so that resuming is exact
+            model.save_pretrained(folder, state_dict=in_files(model, weights), save_original_format=False)
+        finally:
+            config.use_cache = cached
+
+
+def _read_weights(folder: Path, model: Any) -> None:
+    """Fill a model, whole or sharded, from a checkpoint; raise UserError where it is of another model."""
+    weights = model.state_dict()
+    if is_adapted(model):
+        from peft import get_peft_model_state_dict
+
+        adapter = get_peft_model_state_dict(model, save_embedding_layers=False, state_dict=dict(weights))
+        wanted = {**adapter, **_buffers(model, weights)}
+    else:
+        wanted = in_files(model, _without_frozen(model, weights))
+    saved = tensor_names(folder)
+    places = {_own_part(wanted[name]).data_ptr() for name in wanted.keys() & saved}  # a tied tensor is saved once
+    missing = [name for name in wanted.keys() - saved if _own_part(wanted[name]).data_ptr() not in places]
+    odd = [*(f"missing tensor {name!r}" for name in sorted(missing))]
+    odd += [f"unexpected tensor {name!r}" for name in sorted(saved - wanted.keys())]
+    try:
+        if not odd:
+            _read_tensors(folder, {name: tensor for name, tensor in wanted.items() if name in saved})
+    except ValueError as error:  # a tensor of another shape
+        odd = [one_line(error, 200)]
+    if odd:
+        hint = "resume with the recipe and version it was written with"
+        raise UserError(f"{folder} does not fit the model: {odd[0]}; {hint}")
+
+
+def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights without the parameters that are not trained; of an adapter all, which peft sorts out itself."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, each in parameters if not each.requires_grad and not is_adapted(model)}
+    return {name: value for name, value in weights.items() if name not in frozen}
+
+
+def _own_part(tensor: Any) -> torch.Tensor:
+    """This process's part of a tensor; ZeRO-3 leaves an empty one in its place."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
+
+
+def _buffers(model: nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in weights.items() if name not in parameters}
+
+
+# --- the optimizer's tensors, whole or sharded, by torch's distributed checkpoints ----------------------------
+
+
+def _write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Write optimizer/*.safetensors, tensors as "exp_avg/<parameter>", each process its own part; return the groups."""
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    tensors = {name: tensor.contiguous() for name, tensor in _tensors(state).items()}
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    # torch copies a whole file in memory before it writes it.
+    files = {name: 1 + before // _FILE for name, before in zip(tensors, accumulate(sizes, initial=0), strict=False)}
+    with _plain_errors():
+        writer = HuggingFaceStorageWriter(str(folder / "optimizer"), files, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
+    return state["param_groups"]
+
+
+def _read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    _read_tensors(folder / "optimizer", _tensors(state))
+    # JSON has no tuples.
+    state["param_groups"] = [{key: tuple(v) if key == "betas" else v for key, v in group.items()} for group in groups]
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder's safetensors files."""
+    return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def _read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{key}/{name}": tensor for name, own in state["state"].items() for key, tensor in own.items()}
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise the error of the process that failed, which torch wraps into a BaseException in every process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*in a single process")
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
+
+
+# --- random states --------------------------------------------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy and torch on all devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Return the random states of Python, numpy, torch and this process's device, as JSON values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 # type: ignore[misc]
+    states = {"torch": torch.get_rng_state()}
+    if device.type not in ("cpu", "meta"):
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
+    coded = {name: base64.b64encode(state.cpu().numpy().tobytes()).decode() for name, state in states.items()}
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], **coded}  # type: ignore[union-attr]
+
+
+def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(numbers, dtype=np.uint32), *rest))  # noqa: NPY002
+    for name in ("torch", device.type):
+        if name in state:
+            coded = torch.frombuffer(bytearray(base64.b64decode(state[name])), dtype=torch.uint8)
+            torch.set_rng_state(coded) if name == "torch" else getattr(torch, name).set_rng_state(coded, device)

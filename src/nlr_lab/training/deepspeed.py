@@ -6,13 +6,11 @@ after every file's hash was found to be the manifest's, and by as many processes
 """
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import strtobool
 
 from nlr_lab.runtime.processes import in_every_process, on_rank_0
 from nlr_lab.runtime.storage import read_manifest
@@ -22,18 +20,10 @@ PICKLED = (
     "DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints (reading a pickle can run code: only for runs "
     "of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 )
-_LATEST = "latest"  # its engine writes it into every checkpoint
-
-
-def is_launched() -> bool:
-    """Return whether accelerate launch was told to use DeepSpeed."""
-    return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
 
 
 def check_engine(*, muon: bool, allowed: bool) -> None:
     """Raise UserError where DeepSpeed cannot be used, or would spoil the run."""
-    if not is_launched():
-        return
     if not allowed:
         raise UserError(PICKLED)
     if importlib.util.find_spec("deepspeed") is None:
@@ -43,11 +33,7 @@ def check_engine(*, muon: bool, allowed: bool) -> None:
 
 
 def configure(plugin: Any, *, bf16: bool) -> None:
-    """Make DeepSpeed's setting of bfloat16 ours: autocast.
-
-    Raises:
-        UserError: its configuration has half-precision weights.
-    """
+    """Make DeepSpeed's bfloat16 ours, autocast; raise UserError where it would have half-precision weights."""
     settings = plugin.hf_ds_config.config
     for name in ("bf16", "fp16"):
         if settings.get(name, {}).get("enabled") in (True, "true"):
@@ -60,19 +46,12 @@ def configure(plugin: Any, *, bf16: bool) -> None:
 
 
 def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processes: int) -> None:
-    """Refuse a checkpoint that this engine cannot or must not read. All processes call it.
+    """Raise UserError for a checkpoint that the engine cannot or must not read. All processes call it.
 
-    Args:
-        folder: the checkpoint.
-        checkpoints: the run's folder of them.
-        deepspeed: whether DeepSpeed trains.
-        processes: how many there are.
-
-    Raises:
-        UserError: it is of another engine or number of processes; or it is pickled, and damaged, elsewhere or behind
-            a link.
+    That is one of another engine or number of processes; or one that is pickled, and damaged, not in the run's folder
+    `checkpoints`, or behind a link.
     """
-    pickled = (folder / _LATEST).is_file()
+    pickled = (folder / "latest").is_file()  # DeepSpeed writes it into every checkpoint
     if deepspeed != pickled:
         raise UserError(
             f"{folder} was {'' if pickled else 'not '}written by DeepSpeed; resume with the engine the run began "
@@ -84,9 +63,8 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
         raise UserError(f"{folder} is not in the run's own folder, or has links; pickles are read from nowhere else")
     written_by = on_rank_0(lambda: read_manifest(folder))["processes"]
     if written_by != processes:
-        raise UserError(
-            f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}; start as many"
-        )
+        found = f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}"
+        raise UserError(f"{found}; start as many")
 
 
 def write_engine(engine: Any, folder: Path, *, adapted: bool) -> None:
@@ -99,18 +77,12 @@ def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]
     from deepspeed.runtime.zero import GatheredParameters
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}  # tied ones stay one
-    found = {}
     for name, value in model.state_dict().items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            whole = value
-        elif id(parameter) in seen:
-            whole = seen[id(parameter)]
-        else:
+        parameter = parameters.get(name, value)
+        if id(parameter) not in seen:
             with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-                whole = parameter.detach().cpu().clone() if keep else value
-            seen[id(parameter)] = whole
-        if keep:
-            found[name] = whole
-    return found
+                seen[id(parameter)] = parameter.detach().cpu().clone() if keep else value
+        found[name] = seen[id(parameter)]
+    return found if keep else {}

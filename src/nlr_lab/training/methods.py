@@ -1,5 +1,5 @@
-"""Kinds of arms: nothing, a method built into the model before training (or several), a way to tune a pretrained
-model, or a function of the user's own. The table at the end follows from the registry of methods.
+"""Kinds of arms: nothing, a method built into the model before training, a wider MLP, a way to tune a pretrained model
+(`tuning`), or a function of the user's own.
 """
 
 import dataclasses
@@ -11,41 +11,56 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from nlr_lab.tasks.task import AdapterSetup
+from nlr_lab.tasks.text.language_model import DenseInit, draw_linear
 from nonlinear_lowrank.analysis.importance import PARTS, part_of
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, all_methods
+from nonlinear_lowrank.methods.base import Method
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 from nonlinear_lowrank.surgery.targets import dense_parts
-from nonlinear_lowrank.validation import one_line
-
-from .kinds import ArmContext, ArmKind, Composed, as_text, split_parts
-from .tuning import TUNINGS
-from .widening import WideMlp
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
 
 
-class Unchanged(ArmKind):
-    """The model as the task builds it."""
+class ArmKind:
+    """One kind of change to a model; the defaults are those of a model that stays as it is."""
 
-    name = "baseline"
-    control = True
+    name: str = "baseline"
+    """Name on the command line."""
+    control: bool = True
+    """It is there to be compared with: none of the methods of this library."""
+    own_init: bool = False
+    """Its settings have an `init` of their own; else `init=` is the dense init."""
+    stage: int | None = None
+    """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings with their full names and JSON's types; raise UserError where they do not fit."""
         if settings:
             raise UserError(f"a baseline has no setting {next(iter(settings))!r}; it takes init=, lr= and name=")
         return {}
 
-    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the parts of the arm's name."""
+        return [self.name]
+
+    def apply(
+        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
+    ) -> nn.Module:
+        """Return the changed model; raise UserError where the change does not fit it.
+
+        `setup` has the task's facts of a pretrained model (None: trained from scratch), `init` drew its linears.
+        """
         return model
 
 
 # Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
 _PATTERNS = ("include", "exclude")
-_OF_LINEARS = ("select", "budget")
-_CHOICES = (*_PATTERNS, *_OF_LINEARS)
+_CHOICES = (*_PATTERNS, "select", "budget")
 # How settings are written in the arm's name.
 _SHORT = {
     "rank": "r",
@@ -60,7 +75,7 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Augmented(ArmKind):
-    """A method that swaps modules of the model, or a control made of one.
+    """A method that swaps modules of the model, or a control made of one by fixing fields of its config.
 
     Beside the fields of the method's config, an arm may say `include=` and `exclude=`, as in `augment`; one that takes
     linears also `budget=` (in place of the rank), and `select=query/feed_forward`: parts of a block by
@@ -70,7 +85,6 @@ class Augmented(ArmKind):
     method: Method
     name: str
     fixed: Mapping[str, Any] | None = None
-    """The fields of the config that make a control what it is."""
 
     @property
     def control(self) -> bool:  # type: ignore[override]
@@ -81,17 +95,15 @@ class Augmented(ArmKind):
         return "init" in self._fields()
 
     @property
-    def stage(self) -> int | None:  # type: ignore[override]
-        if self.method.wraps:
-            return 3
-        return 2 if self.method.include is None else 1
+    def stage(self) -> int:  # type: ignore[override]
+        """Linears of certain names come before every linear that is left, and norms around them last."""
+        return 3 if self.method.wraps else 2 if self.method.include is None else 1
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         known = (*self._fields(), *(_CHOICES if self.method.kind == "linear" else _PATTERNS))
         full = {"rank" if key == "r" and key not in known else key: value for key, value in settings.items()}
-        for key in full:
-            if key not in known:
-                raise UserError(f"{self.name} has no setting {key!r}; it has {', '.join(known)}")
+        if unknown := [key for key in full if key not in known]:
+            raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
         if "budget" in full:
             parse_budget(full["budget"])
             if not self.method.budgeted:
@@ -100,62 +112,159 @@ class Augmented(ArmKind):
                 raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
         if "rank" in full and "rank_ratio" in full:
             raise UserError(f"{self.name}: rank_ratio takes the place of rank; give one of them")
-        if "select" in full:
-            _read_parts(full["select"])
+        if "select" in full and not set(str(full["select"]).split("/")) <= set(PARTS):
+            parts = f"choose from {', '.join(PARTS)}, joined by '/'"
+            raise UserError(f"select={full['select']} names no part of a block; {parts}")
         for key in _PATTERNS:
             patterns = full.get(key, ())
-            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
-            if not all(isinstance(each, str) for each in listed):
+            if not all(
+                isinstance(each, str) for each in (patterns if isinstance(patterns, list | tuple) else [patterns])
+            ):
                 raise UserError(f"{key} must be a pattern of names, or a list of them, got {patterns!r}")
         self._config(full)
         return full
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
-        return [self.name, *(f"{_SHORT.get(key, key + '-')}{_shown(key, value)}" for key, value in settings.items())]
+        parts = [self.name]
+        for key, value in settings.items():
+            words = (
+                re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value))
+                if key in _CHOICES
+                else [as_text(value)]
+            )
+            parts.append(_SHORT.get(key, f"{key}-") + "-".join(words))
+        return parts
 
-    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+    def apply(
+        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
+    ) -> nn.Module:
         choice = {key: settings[key] for key in _CHOICES if key in settings}
-        if "select" in choice:
-            choice["select"] = _select(model, self.name, choice["select"])
-        augment(model, self._config(settings), verbose=context.verbose, **choice)
+        if parts := choice.get("select"):
+            inside, linears = dense_parts(model), (nn.Linear, Conv1D)
+            plain = [name for name, each in model.named_modules() if isinstance(each, linears) and each not in inside]
+            choice["select"] = [name for name in plain if part_of(name) in parts.split("/")]
+            if not choice["select"]:
+                raise UserError(f"{self.name}: no plain linear of this {type(model).__name__} is {parts} by its name")
+        augment(model, self._config(settings), verbose=verbose, **choice)
         return model
 
     def _fields(self) -> list[str]:
-        return [
-            each.name for each in dataclasses.fields(self.method.config_class) if each.name not in (self.fixed or ())
-        ]
+        names = [each.name for each in dataclasses.fields(self.method.config_class)]
+        return [name for name in names if name not in (self.fixed or ())]
 
     def _config(self, settings: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in settings.items() if key not in _CHOICES}
         return self.method.config_class(**(self.fixed or {}), **own)
 
 
-def _shown(key: str, value: Any) -> str:
-    """A setting in the arm's name."""
-    if key in _CHOICES:
-        return "-".join(re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value)))
-    return as_text(value)
+# --- the plain model with a wider MLP -------------------------------------------------------------------------
+
+# Ends of names: those whose outputs are the MLP's width (times the number), and the one whose inputs are.
+_SHAPES = (({"fc1": 1}, "fc2"), ({"gate_up_proj": 2}, "down_proj"), ({"gate_proj": 1, "up_proj": 1}, "down_proj"))
+_WIDE_SETTINGS = ({"ratio"}, {"hidden"}, {"match"}, {"match", "by"}, {"match", "hidden"}, {"match", "by", "hidden"})
 
 
-def _read_parts(text: Any) -> list[str]:
-    parts = text.split("/") if isinstance(text, str) else []
-    for part in parts or [text]:
-        if part not in PARTS:
-            raise UserError(f"select={text} names no part of a block; choose from {', '.join(PARTS)}, joined by '/'")
-    return parts
+class WideMlp(ArmKind):
+    """Every MLP of another width, for asking whether a gain is more than more parameters.
+
+        wide-mlp:ratio=4.75                       4.75 times the model's width
+        wide-mlp:hidden=408                       so wide
+        wide-mlp:match=noble-r64                  the narrowest with at least the parameters of the arm of that name
+        wide-mlp:match=noble-r64,by=flops         the same by FLOPs
+
+    The last two are resolved by a comparison that has the other arm, and are then written with the width that was
+    found, `wide-mlp:match=noble-r64,hidden=408`. The MLPs are rebuilt with the init that the arm's other linears have,
+    all else keeps its draws, and the config is told, so that the model is saved and loaded as a plain one of that size.
+    Known are pairs fc1, fc2 (OPT, ViT) and gated ones (GLM's gate_up_proj, Llama's and EuroBERT's gate_proj and
+    up_proj, each with down_proj).
+    """
+
+    name = "wide-mlp"
+    stage = 0
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        if set(settings) not in _WIDE_SETTINGS:
+            raise UserError(
+                f"{self.name} needs the MLP's width over the model's, its width, or an arm to match: "
+                f"{self.name}:ratio=4.75, {self.name}:hidden=512 or {self.name}:match=noble-r64 (with by=flops)"
+            )
+        if "ratio" in settings:
+            check_number("ratio", settings["ratio"], above=0)
+        if "hidden" in settings:
+            check_integer("hidden", settings["hidden"], minimum=1)
+        if not isinstance(settings.get("match", ""), str):
+            raise UserError(f"match must be the name of another arm, got {settings['match']!r}")
+        check_choice("by", settings.get("by", "parameters"), ("parameters", "flops"))
+        return dict(settings)
+
+    def label(self, settings: Mapping[str, Any]) -> list[str]:
+        if "match" in settings:
+            return [self.name, "as", settings["match"], *(["flops"] if settings.get("by") == "flops" else [])]
+        return [self.name, as_text(settings["ratio"]) if "ratio" in settings else f"h{settings['hidden']}"]
+
+    @torch.no_grad()
+    def apply(
+        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
+    ) -> nn.Module:
+        if setup is not None:
+            raise UserError(f"{self.name} is for models that are trained from scratch")
+        blocks, config = _blocks(model), getattr(model, "config", None)
+        names = [each for each in ("ffn_dim", "intermediate_size") if isinstance(getattr(config, each, None), int)]
+        if not blocks or not names:
+            raise UserError(
+                f"{self.name} does not know the MLPs of {type(model).__name__}; it knows fc1 and fc2, "
+                "gate_up_proj or gate_proj and up_proj with down_proj"
+            )
+        if "match" in settings and "hidden" not in settings:
+            raise UserError(
+                f"{self.name}:match={settings['match']} is resolved by nlr compare, beside that arm; "
+                f"elsewhere say how wide it is: {self.name}:hidden=512"
+            )
+        width: Any = blocks[0][0].get_submodule(blocks[0][1][1]).out_features
+        hidden = settings["hidden"] if "hidden" in settings else round(settings["ratio"] * width)
+        if hidden < 1:
+            raise UserError(f"ratio {settings['ratio']!r} leaves no MLP at width {width}")
+        for block, (outward, inward) in blocks:
+            for each, times in outward.items():
+                _resize(model, block, each, None, times * hidden, init)
+            _resize(model, block, inward, hidden, None, init)
+        setattr(config, names[0], hidden)
+        for module in model.modules():  # some keep the width beside their linears
+            if isinstance(getattr(module, "intermediate_size", None), int):
+                module.intermediate_size = hidden
+        if verbose:
+            print(f"{self.name}: {len(blocks)} MLPs of width {hidden}")
+        return model
 
 
-def _select(model: nn.Module, method: str, text: str) -> list[str]:
-    """Names of the plain linears that are such parts of a block."""
-    inside, parts = dense_parts(model), _read_parts(text)
-    chosen = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module not in inside and part_of(name) in parts
-    ]
-    if not chosen:
-        raise UserError(f"{method}: no plain linear of this {type(model).__name__} is {text} by its name")
-    return chosen
+def mlp_width(model: nn.Module) -> int:
+    """Return the width of the MLPs of a model whose MLPs are known."""
+    block, (_, inward) = _blocks(model)[0]
+    width: Any = block.get_submodule(inward).in_features
+    return int(width)
+
+
+def _blocks(model: nn.Module) -> list[tuple[nn.Module, tuple[dict[str, int], str]]]:
+    """The modules that hold an MLP's linears, with the linears' names."""
+    found = []
+    for module in model.modules():
+        own = {name for name, child in module.named_children() if type(child) is nn.Linear}
+        found += [(module, shape) for shape in _SHAPES if {*shape[0], shape[1]} <= own][:1]
+    return found
+
+
+def _resize(model: Any, block: nn.Module, name: str, d_in: int | None, d_out: int | None, init: DenseInit) -> None:
+    """Put a linear of another size in a linear's place, drawn as the old one was."""
+    old: Any = block.get_submodule(name)
+    like = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+    new = nn.Linear(d_in or old.in_features, d_out or old.out_features, **like).train(old.training)
+    if not old.weight.is_meta:
+        model._init_weights(new)
+        draw_linear(new, init)
+    setattr(block, name, new)
+
+
+# --- a user's own function ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,6 +272,10 @@ class Function(ArmKind):
     """A user's own function, "module:function": model in, model out."""
 
     name: str
+    control = False
+
+    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(settings)
 
     def label(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
@@ -181,32 +294,33 @@ class Function(ArmKind):
             raise UserError(f"{module_name!r} has no function {name!r}; the arm {self.name!r} needs one")
         return function
 
-    def apply(self, model: nn.Module, settings: Mapping[str, Any], context: ArmContext) -> nn.Module:
+    def apply(
+        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
+    ) -> nn.Module:
         changed = self.function()(model, **settings)
         if not isinstance(changed, nn.Module):
             raise UserError(f"{self.name} gave back {type(changed).__name__}, not a module; return the changed model")
         return changed
 
 
-_KINDS: tuple[ArmKind, ...] = (
-    Unchanged(),
-    *(Augmented(method, name) for name, method in all_methods().items() if not method.wraps),
-    *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
-    WideMlp(),
-    *TUNINGS,
-)
-ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}
-"""Every kind of arm by its name; functions of the user's own come on top."""
+# --- settings as text -----------------------------------------------------------------------------------------
 
 
-def find_method(name: str) -> ArmKind:
-    """Return the kind of arm of that name, several joined by "+", or the function it names; raise UserError if none."""
-    if name in ARM_METHODS:
-        return ARM_METHODS[name]
-    if len(parts := split_parts(name, ARM_METHODS)) > 1:
-        return Composed(tuple(find_method(part) for part in parts))
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        raise UserError(
-            f"unknown arm {name!r}; choose {', '.join(ARM_METHODS)}, or a function of your own as module:function"
-        )
-    return Function(name)
+def read_value(text: str) -> Any:
+    """Read a setting's value: integer, number, true/false, slash-separated numbers (a list), or text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    parts = [read_value(part) for part in text.split("/")] if "/" in text else []
+    return parts if parts and all(isinstance(part, int | float) for part in parts) else text
+
+
+def as_text(value: Any) -> str:
+    """Reverse `read_value`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "/".join(map(as_text, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,7 +1,6 @@
 """A run as a recipe: a task, an arm, its training settings, and what it is compared with.
 
-All are frozen dataclasses of plain fields, so that any field can be given on the command line and a recipe
-survives JSON exactly.
+All are frozen dataclasses of plain fields: any field can be given on the command line, and a recipe survives JSON.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
@@ -65,8 +64,8 @@ class TrainConfig:
     """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
     one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
     stop_diverged: bool = False
-    """Stop a run whose training loss spiked and did not recover (`training.divergence` has the rule); one whose loss
-    is no longer a number always stops."""
+    """Stop a run whose training loss spiked and did not recover (`training.result` has the rule); one whose loss is no
+    longer a number always stops."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated. 0 with epochs: after each epoch."""
     save_every: int = 1000
@@ -88,35 +87,29 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
-        if self.epochs is not None:
-            check_number("epochs", self.epochs, above=0)
-        by_epochs = self.epochs is not None
-        positive = ["batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"]
-        positive += [name for name in ("threads", "eval_batch_size") if getattr(self, name) is not None]
-        for name in positive:
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("steps", "eval_every", "save_every"):
-            check_integer(name, getattr(self, name), minimum=0 if by_epochs else 1)
-        for name in ("warmup_steps", "seed", "dataloader_workers"):
-            check_integer(name, getattr(self, name), minimum=0)
+        least = dict.fromkeys(("batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"), 1)
+        least |= {name: 1 for name in ("threads", "eval_batch_size") if getattr(self, name) is not None}
+        least |= dict.fromkeys(("steps", "eval_every", "save_every"), int(self.epochs is None))
+        least |= dict.fromkeys(("warmup_steps", "seed", "dataloader_workers"), 0)
+        for name, minimum in least.items():
+            check_integer(name, getattr(self, name), minimum=minimum)
+        for name in ("lr", "epochs", "head_lr"):
+            if name == "lr" or getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
+        for name in ("weight_decay", "max_grad_norm", "warmup_share"):
+            check_number(name, getattr(self, name), minimum=0)
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, got {self.seed}")
-        check_number("lr", self.lr, above=0)
-        if self.head_lr is not None:
-            check_number("head_lr", self.head_lr, above=0)
-        check_number("weight_decay", self.weight_decay, minimum=0)
-        check_number("max_grad_norm", self.max_grad_norm, minimum=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
-        check_number("warmup_share", self.warmup_share, minimum=0)
         if self.warmup_share >= 1 or (self.warmup_share and self.warmup_steps):
             raise UserError("warmup_share must be below 1, and not be given beside warmup_steps")
         if self.steps and self.warmup_steps > self.steps:
             raise UserError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
         if self.batch_size % self.gradient_accumulation:
             raise UserError(
-                f"batch_size {self.batch_size} does not split into gradient_accumulation "
-                f"{self.gradient_accumulation} equal micro-batches"
+                f"batch_size {self.batch_size} does not split into gradient_accumulation {self.gradient_accumulation} "
+                "equal micro-batches"
             )
         check_choice("schedule", self.schedule, get_args(Schedule))
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
@@ -131,15 +124,8 @@ class TrainConfig:
         warmup = self.warmup_steps or round(self.warmup_share * steps)
         if warmup > steps:
             raise UserError(f"warmup_steps ({warmup}) must not exceed the {steps} steps of {self.epochs:g} epochs")
-        return replace(
-            self,
-            steps=steps,
-            epochs=None,
-            warmup_steps=warmup,
-            warmup_share=0.0,
-            eval_every=self.eval_every or per_epoch,
-            save_every=self.save_every or per_epoch,
-        )
+        every: dict[str, Any] = {"eval_every": self.eval_every or per_epoch, "save_every": self.save_every or per_epoch}
+        return replace(self, steps=steps, epochs=None, warmup_steps=warmup, warmup_share=0.0, **every)
 
     @property
     def length(self) -> str:
@@ -221,10 +207,8 @@ class Recipe:
 
         from .arms import Arm
 
-        tasks = (
-            *(OptLanguageModelTask, LanguageModelTask, GlueTask, InstructionTask),
-            *(ImageTask, MaskedLanguageModelTask, ImagePretrainingTask, ImageTokenTask),
-        )
+        tasks = (OptLanguageModelTask, LanguageModelTask, GlueTask, InstructionTask, ImageTask)
+        tasks = (*tasks, MaskedLanguageModelTask, ImagePretrainingTask, ImageTokenTask)  # type: ignore[assignment]
         return _from_plain(cls, data, "recipe", {"task": typing.Union[tasks], "arm": Arm})  # noqa: UP007
 
     @classmethod
@@ -241,33 +225,22 @@ class Recipe:
 
 def _from_plain(kind: Any, value: Any, where: str, kinds: Mapping[str, Any] | None = None) -> Any:
     """Build a value of the annotated kind from JSON's; `kinds` has those of fields that no annotation tells."""
-    if typing.get_origin(kind) is Annotated:
+    if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        choices = [each for each in get_args(kind) if dataclasses.is_dataclass(each)]
+        if isinstance(value, Mapping) and choices:  # the one whose fields fit best
+            kind = min(choices, key=lambda each: len({field.name for field in dataclasses.fields(each)} ^ set(value)))
+        elif len(choices) == len(get_args(kind)):
+            kind = choices[0]
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} must be a JSON object, got {value!r}")
         hints = {**typing.get_type_hints(kind, include_extras=True), **(kinds or {})}
-        for name in value:
-            if name not in hints:
-                raise UserError(f"{where} has an unknown field {name!r}; it was written by another version")
+        if unknown := sorted(value.keys() - hints.keys()):
+            raise UserError(f"{where} has an unknown field {unknown[0]!r}; it was written by another version")
         try:
             return kind(**{name: _from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()})
         except TypeError as error:
             raise UserError(f"{where} is incomplete: {one_line(error)}") from error
-    origin = typing.get_origin(kind)
-    if origin is tuple and isinstance(value, list):
-        return tuple(value)
-    if origin in (typing.Union, types.UnionType):
-        choices = [choice for choice in get_args(kind) if dataclasses.is_dataclass(choice)]
-        if choices and (isinstance(value, Mapping) or len(choices) == len(get_args(kind))):
-            return _from_plain(_choice(choices, value), value, where)
-    return value
-
-
-def _choice(choices: list[Any], value: Any) -> Any:
-    """The dataclass that has all the fields of a JSON object, and no others if there is one; else the first."""
-    fields = {choice: {each.name for each in dataclasses.fields(choice)} for choice in choices}
-    given = set(value) if isinstance(value, Mapping) else set()
-    exact = [choice for choice in choices if fields[choice] == given]
-    able = [choice for choice in choices if given and given <= fields[choice]]
-    return [*exact, *able, choices[0]][0]
+    return tuple(value) if get_origin(kind) is tuple and isinstance(value, list) else value

@@ -1,15 +1,30 @@
-"""The numbers of a finished run."""
+"""The numbers of a finished run, and the rule that says whether its training loss diverged.
 
+On the entries of a training curve (means over the steps since the entry before):
+
+- A run has learned `first - best`, its first entry less its lowest so far. It is *up* while an entry lies more than a
+  quarter of that above the lowest one, and more than ten times the noise (the median change between successive
+  entries, as a standard deviation; taken for larger while there are few). A run that never gets below its first entry
+  has learned nothing, and is up as soon as it is above it by the noise.
+- Up in at least three entries, and for at least a twentieth of the run, or to its end: it *diverged*, at the first
+  entry that was up. Up for less and down again: a *spike*.
+
+Losses of large models spike and recover within a few hundred steps of hundreds of thousands (PaLM, arXiv 2204.02311,
+section 5.1), so a rise alone is no divergence, and neither are counts of outliers, by which spikes are usually scored
+(OLMo 2, arXiv 2501.00656). A share of what was learned needs no unit, so it fits any vocabulary and task; fixed
+multiples of the best loss do not. The reference documents say "diverges" of runs and define nothing.
+"""
+
+import bisect
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import UserError
-
-from .divergence import LossWatch
 
 Curve = tuple[tuple[int, float], ...]
 """(step, value)."""
@@ -51,7 +66,7 @@ class TrainResult:
     """"diverged": it was stopped."""
     diverged_at: int | None = None
     """The step at which it diverged, stopped or not: the first loss that is no number, or at which the training loss
-    spiked and did not recover (`divergence`)."""
+    spiked and did not recover."""
     spikes: int = 0
     """Number of times that the training loss rose and recovered."""
     trainable: int | None = None
@@ -60,8 +75,8 @@ class TrainResult:
     """Name of the number that the run is judged by."""
     higher_is_better: bool = False
     score: float | None = None
-    """The metric after the last step, on the examples that are only scored (where there are none, on the
-    evaluated ones); None if the run diverged."""
+    """The metric after the last step, on the examples that are only scored (where there are none, on the evaluated
+    ones); None if the run diverged."""
     selection: float | None = None
     """The same on the examples that choices are made on."""
     best_score: float | None = None
@@ -90,30 +105,26 @@ class TrainResult:
         try:
             data = json.loads(text)
             known = {each.name: data[each.name] for each in dataclasses.fields(cls) if each.name in data}
-            for name in known:
-                if name.endswith("curve"):
-                    known[name] = tuple((step, value) for step, value in known[name])
-            return cls(**known)
+            curves = {name: tuple(map(tuple, known[name])) for name in known if name.endswith("curve")}
+            return cls(**known | curves)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"not the result of a run: {type(error).__name__} {error}") from error
 
 
-def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -> dict[str, Any]:
-    """Return the fields of a result that follow from the log: last and best score, and the curves.
+def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:
+    """Return the curve of one number of Trainer's log."""
+    return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
 
-    Args:
-        history: Trainer's log, with "eval_..." and "test_..." entries.
-        measure: what the run is judged by.
-        apart: whether some examples are only scored ("test_...").
+
+def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -> dict[str, Any]:
+    """Return the fields of a result that follow from Trainer's log: last and best score, and the curves.
+
+    Entries "eval_..." are of the examples that choices are made on; `apart`: "test_..." are of those only scored.
     """
     prefix = "test_" if apart else "eval_"
     selections, scores = curve_of(history, f"eval_{measure.name}"), curve_of(history, prefix + measure.name)
-    fields: dict[str, Any] = {
-        "metric": measure.name,
-        "higher_is_better": measure.higher_is_better,
-        "metric_curve": selections,
-        "score_curve": scores,
-    }
+    fields: dict[str, Any] = {"metric": measure.name, "higher_is_better": measure.higher_is_better}
+    fields |= {"metric_curve": selections, "score_curve": scores}
     if not scores:
         return fields
     best = measure.best([value for _, value in selections])
@@ -128,12 +139,65 @@ def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -
     }
 
 
+# --- losses that rise and stay finite -------------------------------------------------------------------------
+
+_LOST = 0.25  # of what was learned
+_NOISE = 10.0  # the range of a thousand normal draws is 6.5 standard deviations, on average
+_PATIENCE = 0.05  # of the run's steps
+_LEAST_ENTRIES = 3
+_MEDIAN_CHANGE = 0.954  # the median of |a - b| for two draws of a normal distribution, in its standard deviations
+_FEW = 10  # the noise is taken for so much larger by how few changes it is known
+
+
+@dataclass(kw_only=True)
+class Rise:
+    """A stretch of the training curve in which the loss was up."""
+
+    start: int
+    """Step of the first entry that was up."""
+    end: int | None = None
+    """Step of the first entry that was down again; None: it never was."""
+    peak: float
+    """Its highest loss."""
+    entries: int = 1
+    """Number of entries that were up."""
+    diverged: bool = False
+    """It is a divergence by now, and no spike."""
+
+
+def rises(curve: Iterable[tuple[int, float]], total_steps: int) -> list[Rise]:
+    """Return the stretches in which a run's training loss was up, so far; see the rule at the top."""
+    found: list[Rise] = []
+    changes: list[float] = []  # sorted
+    first = best = last = float("nan")
+    step = 0
+    for step, loss in curve:
+        if math.isnan(last):
+            first = best = last = loss
+            continue
+        count = len(changes)
+        noise = changes[count // 2] / _MEDIAN_CHANGE * (1 + _FEW / count) if count else 0.0
+        up = loss > best + max(_LOST * (first - best), _NOISE * noise)
+        if found and found[-1].end is None:
+            if up:
+                found[-1].peak, found[-1].entries = max(found[-1].peak, loss), found[-1].entries + 1
+            else:
+                found[-1].end = step
+        elif up and changes:  # two entries say nothing of the noise
+            found.append(Rise(start=step, peak=loss))
+        bisect.insort(changes, abs(loss - last))
+        best, last = min(best, loss), loss
+    for rise in found:
+        to_the_end = rise.end is None and step >= total_steps
+        lasted = (step if rise.end is None else rise.end) - rise.start
+        rise.diverged = rise.entries >= _LEAST_ENTRIES and (
+            to_the_end or lasted >= max(1, round(_PATIENCE * total_steps))
+        )
+    return found
+
+
 def stability(curve: Curve, total_steps: int) -> dict[str, Any]:
     """Return the fields of a result that say whether the training loss of a run that ended was stable."""
-    watch = LossWatch.of(curve, total_steps)
-    return {"diverged_at": watch.diverged.start if watch.diverged else None, "spikes": len(watch.spikes)}
-
-
-def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:
-    """Return the curve of one number of the log."""
-    return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
+    found = rises(curve, total_steps)
+    diverged = next((rise.start for rise in found if rise.diverged), None)
+    return {"diverged_at": diverged, "spikes": sum(not each.diverged and each.end is not None for each in found)}

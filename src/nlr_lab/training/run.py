@@ -1,37 +1,38 @@
 """A recipe -> Trainer -> a folder: `run_training`.
 
-    out/recipe.json                what was asked for, with versions, machine and git state; by it the folder is ours
-    out/data.json                  the files that were read, with their hashes
-    out/checkpoints/step-000100/   whole checkpoints, the newest few
-    out/tensorboard/               curves, if that is the tracker
-    out/model/                     the final model or adapter, for from_pretrained
-    out/result.json                the numbers; written last, so that it stands for a finished run
-
-The same seed gives the same sequences in the same order and the same evaluation in every arm, whatever the
-arm draws and however many processes and micro-batches share the work.
+The same seed gives the same sequences in the same order and the same evaluation in every arm, whatever the arm draws
+and however many processes and micro-batches share the work.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging, strtobool
 
-from nlr_lab.runtime.environment import many_compiled
-from nlr_lab.runtime.processes import on_rank_0
+from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
+from nlr_lab.runtime.processes import on_rank_0, warn_of_restarts, world_size
+from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
-from .arguments import micro_batch, surroundings, training_arguments
-from .callbacks import ProgressLines, Schedule, SeedDropout, Stop
-from .model import apply_arm, build_model, count_parameters, optimizer_settings, uses_muon
-from .recipe import Recipe
+from .arms import apply_arm, build_model, optimizer_settings, uses_muon
+from .recipe import Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
-from .trainer import RunTrainer
+from .trainer import ProgressLines, RunTrainer, Schedule
+
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 def run_training(
@@ -46,7 +47,7 @@ def run_training(
     allow_torch_checkpoints: bool = False,
     stop: Callable[[int], bool] | None = None,
 ) -> TrainResult:
-    """Train a recipe's arm into a folder.
+    """Train a recipe's arm into a folder (`run_folder` says what is in it).
 
     Under torchrun or accelerate launch all processes call it; rank 0 writes.
 
@@ -71,16 +72,23 @@ def run_training(
         DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
             result.json says so, checkpoints are kept.
     """
-    folder = RunFolder(Path(out), recipe)
-    with surroundings(recipe.train):
-        deepspeed.check_engine(muon=uses_muon(recipe, recipe.arm), allowed=allow_torch_checkpoints)
-        arguments = training_arguments(recipe, folder.path)
+    folder, arm = RunFolder(Path(out), recipe), recipe.arm
+    with _surroundings(recipe.train):
+        if _uses_deepspeed():
+            deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
+        arguments = _training_arguments(recipe, folder.path)
         quiet = quiet or not arguments.should_save
-        micro = micro_batch(recipe.train, arguments.world_size)
-        finished = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
+        micro = _micro_batch(recipe.train, arguments.world_size)
+        finished: TrainResult | None = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
+        if finished is not None and finished.status == "diverged":
+            hint = "lower the learning rate or lengthen the warm-up, and start anew"
+            raise DivergedError(f"the run in {out} diverged at step {finished.steps}; {hint}", finished.steps)
         if finished is not None:
-            return _finished(TrainResult.from_json(finished), folder)
-        _try_on_meta(recipe)
+            return finished
+        if ":" in arm.method:  # a user's function need not know of meta devices
+            arm.function()
+        else:  # an arm that does not fit fails here, before any text is prepared
+            apply_arm(recipe, arm, recipe.task.build_on_meta())
         if prepared is None:
             prepared = _prepare(recipe, quiet)
         _check_data(recipe, prepared, micro)
@@ -93,11 +101,11 @@ def run_training(
         model = build_model(recipe, prepared)
         plain_parameters = count_parameters(model)
         folder.name_base(model)
-        model = apply_arm(recipe, recipe.arm, model, verbose=report and not quiet)
+        model = apply_arm(recipe, arm, model, verbose=report and not quiet)
         parameters = count_parameters(model)
         known = {
-            "arm": recipe.arm.name,
-            "arm_text": str(recipe.arm),
+            "arm": arm.name,
+            "arm_text": str(arm),
             "seed": train.seed,
             "lr": recipe.lr,
             "parameters": parameters,
@@ -106,10 +114,10 @@ def run_training(
             "tokens_per_step": train.batch_size * recipe.task.sequence_length,
             "fingerprint": prepared.fingerprint,
         }
-        optimizer = optimizer_settings(model, recipe, recipe.arm, recipe.lr, arguments.device)
+        optimizer = optimizer_settings(model, recipe, arm, recipe.lr, arguments.device)
 
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
-        progress = ProgressLines(recipe.arm.name)
+        progress = ProgressLines(arm.name)
         trainer = RunTrainer(
             folder.checkpoints,
             model,
@@ -119,20 +127,20 @@ def run_training(
             stop_diverged=train.stop_diverged,
             allow_torch_checkpoints=allow_torch_checkpoints,
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train), SeedDropout(), *([] if quiet else [progress]), *([Stop(stop)] if stop else [])],
+            callbacks=[Schedule(train, stop), *([] if quiet else [progress])],
         )
         trainer.remove_callback(PrinterCallback)
         try:
             _train(trainer, recipe, folder, resume=resume, quiet=quiet)
-            result = _result(trainer, known, recipe, apart=prepared.test is not None)
+            result = _result(trainer, known, recipe)
             folder.export(trainer, prepared.tokenizer, result)
-            _record(trainer, folder, prepared, result)
+            folder.write_result(trainer, prepared, result)
             return result
         except DivergedError as error:
-            _record(trainer, folder, prepared, _result_of_diverged(trainer, known, recipe, error.step))
+            folder.write_result(trainer, prepared, _result(trainer, known, recipe, diverged_at=error.step))
             raise
         finally:
-            progress.close()
+            progress.bar.close()
             folder.close()
             if arguments.device.type != "cpu":
                 # Trainer is part of a cycle: without this the next run's model would not fit beside it.
@@ -143,26 +151,97 @@ def run_training(
 
 def join_processes(recipe: Recipe, out: Path) -> None:
     """Join torchrun's process group the way `run_training` will, so that one process can decide for all."""
-    training_arguments(recipe, out)
+    _training_arguments(recipe, out)
 
 
-def _finished(result: TrainResult, folder: RunFolder) -> TrainResult:
-    """A run that ended before is not run again."""
-    if result.status == "diverged":
-        raise DivergedError(
-            f"the run in {folder.path} diverged at step {result.steps}; lower the learning rate or lengthen the "
-            "warm-up, and start anew",
-            result.steps,
+@contextlib.contextmanager
+def _surroundings(train: TrainConfig) -> Iterator[None]:
+    """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
+    environment, bars = dict(os.environ), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of milliseconds, whenever a model is saved
+    with cpu_threads(train.threads), deterministic(train.deterministic):
+        try:
+            yield
+        finally:
+            for key in [key for key in os.environ if key.startswith("ACCELERATE_") and key not in environment]:
+                del os.environ[key]
+            os.environ.update({key: value for key, value in environment.items() if key.startswith("ACCELERATE_")})
+            if bars:
+                logging.enable_progress_bar()
+
+
+def _uses_deepspeed() -> bool:
+    return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
+
+
+def _training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
+    """Return Trainer's arguments, with the process group joined, if there is one; write nothing."""
+    train = recipe.train
+    warn_of_restarts()
+    on_cpu = not torch.accelerator.is_available()
+    # Activation checkpointing has the name that this transformers version has for it.
+    names = transformers.TrainingArguments.__dataclass_fields__
+    recompute = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    more: dict[str, Any] = (
+        {recompute: True, f"{recompute}_kwargs": {"use_reentrant": False}} if train.gradient_checkpointing else {}
+    )
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(out),
+            max_steps=train.steps or 1,  # of epochs, when the data are known
+            gradient_accumulation_steps=train.gradient_accumulation,
+            learning_rate=recipe.lr,
+            weight_decay=train.weight_decay,
+            warmup_steps=train.warmup_steps,
+            lr_scheduler_type=_SCHEDULES[train.schedule],
+            max_grad_norm=train.max_grad_norm,
+            bf16=train.bf16 and not _uses_deepspeed(),
+            torch_compile=train.compile,
+            seed=train.seed,
+            # Our callback says when.
+            logging_strategy="no",
+            eval_strategy="no",
+            save_strategy="no",
+            save_total_limit=train.keep_checkpoints,
+            report_to=[] if train.tracker in ("none", "tensorboard") else [train.tracker],
+            run_name=f"{recipe.name}-{recipe.arm.name}-seed-{train.seed}",
+            logging_nan_inf_filter=False,  # it waits for the device in every step; CheckpointedTrainer looks
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_num_workers=train.dataloader_workers,
+            dataloader_pin_memory=not on_cpu,
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu and world_size() > 1 else None,
+            ddp_find_unused_parameters=False,
+            ddp_timeout=6 * 3600,  # rank 0 may tokenize for hours
+            **more,
         )
-    return result
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(one_line(error)) from error
+    if train.tracker not in ("none", "tensorboard"):
+        if train.tracker not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UserError(f"unknown tracker {train.tracker!r}; choose none or one of {known}")
+        if train.tracker not in get_available_reporting_integrations():
+            hint = "install it, or choose tensorboard or none"
+            raise UserError(f"the tracker {train.tracker!r} is not installed; {hint}")
+    if arguments.n_gpu > 1:
+        # One process drives one GPU; torchrun starts as many as there are. (Never nn.DataParallel.)
+        arguments._n_gpu = 1
+    if _uses_deepspeed():
+        deepspeed.configure(arguments.deepspeed_plugin, bf16=train.bf16)
+    return arguments
 
 
-def _try_on_meta(recipe: Recipe) -> None:
-    """An arm that does not fit fails here, before any text is prepared."""
-    if ":" in recipe.arm.method:  # a user's function need not know of meta devices
-        recipe.arm.function()
-    else:
-        apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
+def _micro_batch(train: TrainConfig, processes: int) -> int:
+    """Return the sequences that a process takes at once."""
+    pieces = processes * train.gradient_accumulation
+    if train.batch_size % pieces:
+        raise UserError(
+            f"batch_size {train.batch_size} does not split over {processes} processes x "
+            f"{train.gradient_accumulation} micro-batches; choose a multiple of {pieces}"
+        )
+    return train.batch_size // pieces
 
 
 def _prepare(recipe: Recipe, quiet: bool) -> Any:
@@ -187,50 +266,26 @@ def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bo
             print(f"skipped a damaged checkpoint: {why}")
         print(f"resuming from {checkpoint}" if checkpoint else "no whole checkpoint yet: starting at step 0")
     if recipe.train.tracker == "tensorboard" and trainer.is_world_process_zero():
-        trainer.add_callback(folder.tensorboard(TensorBoardCallback, checkpoint))
+        from torch.utils.tensorboard import SummaryWriter
+
+        # The curves of a resumed run go on where its checkpoint is.
+        purge = int(checkpoint.name.removeprefix("step-")) + 1 if checkpoint else None
+        writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge)
+        trainer.add_callback(TensorBoardCallback(writer))
     with many_compiled(recipe.train.compile, lengths_vary=trainer.prepared.lengths_vary):
         trainer.train(checkpoint)
 
 
-def _result(trainer: RunTrainer, known: dict[str, Any], recipe: Recipe, *, apart: bool) -> TrainResult:
-    history = trainer.state.log_history
+def _result(trainer: RunTrainer, known: dict[str, Any], recipe: Recipe, diverged_at: int | None = None) -> TrainResult:
+    history, measure = trainer.state.log_history, recipe.task.measure
+    names = {"curve": "eval_loss", "train_curve": "loss", "plain_curve": "plain_loss"}
+    known = {**known, **{name: curve_of(history, key) for name, key in names.items()}, "seconds": trainer.seconds}
+    if diverged_at is not None:
+        known |= {"status": "diverged", "steps": diverged_at, "diverged_at": diverged_at}
+        known |= {"metric": measure.name, "higher_is_better": measure.higher_is_better}
+        return TrainResult(final_loss=None, bits_per_byte=None, **known)
     last = next(entry for entry in reversed(history) if "eval_loss" in entry)
-    return TrainResult(
-        **known,
-        **_curves(trainer),
-        steps=trainer.state.global_step,
-        final_loss=last["eval_loss"],
-        bits_per_byte=last.get("eval_bits_per_byte"),
-        **judged(history, recipe.task.measure, apart),
-        **stability(curve_of(history, "loss"), trainer.args.max_steps),
-    )
-
-
-def _result_of_diverged(trainer: RunTrainer, known: dict[str, Any], recipe: Recipe, step: int) -> TrainResult:
-    measure = recipe.task.measure
-    return TrainResult(
-        **known,
-        **_curves(trainer),
-        steps=step,
-        diverged_at=step,
-        status="diverged",
-        final_loss=None,
-        bits_per_byte=None,
-        metric=measure.name,
-        higher_is_better=measure.higher_is_better,
-    )
-
-
-def _curves(trainer: RunTrainer) -> dict[str, Any]:
-    history = trainer.state.log_history
-    return {
-        "curve": curve_of(history, "eval_loss"),
-        "train_curve": curve_of(history, "loss"),
-        "plain_curve": curve_of(history, "plain_loss"),
-        "seconds": trainer.seconds,
-    }
-
-
-def _record(trainer: RunTrainer, folder: RunFolder, prepared: Any, result: TrainResult) -> None:
-    if trainer.is_world_process_zero():
-        folder.write_result({**result.to_dict(), "data": prepared.describe()})
+    known |= judged(history, measure, trainer.prepared.test is not None)
+    known |= stability(known["train_curve"], trainer.args.max_steps)
+    losses: dict[str, Any] = {"final_loss": last["eval_loss"], "bits_per_byte": last.get("eval_bits_per_byte")}
+    return TrainResult(**known, **losses, steps=trainer.state.global_step)

@@ -1,34 +1,42 @@
-"""The folder of one training run: may it be written to, what is in it, and its files."""
+"""The folder of one training run: may it be written to, what is in it, its files, and the same run again.
 
-from pathlib import Path
+out/recipe.json                what was asked for, with versions, machine and git state; by it the folder is ours
+out/data.json                  the files that were read, with their hashes
+out/checkpoints/step-000100/   whole checkpoints, the newest few
+out/tensorboard/               curves, if that is the tracker
+out/model/                     the final model or adapter, for from_pretrained, with its card
+out/result.json                the numbers; written last, so that it stands for a finished run
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
-from nlr_lab.runtime.environment import determinism, provenance, versions
-from nlr_lab.runtime.settings import flatten
+from nlr_lab.runtime.environment import determinism, provenance
 from nlr_lab.runtime.storage import (
     FolderLock,
     clear_folder,
     disk_errors,
+    flatten,
     holds_former,
     read_json,
     remove_temporaries,
     write_json,
 )
-from nlr_lab.tasks.task import data_record
+from nlr_lab.tasks.task import changed_files, data_record
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.card import write_card
-from nonlinear_lowrank.hub.storage import staged_folder
+from nonlinear_lowrank.hub.card import Origin, shown_name, table, write_card
+from nonlinear_lowrank.hub.storage import hash_file, staged_folder, versions
 
-from .checkpoints import CheckpointedTrainer
+from .arms import is_adapted
 from .recipe import Recipe
 from .result import TrainResult
-from .run_card import origin_of
-from .weights import is_adapted
+from .trainer import RunTrainer
 
 RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 # RECIPE goes last: while it is there, the folder can still be resumed or overwritten.
 _OURS = (RESULT, MODEL, "checkpoints", "tensorboard", DATA, RECIPE)
-_BASE = "base"  # in the model's folder, of an adapter whose base is a model of ours
 
 # Fields that a resumed run may have otherwise: they change no number, only by rounding, or those of comparisons.
 _FREE = {
@@ -40,23 +48,17 @@ _FREE = {
 
 
 class RunFolder:
-    """One run's folder.
-
-    Args:
-        path: new, empty, or an earlier run's.
-        recipe: what is to be run in it.
-    """
+    """One run's folder: new, empty, or an earlier run's, for a recipe that is to be run in it."""
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path, self.recipe = path, recipe
-        self.checkpoints = path / "checkpoints"
+        self.path, self.recipe, self.checkpoints = path, recipe, path / "checkpoints"
         self._lock: FolderLock | None = None
 
-    def check(self, *, resume: bool, overwrite: bool) -> str | None:
-        """Raise UserError for a folder that is not empty, not ours, or of another recipe; change nothing.
+    def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
+        """Return the result of a finished run that is resumed, else None; change nothing.
 
-        Returns:
-            The contents of result.json when a finished run is resumed, else None.
+        Raises:
+            UserError: the folder is not empty, not ours, or of another recipe.
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
@@ -69,7 +71,7 @@ class RunFolder:
                     "now; resume with the former value, use another folder, or --overwrite"
                 )
         result = self.path / RESULT
-        return result.read_text(encoding="utf-8") if result.is_file() else None
+        return TrainResult.from_json(result.read_text(encoding="utf-8")) if result.is_file() else None
 
     def check_fingerprint(self, fingerprint: str, *, resume: bool) -> None:
         """Raise UserError where a run would be resumed with other data than it began with."""
@@ -81,11 +83,7 @@ class RunFolder:
             )
 
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
-        """Make the folder this run's.
-
-        Raises:
-            UserError: it cannot be written, or another process trains in it.
-        """
+        """Make the folder this run's; raise UserError where it cannot be written, or another process trains in it."""
         with disk_errors(f"to {self.path}", "choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path)
@@ -103,41 +101,147 @@ class RunFolder:
         """Let other processes in."""
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
-
-    def tensorboard(self, callback: Any, checkpoint: Path | None) -> Any:
-        """Return Trainer's TensorBoard callback; a resumed run's curves go on where its checkpoint is."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
-        return callback(SummaryWriter(str(self.path / "tensorboard"), purge_step=purge))
 
     def name_base(self, model: Any) -> None:
         """Name a base that is written into this run's folder by that folder, where its adapter then finds it."""
         if hasattr(model, "write_base"):
-            model.name_or_path = str((self.path / MODEL / _BASE).resolve())
+            model.name_or_path = str((self.path / MODEL / "base").resolve())
 
-    def export(self, trainer: CheckpointedTrainer, tokenizer: Any, result: TrainResult) -> None:
+    def export(self, trainer: RunTrainer, tokenizer: Any, result: TrainResult) -> None:
         """Write the final model, its tokenizer and its card. All processes call it."""
         if not trainer.is_world_process_zero():
             trainer.export(self.path)
             return
-        step = trainer.state.global_step
-        with (
-            disk_errors(f"the model to {self.path / MODEL}"),
-            staged_folder(self.path / MODEL, {"step": step}) as folder,
-        ):
+        place, about = self.path / MODEL, {"step": trainer.state.global_step}
+        with disk_errors(f"the model to {place}"), staged_folder(place, about) as folder:
             trainer.export(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            model = trainer.plain_model()
             base: Any = model.get_base_model() if is_adapted(model) else None
             if hasattr(base, "write_base"):
-                base.write_base(folder / _BASE)
+                base.write_base(folder / "base")
             data = read_json(self.path / DATA, sources=dict, fingerprint=str)
-            write_card(folder, origin_of(self.recipe, result, data))
+            write_card(folder, _origin(self.recipe, result, data))
 
-    def write_result(self, result: dict[str, Any]) -> None:
+    def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
         """Write the last file of a run."""
-        with disk_errors(str(self.path / RESULT)):
-            write_json(self.path / RESULT, {**result, "versions": versions()})
+        if trainer.is_world_process_zero():
+            about = {"data": prepared.describe(), "versions": versions()}
+            with disk_errors(str(self.path / RESULT)):
+                write_json(self.path / RESULT, {**result.to_dict(), **about})
+
+
+# --- the model's card -----------------------------------------------------------------------------------------
+
+
+def _origin(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Origin:
+    """The card's content that the model's files do not hold: data, recipe setting by setting, and final numbers."""
+    tuned, arm = recipe.task.pretrained, recipe.arm
+    rows: dict[str, Any] = {"fingerprint of the data as trained on": f"`{data['fingerprint']}`"}
+    for setting, about in data["sources"].items():
+        rows[setting] = shown_name(about["name"]) + (f", sha256 `{about['sha256']}`" if about.get("sha256") else "")
+    settings = {}
+    for name, value in flatten(recipe.to_dict()).items():
+        paths = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir")  # written by their last part
+        path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
+        if name.startswith(("task.", "train.", "arm.")) and value not in (None, [], ""):
+            settings[name] = shown_name(value) if path else value
+    again = "`nlr train --from RUN`, or `nlr finetune --from RUN`, repeats it from its run folder."
+    numbers: dict[str, Any] = {"runs": "n = 1", "seed": result.seed, "learning rate": result.lr, "steps": result.steps}
+    numbers["evaluation loss"] = result.final_loss
+    if result.bits_per_byte is not None:
+        numbers["bits per byte"] = result.bits_per_byte
+    numbers |= {f"{name} (scored examples)": value for name, value in result.scores.items()}
+    if result.metric != "loss":
+        numbers[f"{result.metric}, held out"] = result.selection
+    numbers["parameters"] = f"{result.parameters:,}, {result.parameters_added:,} of them added by the method"
+    numbers["trained parameters"] = f"{result.trainable:,}"
+    if result.diverged_at is not None:
+        numbers["diverged"] = f"the training loss spiked at step {result.diverged_at} and did not recover"
+    bases = [value for name, value in flatten(recipe.task).items() if name.endswith("checkpoint") and value]
+    how = f"tuned by {arm.name}" if tuned else f"trained from scratch, arm {arm.name}"
+    return Origin(
+        title=f"{recipe.name}, {arm.name}",
+        summary=f"A model {how}, {result.steps:,} steps, by nonlinear-lowrank's recipe `{recipe.name}`.",
+        command=f"nlr {'finetune' if tuned else 'train'} {recipe.name} --arm {arm}",
+        base=bases[0] if tuned and bases else None,
+        sections={
+            "Data": table(rows),
+            "Training": f"{again}\n\n```json\n{json.dumps(settings, indent=1)}\n```",
+            "Results": table(numbers),
+        },
+        limits=("The numbers are of one run (n = 1): they say nothing about how much a seed moves them.",),
+    )
+
+
+# --- the same run again ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormerRun:
+    """A run folder that is to be repeated: its recipe, and the contents of its recipe.json."""
+
+    path: Path
+    recipe: Recipe
+    about: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, command: str = "train") -> "FormerRun":
+        """Return the run of a folder, which `nlr train` or `nlr finetune` (`command`) is to repeat.
+
+        Raises:
+            UserError: it is no run folder, its recipe cannot be read, or it is the other command's.
+        """
+        if not (path / RECIPE).is_file():
+            what = "is no run folder" if path.is_dir() else "does not exist"
+            hint = "; of a comparison name one of its runs" if (path / "compare.json").is_file() else ""
+            raise UserError(f"{path} {what}: there is no {path / RECIPE}{hint}")
+        about = read_json(path / RECIPE, recipe=dict)
+        recipe = Recipe.from_dict(about["recipe"])
+        own = "finetune" if recipe.task.pretrained else "train"
+        if own != command:
+            raise UserError(f"the run in {path} is one of nlr {own}: nlr {own} --from {path} --out NEW")
+        return cls(path=path, recipe=recipe, about=about)
+
+    def changes(self) -> list[str]:
+        """Return a line for each version, property of the machine, commit and data file that is not as it was.
+
+        Raises:
+            UserError: data.json is damaged, or a file of the data cannot be read.
+        """
+        now, lines = provenance(self.recipe.train.threads), []
+        for part in ("versions", "machine"):
+            before = self.about.get(part) or {}
+            for name in sorted(before.keys() | now[part].keys()) if before else ():
+                if before.get(name) != now[part].get(name):
+                    lines.append(f"{name} was {before.get(name, 'absent')} and is {now[part].get(name, 'absent')} now")
+        before, present = self.about.get("git"), now["git"]
+        if before and before["dirty"]:
+            lines.append(f"the working directory had changes beside its commit {before['commit'][:12]}")
+        if before and (present is None or present["commit"] != before["commit"]):
+            place = "has none" if present is None else f"is at {present['commit'][:12]}"
+            lines.append(f"the working directory was at commit {before['commit'][:12]} and {place} now")
+        elif before and present["dirty"]:
+            lines.append(f"the working directory has changes beside its commit {present['commit'][:12]}")
+        if (self.path / DATA).is_file():
+            former = read_json(self.path / DATA, sources=dict, fingerprint=str)
+            lines += changed_files(former, data_record(self.recipe.task, former["fingerprint"]))
+        return lines
+
+    def verdict(self, result: TrainResult, out: Path) -> str:
+        """Return one line on whether the repetition, with this result in this folder, gave the same bits."""
+        if result.fingerprint != self.about.get("fingerprint"):
+            return f"not the data of {self.path}: what was trained on has another fingerprint"
+        if not (self.path / RESULT).is_file():
+            return f"{self.path} was not finished: there is no result to compare with"
+        before = TrainResult.from_json((self.path / RESULT).read_text(encoding="utf-8")).to_dict()
+        for name, value in result.to_dict().items():
+            old, new = json.dumps(before[name]), json.dumps(value)
+            if old != new and name != "seconds":
+                return f"not the bits of {self.path}: {name} was {old[:60]} and is {new[:60]}"
+        files = [sorted((folder / MODEL).glob("*.safetensors")) for folder in (self.path, out)]
+        weights = [{file.name: hash_file(file) for file in each} for each in files]
+        if weights[0] != weights[1]:
+            return f"not the bits of {self.path}: the losses are the same and the weights differ"
+        return f"the same bits as {self.path}: every loss and score{', every weight' if weights[0] else ''}"

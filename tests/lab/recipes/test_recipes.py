@@ -59,10 +59,7 @@ COUNTS = {
         },
     },
 }
-PERCENT = {
-    "llm-base": {64: 5.70, 128: 11.63, 256: 24.19},
-    "llm-large": {64: 4.04, 128: 8.17, 256: 16.68},
-}
+PERCENT = {"llm-base": {64: 5.70, 128: 11.63, 256: 24.19}, "llm-large": {64: 4.04, 128: 8.17, 256: 16.68}}
 TRAINING = {
     "llm-base": {"steps": 250_000, "batch_size": 64, "lr": 3e-4, "warmup_steps": 2000, "bf16": True, "compile": True},
     "llm-large": {"steps": 200_000, "batch_size": 128, "lr": 2.5e-4, "warmup_steps": 2000, "bf16": True},

@@ -1,13 +1,12 @@
 """Settings that make no sense are one clear line."""
 
 import pytest
-from nlr_lab.tasks.images.backbones import ConvNextBackbone, VitBackbone
-from nlr_lab.tasks.images.data import ImageSource
 
 from nlr_lab.tasks.finetune.classification import GlueData, ImageData
 from nlr_lab.tasks.finetune.instructions import InstructionData
 from nlr_lab.tasks.images.augmentation import Augmentation
-from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingTask, VitBackbone
+from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import (

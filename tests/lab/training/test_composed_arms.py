@@ -13,8 +13,8 @@ from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
 from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, run_training
-from nlr_lab.training.model import optimizer_groups
-from nlr_lab.training.state_files import tensor_names
+from nlr_lab.training.arms import optimizer_groups
+from nlr_lab.training.checkpoints import tensor_names
 from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
 from nonlinear_lowrank.analysis import part_of
 from nonlinear_lowrank.hub import load_model

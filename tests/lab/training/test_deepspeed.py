@@ -39,12 +39,7 @@ def train(out, arm="noble:rank=4", allow_torch_checkpoints=True):
     recipe = make_recipe(arm, **SETTINGS, bf16=out.name == "bf16")
     resume = (out / "checkpoints").exists()
     run_training(
-        recipe,
-        out,
-        prepared=FakeText(),
-        quiet=True,
-        resume=resume,
-        allow_torch_checkpoints=allow_torch_checkpoints,
+        recipe, out, prepared=FakeText(), quiet=True, resume=resume, allow_torch_checkpoints=allow_torch_checkpoints
     )
 
 

@@ -7,11 +7,12 @@ import pytest
 
 import seeds
 from nlr_lab.training import DivergedError, TrainResult, run_training
-from nlr_lab.training.divergence import LossWatch
+from nlr_lab.training.result import rises
 from training_helpers import FakeText, make_recipe
 
 STEPS, EVERY = 2000, 10
 TEXT = FakeText()
+BLOWN = {"dropout": 0.0, "steps": 60, "lr": 3e-3, "log_every": 1, "eval_every": 20, "save_every": 10}
 
 
 def learning(rng, noise=0.03, first=10.8, last=3.0):
@@ -20,8 +21,12 @@ def learning(rng, noise=0.03, first=10.8, last=3.0):
     return steps, last + (first - last) * (steps / EVERY) ** -0.5 + rng.normal(0, noise, len(steps))
 
 
-def watch(steps, losses):
-    return LossWatch.of(zip(steps.tolist(), losses.tolist(), strict=True), STEPS)
+def read(steps, losses):
+    return rises(zip(steps.tolist(), losses.tolist(), strict=True), STEPS)
+
+
+def diverged(found):
+    return [rise for rise in found if rise.diverged]
 
 
 @pytest.fixture
@@ -39,9 +44,9 @@ def test_ordinary_training_is_neither(rng):
             bump = losses + np.where((steps > 60) & (steps < 120), 0.5, 0.0)
             flat = 4.6 + rng.normal(0, noise, len(steps))
             for curve in (losses, plateau, bump, flat, np.full(len(steps), 2.0)):
-                found = watch(steps, curve)
-                assert found.diverged is None, (noise, found.rises)
-                up += sum(rise.entries for rise in found.rises)
+                found = read(steps, curve)
+                assert not diverged(found), (noise, found)
+                up += sum(rise.entries for rise in found)
     assert up <= 8, "on average 0.4 of these 60,000 entries"
 
 
@@ -50,67 +55,49 @@ def test_ordinary_training_is_neither(rng):
 def test_loss_that_stays_up_diverged_where_it_rose(rng, start, to):
     steps, losses = learning(rng)
     losses = np.where(steps >= start, to + rng.normal(0, 0.03, len(steps)), losses)
-    found = watch(steps, losses)
-    assert (found.diverged.start, found.diverged.end) == (start, None)
-    assert found.diverged.peak == losses[steps >= start].max()
-    assert found.spikes == []
+    (rise,) = read(steps, losses)
+    assert (rise.start, rise.end, rise.diverged) == (start, None, True)
+    assert rise.peak == losses[steps >= start].max()
 
 
 def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked(rng):
     steps, losses = learning(rng)
     soon, late = (steps >= 500) & (steps < 560), (steps >= 1200) & (steps < 1400)
-    found = watch(steps, np.where(soon | late, 8.0, losses))
-    assert (found.diverged.start, found.diverged.end, found.diverged.entries) == (1200, 1400, 20)
-    assert [(rise.start, rise.end, rise.peak) for rise in found.spikes] == [(500, 560, 8.0)]
-    assert found.patience == 100
+    spike, rise = read(steps, np.where(soon | late, 8.0, losses))
+    assert (rise.start, rise.end, rise.entries, rise.diverged) == (1200, 1400, 20, True)
+    assert (spike.start, spike.end, spike.peak, spike.diverged) == (500, 560, 8.0, False)
     # A curve that is logged seldom is not judged by one entry.
-    coarse = LossWatch.of([(step, 4.0 if step == 1600 else 10 - step / 400) for step in range(200, 2001, 200)], STEPS)
-    assert coarse.diverged is None
-    assert len(coarse.spikes) == 0 or coarse.spikes[0].entries < 3
+    coarse = rises([(step, 4.0 if step == 1600 else 10 - step / 400) for step in range(200, 2001, 200)], STEPS)
+    assert not diverged(coarse)
 
 
 def test_run_that_only_gets_worse_diverged(rng):
     steps = np.arange(EVERY, STEPS + 1, EVERY)
-    found = watch(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
-    assert found.diverged is not None
-    assert found.diverged.start < 250  # 3,000 draws: from 150 to 210
+    found = read(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
+    assert diverged(found)[0].start < 250  # 3,000 draws: from 150 to 210
 
 
-def test_unit_does_not_matter(rng):
+def test_unit_does_not_matter_and_it_is_known_as_soon_as_patience_is_over(rng):
     steps, losses = learning(rng)
     losses = np.where(steps >= 900, 7.0, losses)
-    found = [watch(steps, scale * losses + shift).diverged.start for scale, shift in ((1, 0), (1 / 64, 0), (1, 100))]
-    assert found == [900] * 3
-
-
-def test_it_is_known_as_soon_as_patience_is_over(rng):
-    steps, losses = learning(rng)
-    losses = np.where(steps >= 700, 9.0, losses)
-    live = LossWatch(STEPS)
-    for step, loss in zip(steps.tolist(), losses.tolist(), strict=True):
-        live.add(step, loss)
-        if live.diverged is not None:
-            break
-    assert (live.diverged.start, step) == (700, 800)
-
-
-# --- runs -----------------------------------------------------------------------------------------------------
-
-BLOWN = {"dropout": 0.0, "steps": 60, "lr": 1e-5, "log_every": 1, "eval_every": 20, "save_every": 10}
+    for scale, shift in ((1, 0), (1 / 64, 0), (1, 100)):
+        assert diverged(read(steps, scale * losses + shift))[0].start == 900
+    known = [step for step in steps if diverged(read(steps[steps <= step], losses[steps <= step]))]
+    assert known[0] == 1000
 
 
 def test_run_that_goes_on_says_where_it_diverged(tmp_path):
-    recipe = make_recipe("training_helpers:blow_up,at=25", **{**BLOWN, "lr": 3e-3})
+    recipe = make_recipe("training_helpers:blow_up,at=25", **BLOWN)
     result = run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
     assert (result.status, result.steps, result.diverged_at) == ("done", 60, 25)
     assert result.final_loss > result.curve[0][1]
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
-    calm = run_training(make_recipe(**{**BLOWN, "lr": 3e-3}), tmp_path / "calm", prepared=TEXT, quiet=True)
+    calm = run_training(make_recipe(**BLOWN), tmp_path / "calm", prepared=TEXT, quiet=True)
     assert (calm.diverged_at, calm.spikes) == (None, 0)
 
 
 def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **{**BLOWN, "lr": 3e-3})
+    recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **BLOWN)
     with pytest.raises(DivergedError, match=r"spiked to .* and did not recover at step 25; .*step-000020") as caught:
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
     assert caught.value.step == 25
@@ -124,7 +111,7 @@ def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
 
 def test_last_good_checkpoint_outlives_the_wait(tmp_path):
     """Patience is 10 steps and a checkpoint is written in each, of which one is kept."""
-    settings = {**BLOWN, "steps": 200, "lr": 3e-3, "save_every": 1, "keep_checkpoints": 1}
+    settings = {**BLOWN, "steps": 200, "save_every": 1, "keep_checkpoints": 1}
     recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **settings)
     with pytest.raises(DivergedError, match="step-000024"):
         run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nlr_lab.bench.arms import METHODS, bench_arms
-from nlr_lab.bench.arms import ModelBenchConfig, make_model
+from nlr_lab.bench.arms import METHODS, ModelBenchConfig, bench_arms, make_model
 
 SMALL = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), family="llama")
 SHARED = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), share_down="qkv")

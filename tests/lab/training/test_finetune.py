@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
-from nlr_lab.compare.models.report import render_report, render_tables
+from nlr_lab.compare.report import render_report, render_tables
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
-from nlr_lab.training.methods import ARM_METHODS
-from nlr_lab.training.model import apply_arm, build_model, count_parameters, optimizer_groups
-from nlr_lab.training.order import EndlessShuffle
+from nlr_lab.training.arms import ARM_METHODS, apply_arm, build_model, optimizer_groups
+from nonlinear_lowrank.analysis.cost import count_parameters
+from nlr_lab.training.trainer import EndlessShuffle
 from nlr_lab.training.result import judged
-from nlr_lab.training.tuning import raise_up_rates
 from nonlinear_lowrank.errors import UserError
 from training_helpers import cut_back
 
@@ -163,7 +162,9 @@ def test_adapters_fit_every_kind_of_model(root):
 def test_arms_that_do_not_fit(root):
     task = helpers.glue_task(root)
     setup = task.adapter_setup(task.build_on_meta())
-    with pytest.raises(UserError, match=r"lora does not fit.*nosuch.*\(the linears of this model end in .*query"):
+    with pytest.raises(
+        UserError, match=r"lora does not fit.*target_modules=nosuch; the linears of this model end in .*query"
+    ):
         Arm.parse("lora:r=2,target_modules=nosuch").apply(task.build_on_meta(), setup)
     with pytest.raises(UserError, match="trains one from scratch"):
         Arm.parse("lora:r=2").apply(task.build_on_meta(), None)
@@ -202,14 +203,6 @@ def test_head_has_a_learning_rate_of_its_own(root, arm):
         assert min(rest) == 0.01
     listed = [id(each) for group in groups for _, each in group["params"]]
     assert sorted(listed) == sorted(id(each) for each in model.parameters() if each.requires_grad)
-
-
-def test_lora_plus_knows_our_up_factors():
-    matrix = torch.nn.Parameter(torch.zeros(2, 2))
-    names = ("a.nlr_sine_lora_up.default", "a.nlr_sine_lora_down.default", "a.nlr_noble_up.default")
-    groups = raise_up_rates([{"params": [(name, matrix) for name in names], "lr": 1.0, "role": "other"}], 4.0)
-    rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
-    assert rates == dict(zip(names, (4.0, 1.0, 4.0), strict=True))
 
 
 def test_epochs_become_steps():
@@ -393,15 +386,10 @@ with torch.no_grad():
 
 @pytest.mark.parametrize(
     ("kind", "arm"),
-    [
-        ("glue", "lora:r=2"),
-        ("mean", "sine-lora:r=2,omega=100"),
-        ("mean", "head"),
-        ("image", "lora:r=2"),
-    ],
+    [("glue", "lora:r=2"), ("mean", "sine-lora:r=2,omega=100"), ("mean", "head"), ("image", "lora:r=2")],
 )
 def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, arm):
-    from nonlinear_lowrank.hub.usage import loading_code
+    from nonlinear_lowrank.hub.card import loading_code
 
     tasks = {
         "glue": lambda: helpers.glue_task(root, "stsb"),

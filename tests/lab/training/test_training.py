@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import training_helpers
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, arguments, run_training
-from nlr_lab.training.order import EndlessShuffle
+from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run, run_training
+from nlr_lab.training.trainer import EndlessShuffle
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
@@ -106,7 +106,7 @@ def test_roles_have_their_learning_rates(tmp_path):
     assert len({lr for lr, _ in expected.values()}) >= 4
     # The checkpoint of step k holds the rate of step k + 1: warm-up over two steps, then down to zero.
     for step, factor in {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}.items():
-        groups = json.loads((tmp_path / f"out/checkpoints/step-{step:06d}/optimizer.json").read_text())
+        groups = json.loads((tmp_path / f"out/checkpoints/step-{step:06d}/state.json").read_text())["groups"]
         found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in group["params"]}
         assert found.keys() == expected.keys()
         for name, (lr, decay) in expected.items():
@@ -117,8 +117,8 @@ def test_roles_have_their_learning_rates(tmp_path):
 def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     plain = train(tmp_path / "plain", dropout=0.0, steps=4)
     # The backend only traces: the plumbing is checked here, not inductor.
-    settings = functools.partial(arguments.TrainingArguments, torch_compile_backend="eager")
-    monkeypatch.setattr(arguments, "TrainingArguments", settings)
+    settings = functools.partial(run.TrainingArguments, torch_compile_backend="eager")
+    monkeypatch.setattr(run, "TrainingArguments", settings)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = train(tmp_path / "compiled", dropout=0.0, steps=4, compile=True)
