@@ -12,7 +12,9 @@ from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.compare.record import ArmRecord, build_results
 from nlr_lab.compare.trial import Choice, Measurement, Run
 from nlr_lab.tasks.task import LOSS, Task
-from nlr_lab.training import Arm, DivergedError
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
+from nlr_lab.training import Arm, DivergedError, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
 STEPS = 100
@@ -101,6 +103,27 @@ def compare_stub(recipe, out, *, train, measure_with=fake_measure, draw=False, *
         trials.draw = lambda *_: None
     options = {"seeds": 3, "tune_lr": (), "quiet": True, "command": "nlr compare stub"} | options
     return compare(recipe, out, trials=trials, **options)
+
+
+def tiny_recipe(folder, **train):
+    """A one-layer language model on a small text in a folder, over 8 steps."""
+    words = np.random.default_rng(5).choice(
+        ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds."], 4000
+    )
+    (folder / "text.txt").write_text("\n".join(" ".join(words[at : at + 20]) for at in range(0, 4000, 20)))
+    text = TextData(
+        source=str(folder / "text.txt"),
+        vocab_size=270,
+        sequence_length=16,
+        eval_sequences=4,
+        valid_fraction=0.2,
+        cache_dir=str(folder / "cache"),
+    )
+    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
+    config = TrainConfig(
+        **{"steps": 8, "batch_size": 4, "lr": 1e-2, "log_every": 2, "tracker": "none", "threads": 1} | train
+    )
+    return Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=config)
 
 
 def a_run(seed, loss=2.0, steps=10, **more):

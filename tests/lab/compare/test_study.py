@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from scipy.stats import ttest_rel
 
+from compare_helpers import tiny_recipe
 from nlr_lab.compare import compare
 from nlr_lab.compare.report import p_text
 from nlr_lab.compare.study import (
@@ -28,9 +29,7 @@ from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig
+from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
 
@@ -63,18 +62,7 @@ def photo(tmp_path):
 @pytest.fixture
 def novel(tmp_path):
     """A language model's recipe."""
-    words = rng().choice(["an", "old", "house", "by", "the", "sea", "."], 3000)
-    (tmp_path / "novel.txt").write_text(" ".join(words))
-    text = TextData(
-        source=str(tmp_path / "novel.txt"),
-        vocab_size=270,
-        sequence_length=16,
-        eval_sequences=4,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
-    train = TrainConfig(steps=4, batch_size=4, lr=1e-3, eval_every=2, tracker="none", threads=1)
-    return Recipe(name="novel", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+    return tiny_recipe(tmp_path, steps=4, eval_every=2)
 
 
 def table(file):

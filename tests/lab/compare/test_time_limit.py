@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from compare_helpers import StubTask, compare_stub
+from compare_helpers import StubTask, compare_stub, tiny_recipe
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
 from nlr_lab.compare.time_limit import shortened
@@ -20,8 +20,6 @@ from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.runtime.environment import OutOfTimeError, duration
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank import UserError
 from seeds import rng
@@ -131,22 +129,19 @@ def test_machine_that_slows_down_shortens_once_more(go):
     assert found["recipe"]["settings"]["train.steps"] < STEPS / 3
 
 
-def test_machine_that_comes_to_a_stand_leaves_a_report(go, tmp_path):
-    machine = Machine(lambda step: 1.0 if step < 30 else 150.0)
-    found = go(machine, max_seconds=640).results
-    assert machine.now <= 640 + 150, "a step is not interrupted"
-    assert found["n"] == 0
-    assert any("Stopped for time in seed 1: stopped for time at step" in note for note in found["notes"])
-    assert "there is nothing to compare yet" in (tmp_path / "out" / "report.md").read_text()
-
-
-def test_stops_a_later_seed_in_time(go):
+def test_stops_a_seed_in_time_and_reports(go, tmp_path):
     machine = Machine(lambda step: 1.0 if step <= 2 * STEPS else 10.0)
     found = go(machine, max_seconds=1000).results
     assert machine.now <= 1000
     assert found["n"] == 1
     assert machine.runs[2] == ("baseline", 2, STEPS)
     assert any("Stopped for time in seed 2" in note for note in found["notes"])
+    machine = Machine(lambda step: 1.0 if step < 30 else 150.0)  # comes to a stand
+    found = go(machine, max_seconds=640, out=tmp_path / "still").results
+    assert machine.now <= 640 + 150, "a step is not interrupted"
+    assert found["n"] == 0
+    assert any("Stopped for time in seed 1: stopped for time at step" in note for note in found["notes"])
+    assert "there is nothing to compare yet" in (tmp_path / "still" / "report.md").read_text()
 
 
 def test_limit_that_holds_nothing_is_refused_before_anything_is_written(go, tmp_path):
@@ -181,20 +176,7 @@ def test_timing_ends_after_its_seconds(monkeypatch):
 
 
 def test_stopped_run_goes_on_bit_by_bit(tmp_path):
-    (tmp_path / "text.txt").write_text("the cat sat on a mat and saw red birds\n" * 400)
-    text = TextData(
-        source=str(tmp_path / "text.txt"),
-        vocab_size=270,
-        sequence_length=16,
-        eval_sequences=4,
-        valid_fraction=0.2,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
-    train = TrainConfig(
-        steps=8, batch_size=4, lr=1e-2, eval_every=3, save_every=2, log_every=2, threads=1, tracker="none"
-    )
-    recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
+    recipe = tiny_recipe(tmp_path, eval_every=3, save_every=2)
     whole = run_training(recipe, tmp_path / "whole", quiet=True)
     asked = []
     with pytest.raises(OutOfTimeError, match="stopped for time at step 5 of 8; go on with --resume"):

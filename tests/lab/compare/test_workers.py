@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from compare_helpers import tiny_recipe
 from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import ModelTrials
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.training import Arm, run_training
 from nonlinear_lowrank import UserError
 
 pytest.importorskip("ray")
@@ -29,22 +28,7 @@ ARMS = (Arm(), Arm.parse("noble:rank=4"))
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """Of real text, which a worker can prepare for itself."""
-    folder = tmp_path_factory.mktemp("text")
-    for part in range(8):
-        lines = [f"def function_{part}_{index}(value):\n    return value + {index}\n" for index in range(60)]
-        (folder / f"{part}.txt").write_text("\n".join(lines))
-    text = TextData(source=str(folder), vocab_size=300, sequence_length=16, cache_dir=str(folder / "cache"))
-    return Recipe(
-        name="tiny",
-        description="Tiny",
-        task=LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=32, heads=2, hidden=48)),
-        arm=ARMS[1],
-        train=TrainConfig(
-            steps=6, batch_size=4, warmup_steps=1, eval_every=3, save_every=2, tracker="none", threads=1, lr=1e-2
-        ),
-        arms=tuple(map(str, ARMS)),
-        seeds=2,
-    )
+    return tiny_recipe(tmp_path_factory.mktemp("text"), steps=6, warmup_steps=1, eval_every=3, save_every=2)
 
 
 def go(recipe, out, run=run_training, **options):
