@@ -31,22 +31,14 @@ PEFT_WARNINGS = (
 
 
 def bert_classifier() -> PreTrainedModel:
-    config = BertConfig(
-        **model_helpers.SIZES,
-        vocab_size=67,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        num_labels=LABELS,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {**model_helpers.SIZES, "vocab_size": 67, "intermediate_size": 48, "max_position_embeddings": 64}
+    config = BertConfig(**sizes, num_labels=LABELS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return BertForSequenceClassification(config)
 
 
 def llama_classifier() -> PreTrainedModel:
-    config = LlamaConfig(
-        **model_helpers.SIZES, **model_helpers.TOKENS, intermediate_size=48, num_key_value_heads=2, num_labels=LABELS
-    )
+    sizes = {**model_helpers.SIZES, **model_helpers.TOKENS, "intermediate_size": 48, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_labels=LABELS)
     config.pad_token_id = 0
     return LlamaForSequenceClassification(config)
 
@@ -101,82 +93,54 @@ class Row:
         return getattr(nlr, self.config_class)(**{**options, **(self.second if second else {}), **overrides})
 
 
-_EVERYWHERE = {"target_modules": "all-linear"}
+def _noble(name: str, family: str, options: dict[str, Any], second: dict[str, Any]) -> Row:
+    return Row(f"noble-{name}", family, "NobleAdapterConfig", options, second, merges=False)
 
+
+def _sine(dora: bool, family: str) -> Row:
+    options = {"r": 4, "use_dora": dora, "target_modules": "all-linear"}
+    second = {"r": 3, "omega": 50.0, "lora_alpha": 6.0, "use_dora": not dora and family == "llama"}
+    return Row(f"sine{'_dora' * dora}-{family}", family, "SineLoraConfig", options, second)
+
+
+def _nora(family: str, options: dict[str, Any], second: dict[str, Any]) -> Row:
+    equal = options.get("anchor") == "exact"
+    own, other = {"r": 2, "groups": 4, **options}, {"r": 1, "groups": 8, **second}
+    return Row(f"nora-{family}", family, "NoraConfig", own, other, starts_equal=equal)
+
+
+def _nora_pp(family: str, sine: bool) -> Row:
+    options = {"groups": 4, "lora_r": 3, "lora_sine": sine, "lora_target_modules": "all-linear", "anchor": "exact"}
+    return Row(
+        f"nora++-{family}", family, "NoraConfig", options, {"tuning": "constants", "lora_r": 2, "lora_alpha": 3.0}
+    )
+
+
+_SOME = {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}}
+_OTHERS = {"target_modules": ["v_proj", "down_proj"], "rank_pattern": {}}
+_EMBEDDED = {
+    "target_modules": [*_SOME["target_modules"], "embed_tokens"],
+    "omega_pattern": {"layers.1.*down_proj": 30.0},
+}
+_EMBEDDED_OTHERS = {"target_modules": [*_OTHERS["target_modules"], "embed_tokens"], "omega_pattern": {}}
 ROWS = [
     *(
-        Row(
-            f"noble-{family}",
-            family,
-            "NobleAdapterConfig",
-            {"r": 4, **_EVERYWHERE},
-            second={"r": 3, "activation": "gelu", "depth": 1},
-            merges=False,
-        )
+        _noble(family, family, {"r": 4, "target_modules": "all-linear"}, {"r": 3, "activation": "gelu", "depth": 1})
         for family in FAMILIES
     ),
-    Row(
-        "noble-dropout",
-        "llama",
-        "NobleAdapterConfig",
-        {"r": 4, "depth": 3, "dropout": 0.1, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}},
-        second={"target_modules": ["v_proj", "down_proj"], "rank_pattern": {}},
-        merges=False,
-    ),
-    *(
-        Row(
-            f"sine{'_dora' * dora}-{family}",
-            family,
-            "SineLoraConfig",
-            {"r": 4, "use_dora": dora, **_EVERYWHERE},
-            second={"r": 3, "omega": 50.0, "lora_alpha": 6.0, "use_dora": not dora and family == "llama"},
-        )
-        for dora in (False, True)
-        for family in FAMILIES
-    ),
-    *(
-        Row(
-            f"nora-{family}",
-            family,
-            "NoraConfig",
-            {"r": 2, "groups": 4, **options},
-            second={"r": 1, "groups": 8, **second},
-            starts_equal=options.get("anchor") == "exact",
-        )
-        for family, options, second in (
-            ("llama", {"anchor": "exact"}, {"tuning": "zero_init"}),
-            ("gpt2", {"form": "sum_of_abs"}, {"tuning": "rational"}),
-            ("bert-classifier", {"tails": "rational"}, {"numerator_only": True}),
-            ("llama-classifier", {"anchor": "exact", "form": "sum_of_abs"}, {"denominator_only": True}),
-        )
-    ),
-    *(
-        Row(
-            f"nora++-{family}",
-            family,
-            "NoraConfig",
-            {"groups": 4, "lora_r": 3, "lora_sine": sine, "lora_target_modules": "all-linear", "anchor": "exact"},
-            second={"tuning": "constants", "lora_r": 2, "lora_alpha": 3.0},
-        )
-        for family, sine in (("llama", False), ("gpt2", True), ("bert-classifier", False))
-    ),
+    _noble("dropout", "llama", {"r": 4, "depth": 3, "dropout": 0.1, **_SOME}, _OTHERS),
+    *(_sine(dora, family) for dora in (False, True) for family in FAMILIES),
+    _nora("llama", {"anchor": "exact"}, {"tuning": "zero_init"}),
+    _nora("gpt2", {"form": "sum_of_abs"}, {"tuning": "rational"}),
+    _nora("bert-classifier", {"tails": "rational"}, {"numerator_only": True}),
+    _nora("llama-classifier", {"anchor": "exact", "form": "sum_of_abs"}, {"denominator_only": True}),
+    *(_nora_pp(family, sine) for family, sine in (("llama", False), ("gpt2", True), ("bert-classifier", False))),
     Row(
         "sine-dropout",
         "llama",
         "SineLoraConfig",
-        {
-            "r": 4,
-            "lora_dropout": 0.1,
-            "target_modules": ["q_proj", "down_proj", "embed_tokens"],
-            "rank_pattern": {"q_proj": 2},
-            "omega_pattern": {"layers.1.*down_proj": 30.0},
-        },
-        second={
-            "use_dora": True,
-            "target_modules": ["v_proj", "down_proj", "embed_tokens"],
-            "rank_pattern": {},
-            "omega_pattern": {},
-        },
+        {"r": 4, "lora_dropout": 0.1, **_SOME, **_EMBEDDED},
+        {"use_dora": True, **_OTHERS, **_EMBEDDED_OTHERS},
     ),
 ]
 

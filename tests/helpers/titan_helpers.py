@@ -63,36 +63,23 @@ def _layer(block, rope, width, hidden, **more):
 def llama(*, tied=False, width=WIDTH, hidden=HIDDEN):
     """A Llama 3 as torchtitan's registry builds them: queries, keys and values fused, scaled rotary embedding."""
     rope = ComplexRoPE.Config(dim=width // HEADS, max_seq_len=64, theta=10000, scaling="llama")
-    return ModelSpec(
-        name="llama3",
-        flavor="tiny",
-        model=Llama3Model.Config(
-            layers=[_layer(Llama3TransformerBlock, rope, width, hidden) for _ in range(LAYERS)],
-            **_ends(width, tied),
-        ),
-        parallelize_fn=parallelize_llama,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3StateDictAdapter,
-    )
+    layers = [_layer(Llama3TransformerBlock, rope, width, hidden) for _ in range(LAYERS)]
+    model = Llama3Model.Config(layers=layers, **_ends(width, tied))
+    return _spec("llama3", model, parallelize_llama, Llama3StateDictAdapter)
 
 
 def qwen():
     """Another family: norms of queries and keys, and rows as in the Hugging Face model."""
-    rope = CosSinRoPE.Config(dim=WIDTH // HEADS, max_seq_len=64, theta=10000)
-    norm = _norm(WIDTH // HEADS)
-    return ModelSpec(
-        name="qwen3",
-        flavor="tiny",
-        model=Qwen3Model.Config(
-            layers=[_layer(Qwen3TransformerBlock, rope, WIDTH, HIDDEN, qk_norm=norm) for _ in range(LAYERS)],
-            **_ends(WIDTH, False),
-        ),
-        parallelize_fn=parallelize_qwen3,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+    rope, norm = CosSinRoPE.Config(dim=WIDTH // HEADS, max_seq_len=64, theta=10000), _norm(WIDTH // HEADS)
+    layers = [_layer(Qwen3TransformerBlock, rope, WIDTH, HIDDEN, qk_norm=norm) for _ in range(LAYERS)]
+    return _spec(
+        "qwen3", Qwen3Model.Config(layers=layers, **_ends(WIDTH, False)), parallelize_qwen3, Qwen3StateDictAdapter
     )
+
+
+def _spec(name, model, parallelize, adapter):
+    functions = {"parallelize_fn": parallelize, "pipelining_fn": pipeline_llm, "post_optimizer_build_fn": None}
+    return ModelSpec(name=name, flavor="tiny", model=model, state_dict_adapter=adapter, **functions)
 
 
 def _ends(width, tied):
@@ -211,8 +198,7 @@ def on_the_cpu():
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in changed]
     backend = distributed_utils.get_spmd_backend()
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: os.environ.get(name) for name in names}
+    environment = dict(os.environ)
     try:
         for where, name, value in changed:
             setattr(where, name, value)
@@ -220,10 +206,9 @@ def on_the_cpu():
     finally:
         for where, name, value in before:
             setattr(where, name, value)
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         distributed_utils.set_spmd_backend(backend)

@@ -53,6 +53,13 @@ class LayerCost:
     """Bytes saved for backward over the whole batch; None where no forward pass was traced."""
 
 
+def _total(name: str) -> Any:
+    def total(cost: "ModelCost") -> int | None:
+        return sum(getattr(row, name) or 0 for row in cost.rows) if name != "kept_bytes" or cost.batch_size else None
+
+    return property(total)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
     """Cost of a model: rows in the model's order, and totals."""
@@ -66,33 +73,16 @@ class ModelCost:
     notes: list[str] = field(default_factory=list)
     """Modules that could not be counted."""
 
-    def _total(self, name: str) -> int:
-        return sum(getattr(row, name) or 0 for row in self.rows)
-
-    @property
-    def parameters(self) -> int:
-        """All parameters, tied ones once."""
-        return self._total("parameters")
-
-    @property
-    def branch_parameters(self) -> int:
-        """The part that methods added."""
-        return self._total("branch_parameters")
-
-    @property
-    def flops(self) -> int:
-        """Forward FLOPs per token."""
-        return self._total("flops")
-
-    @property
-    def branch_flops(self) -> int:
-        """The part that methods added."""
-        return self._total("branch_flops")
-
-    @property
-    def kept_bytes(self) -> int | None:
-        """Bytes saved for backward over the whole batch."""
-        return None if self.batch_size is None else self._total("kept_bytes")
+    parameters = _total("parameters")
+    """All parameters, tied ones once."""
+    branch_parameters = _total("branch_parameters")
+    """The part that methods added."""
+    flops = _total("flops")
+    """Forward FLOPs per token."""
+    branch_flops = _total("branch_flops")
+    """The part that methods added."""
+    kept_bytes = _total("kept_bytes")
+    """Bytes saved for backward over the whole batch; None where no forward pass was traced."""
 
     @property
     def parameter_ratio(self) -> float:
@@ -164,23 +154,16 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module, added):
             notes.append(f"FLOPs of {name or 'the model'} ({type(module).__name__}) are not counted")
         if parameters or flops:
-            rows.append(
-                LayerCost(
-                    name=name,
-                    kind="head" if name in heads else type(module).__name__,
-                    parameters=parameters,
-                    branch_parameters=branch_parameters,
-                    flops=flops,
-                    branch_flops=method.flops(module) if method else 0,
-                )
-            )
+            kind, extra = "head" if name in heads else type(module).__name__, method.flops(module) if method else 0
+            counts = {"parameters": parameters, "branch_parameters": branch_parameters, "flops": flops}
+            rows.append(LayerCost(name=name, kind=kind, branch_flops=extra, **counts))
     return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes)
 
 
 def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
-    """Return whether a module, such as a convolution, has parameters that surely take part in products.
+    """Return whether a module has parameters, unknown to methods, that surely take part in products.
 
-    Methods know the FLOPs of theirs. A leading 1 marks a token, a position table or the like, which is added.
+    A leading 1 marks a token, a position table or the like, which is added.
     """
     return any(
         parameter.ndim >= 2 and parameter.shape[0] > 1 and "position" not in name and "embed" not in name

@@ -12,6 +12,7 @@ Scores are per weight, so that large and small layers can be compared:
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -169,7 +170,8 @@ def _by_gradient(
             weight.requires_grad_(True)
         for batch in batches:
             with torch.inference_mode(False), torch.enable_grad():
-                output = model(**tree_map_only(Tensor, _for_backward, dict(batch)))
+                # Tensors made inside torch.inference_mode() are copied: autograd refuses them.
+                output = model(**tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, dict(batch)))
                 loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
                 if loss is None:
                     raise UserError("the model's output has no loss; put labels into the batches")
@@ -181,7 +183,7 @@ def _by_gradient(
     finally:
         for weight in frozen:
             weight.requires_grad_(False)
-    return {name: total / _batches(count) for name, total in sums.items()}
+    return {name: total / _checked_count(count) for name, total in sums.items()}
 
 
 @torch.no_grad()
@@ -191,32 +193,22 @@ def _by_activation(
     squares: dict[str, Tensor] = {}
     tokens = dict.fromkeys(linears, 0)
 
-    def hook(name: str) -> Any:
-        def before(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            given = inputs[0] if inputs else next(iter(named.values()))
-            x = given.detach().reshape(-1, given.shape[-1]).double()
-            squares[name] = squares.get(name, 0.0) + x.square().sum(0)
-            tokens[name] += len(x)
+    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        given = inputs[0] if inputs else next(iter(named.values()))
+        x = given.detach().reshape(-1, given.shape[-1]).double()
+        squares[name] = squares.get(name, 0.0) + x.square().sum(0)
+        tokens[name] += len(x)
 
-        return before
-
-    count = 0
     with ExitStack() as stack:
         for name, module in linears.items():
-            stack.callback(module.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
-        for batch in batches:
-            model(**batch)
-            count += 1
-    _batches(count)
+            stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
+        _checked_count(sum(model(**batch) is not None for batch in batches))
     scores = dict.fromkeys(linears, 0.0)  # what was never called, or on no token, matters to nothing
     for name, square in squares.items():
-        if not tokens[name]:
-            continue
-        weight = linears[name].weight.detach().abs().double()
-        if not isinstance(linears[name], Conv1D):
-            weight = weight.t()
-        rms = (square / tokens[name]).sqrt()
-        scores[name] = float((weight * rms[:, None]).mean())
+        if tokens[name]:
+            weight = linears[name].weight.detach().abs().double()
+            weight = weight if isinstance(linears[name], Conv1D) else weight.t()
+            scores[name] = float((weight * (square / tokens[name]).sqrt()[:, None]).mean())
     return scores
 
 
@@ -230,12 +222,7 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
         yield batch
 
 
-def _for_backward(tensor: Tensor) -> Tensor:
-    """Copy a tensor that was made inside torch.inference_mode(), which autograd refuses."""
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _batches(count: int) -> int:
+def _checked_count(count: int) -> int:
     if count == 0:
         raise UserError("there are no batches to score the layers on")
     return count

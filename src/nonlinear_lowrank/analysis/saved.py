@@ -58,12 +58,7 @@ def saved_storages(
 ) -> list[SavedStorage]:
     """Return the storages behind `saved_bytes`, in the order in which they were first saved.
 
-    Args:
-        function: as in `saved_bytes`.
-        *args: as in `saved_bytes`.
-        parameters: as in `saved_bytes`.
-        label: called when something is saved; its string goes into `SavedStorage.label`.
-        **kwargs: as in `saved_bytes`.
+    `label` is called when something is saved, and its string goes into `SavedStorage.label`.
     """
     excluded = list(parameters)
     if isinstance(function, nn.Module):
@@ -89,13 +84,11 @@ def saved_storages(
         key = _key(tensor)
         if key in known:
             continue
-        if key not in storages:
-            if casts is None and _is_cast_copy(tensor, excluded):
-                known.add(key)
-                continue
-            nbytes = tensor.untyped_storage().nbytes()
-            storages[key] = SavedStorage(nbytes=nbytes, dtype=tensor.dtype, label=name)
-        storages[key].shapes.append(tuple(tensor.shape))
+        if key not in storages and casts is None and _is_cast_copy(tensor, excluded):
+            known.add(key)
+            continue
+        new = SavedStorage(nbytes=tensor.untyped_storage().nbytes(), dtype=tensor.dtype, label=name)
+        storages.setdefault(key, new).shapes.append(tuple(tensor.shape))
     return list(storages.values())
 
 

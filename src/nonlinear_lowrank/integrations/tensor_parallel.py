@@ -20,7 +20,7 @@ The forms are those of one device in exact arithmetic; sums over devices round i
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,42 +76,26 @@ def _why_not(layer: Any, style: str, devices: int) -> str:
 class _NobleStyle(TensorParallelLayer):
     """Base of both styles: the placement of each tensor, and a forward on local tensors."""
 
-    split: Callable[[nn.Module, str], int | None]
-    """The dimension in which a tensor is split; None: it is replicated."""
+    def split(self, module: Any, name: str) -> int | None:
+        """Return the dimension in which a tensor is split; None: it is replicated."""
+        raise NotImplementedError
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Replace a parameter by its distributed form."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        whole = module._parameters.get(param)
-        if whole is None:
-            return
-        dim = type(self).split(module, param)
-        placement = Replicate() if dim is None else Shard(dim)
-        local = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(local, requires_grad=whole.requires_grad)
-
-
-def _last(module: Any, name: str) -> bool:
-    """Return whether a tensor is of the bottleneck's last step: its rows are u's columns."""
-    depth = module.noble_config.depth
-    return name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}")
-
-
-def _split_colwise(module: nn.Module, name: str) -> int | None:
-    return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
-
-
-def _split_rowwise(module: nn.Module, name: str) -> int | None:
-    if name in ("weight", "noble_down", "noble_up"):
-        return 1
-    return 0 if _last(module, name) else None
+        if (whole := module._parameters.get(param)) is not None:
+            dim = self.split(module, param)
+            placement = Replicate() if dim is None else Shard(dim)
+            local = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(local, requires_grad=whole.requires_grad)
 
 
 class NobleColwise(_NobleStyle):
     """x whole -> this device's columns of y."""
 
-    split = staticmethod(_split_colwise)
+    def split(self, module: Any, name: str) -> int | None:
+        return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         """Replace the layer's forward."""
@@ -128,7 +112,11 @@ class NobleColwise(_NobleStyle):
 class NobleRowwise(_NobleStyle):
     """This device's columns of x -> y whole."""
 
-    split = staticmethod(_split_rowwise)
+    def split(self, module: Any, name: str) -> int | None:
+        if name in ("weight", "noble_down", "noble_up"):
+            return 1
+        depth = module.noble_config.depth  # of the bottleneck's last step the rows are u's columns
+        return 0 if name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}") else None
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         """Replace the layer's forward."""
@@ -136,7 +124,7 @@ class NobleRowwise(_NobleStyle):
         share = math.ceil(module.noble_rank / mesh.size())  # as distribute_tensor splits
 
         def whole_h(h: Tensor) -> Tensor:
-            h = _SumBoth.apply(h, group)
+            h = _SumGradient.apply(_Sum.apply(h, group), group)
             # Without a mix the last step is the first, and uses its own columns.
             return h if module.noble_config.depth > 1 else h[..., rank * share : (rank + 1) * share]
 
@@ -166,7 +154,7 @@ def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]
                     if name == "bias" or module.branch_enabled:
                         biases.append(local)
                     local = None
-                elif type(style).split(module, name) is None:
+                elif style.split(module, name) is None:
                     local = _SumGradient.apply(local, group)
                 holder._parameters[name] = local
         yield biases
@@ -211,19 +199,5 @@ class _Sum(torch.autograd.Function):
         return dy, None
 
 
-class _SumBoth(torch.autograd.Function):
-    """Sum over the devices, of values and of gradients: each device uses the sum in its own way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _summed(dy, ctx.group), None
-
-
-_OURS: dict[str, Any] = {COLWISE: NobleColwise(), ROWWISE: NobleRowwise()}
-for _name, _style in _OURS.items():
+for _name, _style in ((COLWISE, NobleColwise()), (ROWWISE, NobleRowwise())):
     ALL_PARALLEL_STYLES.register(_name, _style)

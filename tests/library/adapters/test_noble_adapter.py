@@ -9,7 +9,6 @@ from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
-from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
@@ -45,16 +44,13 @@ def weight_and_bias(base):
     return weight.double(), None if base.bias is None else base.bias.double()
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(12, 10), lambda: nn.Linear(12, 10, bias=False), lambda: Conv1D(10, 12)]
-)
 @pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
-def test_adapting_computes_the_papers_formula(make, activation, depth):
-    base = make()
-    layer = adapted(base, activation=activation, depth=depth)
-    x = torch.randn(3, 5, 12)
-    expected = noble_linear_reference(x.double(), *weight_and_bias(base), branch(layer, activation=activation))
-    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
+def test_adapting_computes_the_papers_formula(activation, depth):
+    for base in (nn.Linear(12, 10), nn.Linear(12, 10, bias=False), Conv1D(10, 12)):
+        layer = adapted(base, activation=activation, depth=depth)
+        x = torch.randn(3, 5, 12)
+        expected = noble_linear_reference(x.double(), *weight_and_bias(base), branch(layer, activation=activation))
+        torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -66,19 +62,6 @@ def test_adapting_a_one_by_one_convolution_is_a_linear_on_every_pixel(stride):
     expected = noble_linear_reference(pixels, *weight_and_bias(base), branch(layer)).movedim(-1, 1)
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer(x[0]), layer(x)[0])
-
-
-def test_activating_several_adapters_adds_their_branches():
-    base = nn.Linear(12, 10)
-    model = get_peft_model(nn.Sequential(base), nlr.NobleAdapterConfig(r=4, target_modules=["0"], init_weights=False))
-    other = nlr.NobleAdapterConfig(r=2, target_modules=["0"], init_weights=False, activation="gelu", depth=1)
-    model.add_adapter("other", other)
-    model.base_model.set_adapter(["default", "other"])
-    layer, x = model.base_model.model[0], torch.randn(7, 12)
-    zero = torch.zeros(10, 12, dtype=torch.float64)
-    expected = base(x).double() + noble_linear_reference(x.double(), zero, None, branch(layer))
-    expected += noble_linear_reference(x.double(), zero, None, branch(layer, "other", "gelu"))
-    torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_is_on_the_branchs_input_and_in_training_only():
@@ -128,22 +111,6 @@ def test_learning_rates_are_the_papers_table():
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "eurobert"])
-def test_counting_trained_parameters_is_exact(family):
-    base = FAMILIES[family]().eval()
-    config = nlr.NobleAdapterConfig(r=4, target_modules="all-linear")
-    model = get_peft_model(base, config)
-    expected = sum(
-        4 * (layer.d_in + layer.d_out) + 4 * 4 + 4 * 4 for layer in model.modules() if hasattr(layer, "nlr_noble_down")
-    )
-    assert model.get_nb_trainable_parameters()[0] == expected > 0
-    inputs = batch(base)
-    with torch.no_grad():
-        before = base(**inputs).logits
-        with model.disable_adapter():
-            assert torch.equal(model(**inputs).logits, before)
-
-
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_saves_the_input_and_h_alone_for_backward(backend, bf16):
@@ -158,15 +125,6 @@ def test_saves_the_input_and_h_alone_for_backward(backend, bf16):
 
     kept = saved_bytes(forward, torch.randn(tokens, 64, requires_grad=True), parameters=list(layer.parameters()))
     assert kept == tokens * (64 + r) * (2 if bf16 else 4)
-
-
-def test_a_frozen_weight_costs_no_gradient_product():
-    layer = adapted(nn.Linear(64, 64))
-    x = torch.randn(32, 64, requires_grad=True)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        layer(x).sum().backward()
-    dense = 2 * 32 * 64 * 64  # forward; the same again for the gradient of x, and of the weight if it had one
-    assert 2 * dense < counter.get_total_flops() < 2.5 * dense
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,9 @@ def test_parameters_include_the_branches_share(family):
     assert cost.parameters - cost.branch_parameters == count_parameters(plain)
     assert cost.flops - cost.branch_flops == model_cost(plain, LENGTH).flops
     assert cost.branch_flops > 0
-    assert [row.kind for row in cost.rows].count("head") == 1
-
-
-def test_tied_parameters_count_once():
-    model = FAMILIES["gpt2"]()
-    assert model.lm_head.weight is model.transformer.wte.weight
-    head = next(row for row in model_cost(model, LENGTH).rows if row.kind == "head")
-    assert head.parameters == 0
-    assert head.flops == 2 * 67 * 32
+    (head,) = [row for row in cost.rows if row.kind == "head"]
+    if family == "gpt2":  # whose head is the embedding
+        assert (head.parameters, head.flops) == (0, 2 * 67 * 32)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +72,10 @@ def test_tied_parameters_count_once():
     ids=["base", "large"],
 )
 def test_published_counts_hold_on_meta(layers, width, total, percent):
-    config = GlmConfig(
-        vocab_size=50257,
-        hidden_size=width,
-        intermediate_size=2752 * width // 1024,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 128,
-        num_key_value_heads=width // 128,
-        head_dim=128,
-        hidden_act="gelu",
-        attention_bias=False,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 2752 * width // 1024, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128, "head_dim": 128}
+    config = GlmConfig(vocab_size=50257, hidden_act="gelu", pad_token_id=None, **sizes, **heads)
+    config.attention_bias = config.tie_word_embeddings = False
     for rank, added in percent.items():
         model = build_on_meta(config)
         assert count_parameters(model) == total
@@ -131,13 +116,6 @@ def test_inspection_changes_nothing():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_branches_save_their_h():
-    plain, noble = (inspect_model(_make("glm", augmented), LENGTH, BATCH) for augmented in (False, True))
-    layers = sum(row.kind == "NobleLinear" for row in noble.rows)
-    assert layers == 2 * 6
-    assert noble.kept_bytes - plain.kept_bytes == layers * BATCH * LENGTH * 8 * 4
-
-
 def test_large_models_are_inspected_by_their_config():
     config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16)
     cost = inspect_model(config, 1024, 8, bf16=True)
@@ -147,13 +125,6 @@ def test_large_models_are_inspected_by_their_config():
     assert down.kept_bytes == 8 * 1024 * 5632 * 2
     attention = next(row for row in cost.rows if row.name == "model.layers.0.self_attn")
     assert attention.flops == 4 * 1024 * 2048
-
-
-def test_augmented_config_gives_the_models_cost():
-    model = _make("llama", True)
-    again = inspect_model(model.config, LENGTH, BATCH)
-    assert again.to_dict()["layers"] == inspect_model(model, LENGTH, BATCH).to_dict()["layers"]
-    assert again.branch_parameters > 0
 
 
 class _Mixer(nn.Module):

@@ -18,10 +18,7 @@ from family_checks import (
 )
 from family_helpers import FAMILIES, REFUSED
 
-pytestmark = [
-    pytest.mark.quantized,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*"),
-]
+pytestmark = [pytest.mark.quantized, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*")]
 every_family = pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # a 4-bit block is 64 numbers long
@@ -120,17 +117,6 @@ def in_8_bits(name, folder):
     return FAMILIES[name].auto_class.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
-def runs_in_8_bits(name, folder):
-    """Return whether bitsandbytes can run the plain model: not where code reads weights or reshapes outputs."""
-    plain = FAMILIES[name].build()
-    plain.save_pretrained(folder)
-    try:
-        outputs(in_8_bits(name, folder), FAMILIES[name].inputs(plain))
-    except (RuntimeError, IndexError):
-        return False
-    return True
-
-
 @every_family
 def test_every_family_loads_in_8_bits_with_its_branches(name, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -140,8 +126,12 @@ def test_every_family_loads_in_8_bits_with_its_branches(name, tmp_path):
     assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
     quantized = [isinstance(each.dense, bitsandbytes.nn.Linear8bitLt) for each in branches(loaded).values()]
     cell = f"{sum(quantized)} of {len(quantized)}"
-    if runs_in_8_bits(name, tmp_path / "plain"):
-        assert all(each.isfinite().all() for each in outputs(loaded, FAMILIES[name].inputs(model)))
-    else:
+    plain = FAMILIES[name].build()
+    plain.save_pretrained(tmp_path / "plain")
+    try:  # not where code reads weights or reshapes outputs
+        outputs(in_8_bits(name, tmp_path / "plain"), FAMILIES[name].inputs(plain))
+    except (RuntimeError, IndexError):
         cell += ", not run: nor is the plain model"
+    else:
+        assert all(each.isfinite().all() for each in outputs(loaded, FAMILIES[name].inputs(model)))
     check_cells(name, {"bitsandbytes": cell})
