@@ -1,7 +1,8 @@
 """Tiny models of transformers' families, with inputs that use every part of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ Inputs = dict[str, torch.Tensor]
 Settings = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """One family: a model class of transformers at a size that a test affords."""
 
@@ -27,7 +28,7 @@ class Family:
     """Fields of its config. Widths are multiples of 16, as float8 needs them."""
     inputs: Callable[[PreTrainedModel], Inputs]
     """With labels, where the model computes a loss."""
-    generates: bool = field(default=False)
+    generates: bool
 
     def build(self, **settings: Any) -> PreTrainedModel:
         """A model with the same weights each time, in evaluation mode."""
@@ -48,8 +49,18 @@ REFUSED = ("ibert", "squeezebert", "resnet")
 """They have no linears but their heads and poolers: convolutions, and layers of a class of their own."""
 
 
-def _tokens(low: int = 4) -> torch.Tensor:
-    return torch.randint(low, VOCABULARY, (BATCH, LENGTH))
+def _tokens() -> torch.Tensor:
+    return torch.randint(4, VOCABULARY, (BATCH, LENGTH))
+
+
+def _labels() -> torch.Tensor:
+    return torch.randint(LABELS, (BATCH,))
+
+
+def _globally(inputs: Callable[[PreTrainedModel], Inputs]) -> Callable[[PreTrainedModel], Inputs]:
+    """Inputs whose first token attends to all, which some projections are for."""
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.long).index_fill(1, torch.tensor([0]), 1)
+    return lambda model: {**inputs(model), "global_attention_mask": mask.clone()}
 
 
 def text_inputs(model: PreTrainedModel) -> Inputs:
@@ -63,34 +74,57 @@ def text_to_text_inputs(model: PreTrainedModel) -> Inputs:
     return {"input_ids": _tokens(), "labels": _tokens()}
 
 
-def _with_global_attention(inputs: Inputs) -> Inputs:
-    """The first token attends to all, which some projections are for."""
-    mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    mask[:, 0] = 1
-    return {**inputs, "global_attention_mask": mask}
-
-
-def global_attention_inputs(model: PreTrainedModel) -> Inputs:
-    """`text_inputs`, and where attention is global."""
-    return _with_global_attention(text_inputs(model))
-
-
-def global_text_to_text_inputs(model: PreTrainedModel) -> Inputs:
-    """`text_to_text_inputs`, and where attention is global."""
-    return _with_global_attention(text_to_text_inputs(model))
+def speech_to_text_inputs(model: PreTrainedModel) -> Inputs:
+    """Mel frames for the encoder, labels (B, T) for the decoder."""
+    bands = model.config.to_dict().get("num_mel_bins") or model.config.input_feat_per_channel
+    frames = torch.randn(BATCH, 40, bands)
+    return {"input_features": frames.mT if "num_mel_bins" in model.config.to_dict() else frames, "labels": _tokens()}
 
 
 def picture_inputs(model: PreTrainedModel) -> Inputs:
     """Pictures (B, 3, S, S) with S = 32 where the config says no other size, labels (B)."""
     size = getattr(model.config, "image_size", 32)
     size = size if isinstance(size, int) else size[0]
-    return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(LABELS, (BATCH,))}
+    return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": _labels()}
 
 
 def wave_inputs(model: PreTrainedModel) -> Inputs:
     """Samples (B, 640), labels (B)."""
-    return {"input_values": torch.randn(BATCH, 640), "labels": torch.randint(LABELS, (BATCH,))}
+    return {"input_values": torch.randn(BATCH, 640), "labels": _labels()}
 
+
+def spectrogram_inputs(model: PreTrainedModel) -> Inputs:
+    """Mel frames (B, 32, 16), labels (B)."""
+    name = "input_values" if hasattr(model.config, "num_mel_bins") else "input_features"
+    return {name: torch.randn(BATCH, 32, 16), "labels": _labels()}
+
+
+_KINDS = {
+    "causal": ("AutoModelForCausalLM", text_inputs),
+    "masked": ("AutoModelForMaskedLM", text_inputs),
+    "seq2seq": ("AutoModelForSeq2SeqLM", text_to_text_inputs),
+    "vision": ("AutoModelForImageClassification", picture_inputs),
+    "audio": ("AutoModelForAudioClassification", wave_inputs),
+}
+
+
+def _add(
+    kind: str, names: str, settings: Settings, *, model_type: str = "", auto: str = "", inputs: Any = None
+) -> None:
+    """Add families, by their names with spaces between them."""
+    if kind in ("vision", "audio"):
+        settings = {"num_labels": LABELS, **({"drop_path_rate": 0.0} if kind == "vision" else {}), **settings}
+    usual, given = _KINDS[kind]
+    for name in names.split():
+        generates = kind in ("causal", "seq2seq")
+        FAMILIES[name] = Family(kind, model_type or name, auto or usual, settings, inputs or given, generates)
+
+
+def _without(settings: Settings, *names: str) -> Settings:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+_causal, _masked, _seq2seq, _vision, _audio = (partial(_add, kind) for kind in _KINDS)
 
 # One family a line: the formatter would give each setting its own.
 # fmt: off
@@ -101,29 +135,10 @@ _DECODER = {**_TEXT, "num_key_value_heads": 1, "head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def _causal(name: str, settings: Settings, model_type: str | None = None, **options: Any) -> None:
-    FAMILIES[name] = Family(
-        kind="causal",
-        model_type=model_type or name,
-        auto="AutoModelForCausalLM",
-        settings=settings,
-        inputs=text_inputs,
-        generates=True,
-        **options,
-    )
-
-
-def _without(settings: Settings, *names: str) -> Settings:
-    return {name: value for name, value in settings.items() if name not in names}
-
-
-for _name in ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "glm",
-              "glm4", "olmo2", "granite", "cohere", "cohere2", "stablelm", "starcoder2", "nemotron", "smollm3",
-              "ernie4_5", "helium", "bitnet", "exaone4", "seed_oss", "arcee", "apertus", "olmo3"):
-    _causal(_name, _DECODER)
+_causal("llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text phi3 glm glm4 olmo2 granite cohere cohere2 "
+        "stablelm starcoder2 nemotron smollm3 ernie4_5 helium bitnet exaone4 seed_oss arcee apertus olmo3", _DECODER)
 _causal("diffllama", {**_DECODER, "num_key_value_heads": 2})
-for _name in ("phi", "persimmon", "gpt_neox", "xglm", "biogpt"):
-    _causal(_name, _TEXT)
+_causal("phi persimmon gpt_neox xglm biogpt", _TEXT)
 
 _GPT2 = {**_NO_TOKENS, "vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 _causal("gpt2", _GPT2)
@@ -136,8 +151,9 @@ _causal("gpt_neo", {**_without(_TEXT, "num_attention_heads"), "num_layers": 2, "
 _causal("opt", {**_TEXT, "ffn_dim": 48, "word_embed_proj_dim": 16})
 _causal("bloom", {**_NO_TOKENS, "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2})
 _causal("mpt", {**_NO_TOKENS, "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64})
-_causal("falcon-7b", {**_TEXT, "ffn_hidden_size": 48}, "falcon")
-_causal("falcon-40b", {**_TEXT, "ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 1}, "falcon")
+_causal("falcon-7b", {**_TEXT, "ffn_hidden_size": 48}, model_type="falcon")
+_causal("falcon-40b", {**_TEXT, "ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 1},
+        model_type="falcon")
 _causal("xlnet", {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48})
 _causal("ctrl", {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "dff": 48})
 _causal("modernbert-decoder", {**_TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
@@ -194,22 +210,10 @@ _causal(
     {**_STATE, "hidden_size": 64, "num_heads": 2, "num_blocks": 2, "qk_dim_factor": 1.0, "ffn_proj_factor": 1.5},
 )
 
-
 # Masked language models.
-def _masked(name: str, settings: Settings, model_type: str | None = None, inputs: Any = text_inputs) -> None:
-    FAMILIES[name] = Family(
-        kind="masked",
-        model_type=model_type or name,
-        auto="AutoModelForMaskedLM",
-        settings=settings,
-        inputs=inputs,
-    )
-
-
-for _name in ("bert", "roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text",
-              "ernie", "megatron-bert", "mpnet", "roformer", "nystromformer", "ibert", "layoutlm", "yoso",
-              "gte", "nomic_bert", "electra", "rembert"):
-    _masked(_name, {**_TEXT, "pad_token_id": 1, "type_vocab_size": 2})
+_masked("bert roberta camembert xlm-roberta xlm-roberta-xl roberta-prelayernorm data2vec-text ernie megatron-bert "
+        "mpnet roformer nystromformer ibert layoutlm yoso gte nomic_bert electra rembert",
+        {**_TEXT, "pad_token_id": 1, "type_vocab_size": 2})
 _masked("squeezebert", {**_TEXT, "pad_token_id": 1, "embedding_size": 32, "q_groups": 1, "k_groups": 1})
 _masked("albert", {**_TEXT, "embedding_size": 16})
 _masked("distilbert", {**_NO_TOKENS, "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48,
@@ -218,7 +222,7 @@ _DISENTANGLED = {**_TEXT, "pad_token_id": 0, "relative_attention": True, "max_re
                  "pos_att_type": ["p2c", "c2p"]}
 _masked("deberta", _DISENTANGLED)
 _masked("deberta-v2", _DISENTANGLED)
-_masked("deberta-v2-shared", {**_DISENTANGLED, "share_att_key": True, "position_buckets": 8}, "deberta-v2")
+_masked("deberta-v2-shared", {**_DISENTANGLED, "share_att_key": True, "position_buckets": 8}, model_type="deberta-v2")
 _masked("modernbert", {**_TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
                        "sep_token_id": 2})
 _masked("eurobert", {**_DECODER, "mask_token_id": 1})
@@ -230,36 +234,25 @@ _masked("fnet", {**_TEXT, "pad_token_id": 3})
 _masked("funnel", {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 32, "n_head": 2,
                    "d_head": 16, "d_inner": 48})
 _masked("big_bird", {**_TEXT, "pad_token_id": 0, "attention_type": "original_full"})
-_masked("longformer", {**_TEXT, "pad_token_id": 1, "attention_window": 8}, inputs=global_attention_inputs)
+_masked("longformer", {**_TEXT, "pad_token_id": 1, "attention_window": 8}, inputs=_globally(text_inputs))
 _masked("xlm", {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64})
 _masked(
     "flaubert", {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64}
 )
 
-
 # Sequence to sequence.
-def _seq2seq(
-    name: str, settings: Settings, auto: str = "AutoModelForSeq2SeqLM", inputs: Any = text_to_text_inputs
-) -> None:
-    FAMILIES[name] = Family(
-        kind="seq2seq", model_type=name, auto=auto, settings=settings, inputs=inputs, generates=True
-    )
-
-
 _T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2,
        "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}
 _BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
          "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
          "max_position_embeddings": 64, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
          "decoder_start_token_id": 2, "forced_eos_token_id": None, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-for _name in ("t5", "mt5", "umt5", "longt5"):
-    _seq2seq(_name, _T5)
+_seq2seq("t5 mt5 umt5 longt5", _T5)
 _seq2seq("switch_transformers", {**_T5, "num_decoder_layers": 2, "num_experts": 2, "num_sparse_encoder_layers": 1,
                                  "num_sparse_decoder_layers": 1})
-for _name in ("bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "blenderbot-small", "plbart", "mvp"):
-    _seq2seq(_name, _BART)
+_seq2seq("bart mbart pegasus marian m2m_100 blenderbot blenderbot-small plbart mvp", _BART)
 _seq2seq("led", {**_BART, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64,
-                 "attention_window": 8}, inputs=global_text_to_text_inputs)
+                 "attention_window": 8}, inputs=_globally(text_to_text_inputs))
 _seq2seq("bigbird_pegasus", {**_BART, "attention_type": "original_full"})
 _seq2seq("pegasus_x", {**_BART, "block_size": 8, "num_global_tokens": 4})
 _seq2seq("prophetnet", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_encoder_layers": 2, "num_decoder_layers": 2,
@@ -267,38 +260,18 @@ _seq2seq("prophetnet", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_encode
                         "decoder_ffn_dim": 48, "max_position_embeddings": 64})
 
 
-def speech_to_text_inputs(model: PreTrainedModel) -> Inputs:
-    """Mel frames for the encoder, labels (B, T) for the decoder."""
-    bands = model.config.to_dict().get("num_mel_bins") or model.config.input_feat_per_channel
-    frames = torch.randn(BATCH, 40, bands)
-    return {"input_features": frames.mT if "num_mel_bins" in model.config.to_dict() else frames, "labels": _tokens()}
-
-
 _SPEECH = {**_without(_BART, "max_position_embeddings"), "max_source_positions": 20, "max_target_positions": 64}
 _seq2seq("whisper", {**_SPEECH, "num_mel_bins": 16, "suppress_tokens": None, "begin_suppress_tokens": None},
-         "AutoModelForSpeechSeq2Seq", speech_to_text_inputs)
+         auto="AutoModelForSpeechSeq2Seq", inputs=speech_to_text_inputs)
 _seq2seq("speech_to_text", {**_SPEECH, "max_source_positions": 64, "input_feat_per_channel": 16, "conv_channels": 32},
-         "AutoModelForSpeechSeq2Seq", speech_to_text_inputs)
-
+         auto="AutoModelForSpeechSeq2Seq", inputs=speech_to_text_inputs)
 
 # Pictures.
-def _vision(name: str, settings: Settings) -> None:
-    FAMILIES[name] = Family(
-        kind="vision",
-        model_type=name,
-        auto="AutoModelForImageClassification",
-        settings={"num_labels": LABELS, "drop_path_rate": 0.0, **settings},
-        inputs=picture_inputs,
-    )
-
-
 _VIT = {**_WIDTHS, "image_size": 32, "patch_size": 8}
-for _name in ("vit", "beit", "data2vec-vision", "ijepa", "vit_msn", "dinov2", "dinov2_with_registers"):
-    _vision(_name, _VIT)
+_vision("vit beit data2vec-vision ijepa vit_msn dinov2 dinov2_with_registers", _VIT)
 _vision("deit", {**_VIT, "architectures": ["DeiTForImageClassification"]})
 _STAGES = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
-for _name in ("swin", "swinv2", "donut-swin"):
-    _vision(_name, _STAGES)
+_vision("swin swinv2 donut-swin", _STAGES)
 _vision("focalnet", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1],
                      "focal_windows": [3, 3]})
 _CONVNEXT = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1], "patch_size": 2, "image_size": 32}
@@ -315,17 +288,8 @@ _vision("pvt", {"image_size": 32, "num_encoder_blocks": 2, "depths": [1, 1], "se
 _vision("mobilevit", {"image_size": 128, "initializer_range": 0.2, "hidden_sizes": [16, 32, 32],
                       "neck_hidden_sizes": [16, 16, 16, 32, 32, 32, 64],
                       "num_attention_heads": 2})
-_vision(
-    "cvt",
-    {
-        "embed_dim": [16, 32, 32],
-        "num_heads": [1, 2, 2],
-        "depth": [1, 2, 3],
-        "mlp_ratio": [2.0, 2.0, 2.0],
-        "cls_token": [False, False, True],
-        "drop_path_rate": [0.0, 0.0, 0.0],
-    },
-)
+_vision("cvt", {"embed_dim": [16, 32, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3], "mlp_ratio": [2.0, 2.0, 2.0],
+                "cls_token": [False, False, True], "drop_path_rate": [0.0, 0.0, 0.0]})
 _vision("levit", {"image_size": 128, "drop_path_rate": 0, "hidden_sizes": [16, 32, 48],
                   "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1], "key_dim": [16, 16, 16],
                   "architectures": ["LevitForImageClassification"]})
@@ -334,36 +298,17 @@ _CLIP = {"vision_config": _VIT, "text_config": _TEXT}
 _vision("clip", _CLIP)
 _vision("siglip", {"vision_config": {**_VIT, "vision_use_head": False}, "text_config": _TEXT})
 
-
 # Sound.
-def _audio(name: str, settings: Settings, inputs: Any = wave_inputs) -> None:
-    FAMILIES[name] = Family(
-        kind="audio",
-        model_type=name,
-        auto="AutoModelForAudioClassification",
-        settings={"num_labels": LABELS, **settings},
-        inputs=inputs,
-    )
-
-
-def spectrogram_inputs(model: PreTrainedModel) -> Inputs:
-    """Mel frames (B, 32, 16), labels (B)."""
-    name = "input_values" if hasattr(model.config, "num_mel_bins") else "input_features"
-    return {name: torch.randn(BATCH, 32, 16), "labels": torch.randint(LABELS, (BATCH,))}
-
-
 _WAVES = {**_WIDTHS, "vocab_size": VOCABULARY, "conv_dim": [16, 16], "conv_kernel": [8, 4], "conv_stride": [4, 4],
           "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
           "classifier_proj_size": 16, "apply_spec_augment": False, "layerdrop": 0.0}
-for _name in ("wav2vec2", "hubert", "wavlm", "unispeech-sat", "wav2vec2-conformer"):
-    _audio(_name, {**_WAVES, "use_weighted_layer_sum": True})
-for _name in ("unispeech", "data2vec-audio", "sew", "sew-d"):
-    _audio(_name, _WAVES)
+_audio("wav2vec2 hubert wavlm unispeech-sat wav2vec2-conformer", {**_WAVES, "use_weighted_layer_sum": True})
+_audio("unispeech data2vec-audio sew sew-d", _WAVES)
 _audio(
     "wav2vec2-bert",
     {**_WAVES, "feature_projection_input_dim": 16, "use_weighted_layer_sum": True},
     inputs=spectrogram_inputs,
 )
 _audio("audio-spectrogram-transformer", {**_WIDTHS, "num_mel_bins": 16, "max_length": 32, "patch_size": 8,
-                                         "frequency_stride": 8, "time_stride": 8}, spectrogram_inputs)
+                                         "frequency_stride": 8, "time_stride": 8}, inputs=spectrogram_inputs)
 # fmt: on

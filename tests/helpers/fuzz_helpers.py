@@ -5,6 +5,7 @@ much memory or write a file. `tests/test_fuzz.py` tries hundreds of cases, `stud
 """
 
 import contextlib
+import gzip
 import io
 import json
 import lzma
@@ -21,9 +22,28 @@ from typing import Any
 
 import numpy as np
 import psutil
+import trimesh
+from peft import get_peft_model
+from PIL import Image
 
 import nonlinear_lowrank as nlr
+from finetune_helpers import glue_folder, language_model
+from nlr_lab.cli.options import parse_recipe
+from nlr_lab.cli.train import TrainOptions
+from nlr_lab.fields.image import read_image
+from nlr_lab.fields.mesh_files import read_mesh
+from nlr_lab.fields.scenes import read_scene
+from nlr_lab.recipes import get_recipe
+from nlr_lab.tasks.finetune.classification import read_tsv
+from nlr_lab.tasks.finetune.instructions import read_examples
+from nlr_lab.tasks.images.sources import read_images
+from nlr_lab.tasks.text.data import Corpus
+from nlr_lab.training import Arm, Recipe
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import load_model, load_tokenizer
+from nonlinear_lowrank.hub.loading import load_causal_adapter
+from nonlinear_lowrank.hub.verify import verify
+from nonlinear_lowrank.methods.base import all_methods, config_from_dict
 
 SECONDS, BYTES, WAITING = 20, 512 << 20, 600
 """Limits of one case: seconds of the processor, bytes it keeps, seconds in all."""
@@ -220,17 +240,17 @@ def _input(folder: Path, data: bytes, suffix: str) -> Path:
     return path
 
 
-def _configs(folder: Path) -> list[bytes]:
-    from nonlinear_lowrank.methods.base import all_methods
+def _file_target(name: str, examples: Any, suffix: str, read: Callable[[Path], Any]) -> Target:
+    return Target(name, examples, lambda folder, data: read(_input(folder, data, suffix)))
 
+
+def _configs(folder: Path) -> list[bytes]:
     ready = {"rational": nlr.RationalConfig(activation="gelu")}
     configs = {name: ready.get(name) or method.config_class() for name, method in all_methods().items()}
     return [json.dumps({"method": name, "config": asdict(each)}).encode() for name, each in configs.items()]
 
 
 def _read_config(folder: Path, data: bytes) -> Any:
-    from nonlinear_lowrank.methods.base import all_methods, config_from_dict
-
     content = _json(data)
     name, values = content.get("method"), content.get("config")
     if not isinstance(name, str) or name not in all_methods() or not isinstance(values, dict):
@@ -248,16 +268,8 @@ def _json(data: bytes) -> dict[str, Any]:
     return content
 
 
-def _recipes(folder: Path) -> list[bytes]:
-    from nlr_lab.recipes import get_recipe
-
-    return [get_recipe(name).to_json().encode() for name in ("llm-demo", "glue-minilm", "vit-demo")]
-
-
-def _read_recipe(folder: Path, data: bytes) -> Any:
-    from nlr_lab.training import Recipe
-
-    return Recipe.from_json(data.decode("utf-8", errors="replace"))
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
 
 
 def _arms(folder: Path) -> list[bytes]:
@@ -267,9 +279,7 @@ def _arms(folder: Path) -> list[bytes]:
 
 
 def _read_arm(folder: Path, data: bytes) -> Any:
-    from nlr_lab.training import Arm
-
-    text = data.decode("utf-8", errors="replace")
+    text = _text(data)
     arm = Arm.parse(text)
     if str(Arm.parse(str(arm))) != str(arm):
         raise Fault(f"the arm {text!r} is printed as {str(arm)!r}, which is another")
@@ -286,27 +296,16 @@ def _overrides(folder: Path) -> list[bytes]:
 
 
 def _read_overrides(folder: Path, data: bytes) -> Any:
-    from nlr_lab.cli.options import parse_recipe
-    from nlr_lab.cli.train import TrainOptions
-
-    words = data.decode("utf-8", errors="replace").split("\n")
+    words = _text(data).split("\n")
     if {"-h", "--help"} & set(words):
         raise UserError("not a case of this target")
     return parse_recipe(
-        TrainOptions,
-        ["llm-demo", *words],
-        command="train",
-        defaults=lambda recipe: {"out": "x", "arm": str(recipe.arm)},
+        TrainOptions, ["llm-demo", *words], command="train", defaults=lambda each: {"out": "x", "arm": str(each.arm)}
     )
 
 
 def _model(folder: Path) -> Path:
     """A model with branches, its tokenizer, and an adapter for the plain one."""
-    from peft import get_peft_model
-
-    from finetune_helpers import language_model
-    from nonlinear_lowrank.hub import load_model
-
     whole = folder / "whole"
     if not whole.exists():
         language_model(whole / "plain")
@@ -333,22 +332,12 @@ def _part(target: str, file: str, read: Callable[[Path], Any]) -> Target:
 
 
 def _load_model(place: Path) -> Any:
-    from nonlinear_lowrank.hub import load_model, load_tokenizer
-
     load_tokenizer(place)
     return load_model(place)
 
 
 def _load_adapter(place: Path) -> Any:
-    from nonlinear_lowrank.hub.loading import load_causal_adapter
-
     return load_causal_adapter(place, base=str(place.parent / "plain"))
-
-
-def _verify(place: Path) -> Any:
-    from nonlinear_lowrank.hub.verify import verify
-
-    return verify(place)
 
 
 _TETRAHEDRON = (
@@ -359,8 +348,6 @@ _TETRAHEDRON = (
 
 def _meshes(suffix: str) -> Callable[[Path], list[bytes]]:
     def examples(folder: Path) -> list[bytes]:
-        import trimesh
-
         mesh = trimesh.Trimesh(*_TETRAHEDRON, process=False)
         if suffix == ".npz":
             return [_npz(vertices=_TETRAHEDRON[0], faces=_TETRAHEDRON[1])]
@@ -374,15 +361,6 @@ def _meshes(suffix: str) -> Callable[[Path], list[bytes]]:
     return examples
 
 
-def _read_mesh(suffix: str) -> Callable[[Path, bytes], Any]:
-    def read(folder: Path, data: bytes) -> Any:
-        from nlr_lab.fields.mesh_files import read_mesh
-
-        return read_mesh(_input(folder, data, suffix))
-
-    return read
-
-
 def _npz(**arrays: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.savez(stream, **arrays)
@@ -390,8 +368,6 @@ def _npz(**arrays: np.ndarray) -> bytes:
 
 
 def _poses(folder: Path) -> list[bytes]:
-    from PIL import Image
-
     (folder / "scene" / "images").mkdir(parents=True, exist_ok=True)
     for index in range(3):
         Image.new("RGB", (8, 6)).save(folder / "scene" / "images" / f"{index}.png")
@@ -405,15 +381,11 @@ def _poses(folder: Path) -> list[bytes]:
 
 
 def _read_poses(folder: Path, data: bytes) -> Any:
-    from nlr_lab.fields.scenes import read_scene
-
     (folder / "scene" / "poses_bounds.npy").write_bytes(data)
     return read_scene(folder / "scene", held_out=[0])
 
 
 def _transforms(folder: Path) -> list[bytes]:
-    from PIL import Image
-
     (folder / "blender").mkdir(exist_ok=True)
     Image.new("RGBA", (8, 8)).save(folder / "blender" / "r_0.png")
     frames = [{"file_path": "./r_0", "transform_matrix": np.eye(4).tolist()} for _ in range(2)]
@@ -424,8 +396,6 @@ def _transforms(folder: Path) -> list[bytes]:
 
 
 def _read_transforms(folder: Path, data: bytes) -> Any:
-    from nlr_lab.fields.scenes import read_scene
-
     (folder / "blender" / "transforms_train.json").write_bytes(data)
     return read_scene(folder / "blender")
 
@@ -435,17 +405,10 @@ OFFICIAL_COLA = b"gj04\t1\t\tOur friends won't buy this.\ngj04\t0\t*\tThey drank
 
 def _tsv(name: str, folder_name: str, task: str, *more: bytes) -> Target:
     def examples(folder: Path) -> list[bytes]:
-        from finetune_helpers import glue_folder
-
         glue_folder(folder / "glue", rows=6)
         return [(folder / "glue" / folder_name / "train.tsv").read_bytes(), *more]
 
-    def read(folder: Path, data: bytes) -> Any:
-        from nlr_lab.tasks.finetune.classification import read_tsv
-
-        return read_tsv(_input(folder, data, ".tsv"), task)
-
-    return Target(name, examples, read)
+    return _file_target(name, examples, ".tsv", lambda path: read_tsv(path, task))
 
 
 def _instructions(folder: Path) -> list[bytes]:
@@ -455,33 +418,16 @@ def _instructions(folder: Path) -> list[bytes]:
     return [json.dumps(alpaca, indent=1).encode(), json.dumps([chat]).encode(), lines.encode()]
 
 
-def _read_instructions(folder: Path, data: bytes) -> Any:
-    from nlr_lab.tasks.finetune.instructions import read_examples
-
-    return list(read_examples(str(_input(folder, data, ".json")), "alpaca"))
-
-
 def _corpus(suffix: str, pack: Callable[[bytes], bytes]) -> Target:
-    def examples(folder: Path) -> list[bytes]:
-        return [pack(b'{"text": "one"}\n{"text": "two, and more"}\n')]
+    lines = b'{"text": "one"}\n{"text": "two, and more"}\n'
 
-    def read(folder: Path, data: bytes) -> Any:
-        from nlr_lab.tasks.text.data import Corpus
+    def read(path: Path) -> Any:
+        return list(Corpus(source=str(path), max_bytes=1 << 20).documents())
 
-        return list(Corpus(source=str(_input(folder, data, suffix)), max_bytes=1 << 20).documents())
-
-    return Target(f"text {suffix}", examples, read)
-
-
-def _gzip(data: bytes) -> bytes:
-    import gzip
-
-    return gzip.compress(data)
+    return _file_target(f"text {suffix}", lambda folder: [pack(lines)], suffix, read)
 
 
 def _pictures(folder: Path) -> list[bytes]:
-    from PIL import Image
-
     found = []
     for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP"):
         stream = io.BytesIO()
@@ -490,47 +436,43 @@ def _pictures(folder: Path) -> list[bytes]:
     return found
 
 
-def _read_picture(folder: Path, data: bytes) -> Any:
-    from nlr_lab.fields.image import read_image
-
-    return read_image(str(_input(folder, data, ".png")))
-
-
 def _image_sets(folder: Path) -> list[bytes]:
     images = np.arange(4 * 8 * 8 * 3, dtype=np.uint8).reshape(4, 8, 8, 3)
-    return [_npz(images=images, labels=np.array([0, 1, 0, 1])), _packed(images)]
-
-
-def _packed(images: np.ndarray) -> bytes:
-    return lzma.compress(_npz(images=images, labels=np.array([0, 1, 0, 1])))
+    packed = _npz(images=images, labels=np.array([0, 1, 0, 1]))
+    return [packed, lzma.compress(packed)]
 
 
 def _read_image_set(folder: Path, data: bytes) -> Any:
-    from nlr_lab.tasks.images.sources import read_images
-
     return read_images(str(_input(folder, data, ".npz.xz" if data[:1] == b"\xfd" else ".npz")))
 
 
 TARGETS = [
     Target("config", _configs, _read_config),
-    Target("recipe", _recipes, _read_recipe),
+    Target(
+        "recipe",
+        lambda _: [get_recipe(name).to_json().encode() for name in ("llm-demo", "glue-minilm", "vit-demo")],
+        lambda _, data: Recipe.from_json(_text(data)),
+    ),
     Target("arm", _arms, _read_arm),
     Target("overrides", _overrides, _read_overrides),
     _part("model config", "branches/config.json", _load_model),
     _part("model weights", "branches/model.safetensors", _load_model),
-    _part("model verified", "branches/model.safetensors", _verify),
+    _part("model verified", "branches/model.safetensors", verify),
     _part("model tokenizer", "branches/tokenizer.json", _load_model),
     _part("adapter config", "adapter/adapter_config.json", _load_adapter),
     _part("adapter weights", "adapter/adapter_model.safetensors", _load_adapter),
-    *(Target(f"mesh {suffix}", _meshes(suffix), _read_mesh(suffix)) for suffix in (".obj", ".ply", ".stl", ".npz")),
+    *(
+        _file_target(f"mesh {suffix}", _meshes(suffix), suffix, read_mesh)
+        for suffix in (".obj", ".ply", ".stl", ".npz")
+    ),
     Target("poses", _poses, _read_poses),
     Target("transforms", _transforms, _read_transforms),
     _tsv("TSV, one sentence", "CoLA", "cola", OFFICIAL_COLA),
     _tsv("TSV, pairs", "STS-B", "stsb"),
-    Target("instructions", _instructions, _read_instructions),
+    _file_target("instructions", _instructions, ".json", lambda path: list(read_examples(str(path), "alpaca"))),
     _corpus(".jsonl", bytes),
-    _corpus(".jsonl.gz", _gzip),
+    _corpus(".jsonl.gz", gzip.compress),
     _corpus(".txt", bytes),
-    Target("picture", _pictures, _read_picture),
+    _file_target("picture", _pictures, ".png", lambda path: read_image(str(path))),
     Target("image set", _image_sets, _read_image_set),
 ]

@@ -1,113 +1,57 @@
 """Tiny transformers models, one a family, for the test matrices."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    EuroBertConfig,
-    EuroBertForMaskedLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"vocab_size": 67, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+_SEPARATE = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 4}
+_GLM = {**_SEPARATE, "head_dim": 8, "attention_bias": False, "hidden_act": "gelu"}
+_PICTURES = {"image_size": 16, "num_labels": 5}
 
 
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=2))
-
-
-def glm() -> PreTrainedModel:
-    config = GlmConfig(
-        **SIZES,
-        **TOKENS,
-        intermediate_size=48,
-        num_key_value_heads=4,
-        head_dim=8,
-        attention_bias=False,
-        hidden_act="gelu",
-    )
-    return GlmForCausalLM(config)
-
-
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64))
-
-
-def opt() -> PreTrainedModel:
-    config = OPTConfig(**SIZES, **TOKENS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
-    return OPTForCausalLM(config)
-
-
-def eurobert() -> PreTrainedModel:
-    config = EuroBertConfig(**SIZES, **TOKENS, intermediate_size=48, num_key_value_heads=4, mask_token_id=1)
-    return EuroBertForMaskedLM(config)
-
-
-def vit() -> PreTrainedModel:
-    config = ViTConfig(**SIZES, intermediate_size=48, image_size=16, patch_size=4, num_labels=5)
-    return ViTForImageClassification(config)
-
-
-def convnext() -> PreTrainedModel:
-    config = ConvNextConfig(
-        num_stages=2,
-        hidden_sizes=[16, 32],
-        depths=[1, 2],
-        patch_size=2,
-        image_size=16,
-        num_labels=5,
-        drop_path_rate=0.2,
-    )
-    return ConvNextForImageClassification(config)
+def build(model_type: str, auto: Any = AutoModelForCausalLM, **settings: Any) -> PreTrainedModel:
+    """Return a model of transformers with fresh weights."""
+    return auto.from_config(AutoConfig.for_model(model_type, **settings))
 
 
 def image_tokens() -> PreTrainedModel:
-    config = ImageTokensConfig(
-        **SIZES,
-        vocab_size=67,
-        num_classes=5,
-        grid_rows=3,
-        grid_columns=4,
-        intermediate_size=48,
-        num_key_value_heads=4,
-        head_dim=8,
-        attention_bias=False,
-        hidden_act="gelu",
-    )
-    return ImageTokensForCausalLM(config)
+    sizes = {"vocab_size": 67, "num_classes": 5, "grid_rows": 3, "grid_columns": 4}
+    return ImageTokensForCausalLM(ImageTokensConfig(**_GLM, **sizes))
 
 
+llama = partial(build, "llama", **{**_SEPARATE, **TOKENS, "num_key_value_heads": 2})
+gpt2 = partial(build, "gpt2", **TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+glm = partial(build, "glm", **_GLM, **TOKENS)
 FAMILIES = {
     "llama": llama,
     "glm": glm,
     "gpt2": gpt2,
-    "opt": opt,
-    "eurobert": eurobert,
-    "vit": vit,
+    "opt": partial(build, "opt", **SIZES, **TOKENS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
+    "eurobert": partial(build, "eurobert", AutoModelForMaskedLM, **_SEPARATE, **TOKENS, mask_token_id=1),
+    "vit": partial(
+        build, "vit", AutoModelForImageClassification, **SIZES, **_PICTURES, intermediate_size=48, patch_size=4
+    ),
     "image_tokens": image_tokens,
 }
 """Transformers: every method fits every one of them."""
-ALL = {**FAMILIES, "convnext": convnext}
+_STAGES = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 2], "patch_size": 2, "drop_path_rate": 0.2}
+ALL = {**FAMILIES, "convnext": partial(build, "convnext", AutoModelForImageClassification, **_PICTURES, **_STAGES)}
 """And a model without attention, whose linears work on the last of four dimensions."""
 
 
-def auto_class(family: str) -> type:
+def auto_class(family: str) -> Any:
     """Return the Auto class that loads a family's model with its head."""
     others = {"eurobert": AutoModelForMaskedLM}
     others |= dict.fromkeys(("vit", "convnext"), AutoModelForImageClassification)
