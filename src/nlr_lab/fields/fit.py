@@ -139,7 +139,7 @@ def fit(
     settings = {"problem": of_problem, "method": asdict(method), "train": asdict(config)}
     former, redraw = None, False
     if holds_former(path, SETTINGS, "fit", resume=resume, overwrite=overwrite):
-        redraw = pictures and _changes_pictures(path, settings)
+        redraw = _changes_pictures(path, settings) and pictures
         kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
         former = read_json(path / RESULT, **kinds) if (path / RESULT).is_file() else None
     device = choose_device(config.device, dtype=torch.float64)  # losses are summed so

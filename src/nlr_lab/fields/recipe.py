@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, check_integer, check_number
+from nonlinear_lowrank.validation import check_choice, check_number
+
+from .settings import check_integers
 
 Schedule = Literal["cosine", "linear", "exponential", "constant"]
 
@@ -46,11 +48,8 @@ class FitConfig:
     """cpu, cuda or cuda:0; empty: the GPU where there is one."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "keep_checkpoints", "threads"):
-            if name != "threads" or self.threads is not None:
-                check_integer(name, getattr(self, name), minimum=1)
-        for name in ("warmup_steps", "seed", "eval_every", "save_every"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integers(self, 1, "steps", "keep_checkpoints", *(["threads"] if self.threads is not None else []))
+        check_integers(self, 0, "warmup_steps", "seed", "eval_every", "save_every")
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2^31, got {self.seed}")
         for name in ("lr", "eps"):

@@ -46,9 +46,8 @@ class Scene:
     held_out: tuple[int, ...]
     """Views that are scored and not trained on."""
     near: float
-    """Depth at which rays begin; in normalised device coordinates 0."""
+    """Depth at which rays begin, and at `far` end; in normalised device coordinates 0 and 1."""
     far: float
-    """Depth at which they end; in normalised device coordinates 1."""
     ndc: bool
     """Rays are in normalised device coordinates with the near plane at 1."""
     background: float | None
@@ -116,15 +115,8 @@ def read_scene(
 ) -> Scene:
     """A scene in one of this file's forms; raise UserError for what is none, or where something does not fit.
 
-    Args:
-        source: a folder or a .npz file.
-        downscale: how many times smaller pictures get, by side. Of LLFF's images_2, images_4, ... it takes the folder
-            that is nearest, and averages blocks of pixels for the rest.
-        held_out: views that are scored and not trained on, from 0 (Blender: training views first, then test views).
-            None: the form's own. Test views that a scene has of its own are never trained on, named or not.
-        ndc: LLFF: normalised device coordinates; False for depths from 0.9 x the nearest to the farthest.
-        near: Blender: depth at which rays begin.
-        far: Blender: depth at which they end.
+    The settings are those of `NerfSettings`. Of LLFF's images_2, images_4, ... it takes the folder that is nearest to
+    `downscale`, and averages blocks of pixels for the rest.
     """
     path = Path(source).expanduser()
     check_integer("downscale", downscale, minimum=1)

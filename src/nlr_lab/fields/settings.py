@@ -20,6 +20,12 @@ Density = Literal["relu", "softplus"]
 Axis = Literal["x", "y", "z"]
 
 
+def check_integers(settings: object, minimum: int, *names: str) -> None:
+    """Raise UserError unless these settings are integers of at least `minimum`."""
+    for name in names:
+        check_integer(name, getattr(settings, name), minimum=minimum)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldConfig:
     """Shape of a coordinate network; the paper's for occupancy by default."""
@@ -44,10 +50,8 @@ class FieldConfig:
     """Linears that a factored method takes: the width x width ones, as published, or every one that gets smaller."""
 
     def __post_init__(self) -> None:
-        for name in ("in_features", "out_features", "width"):
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("hidden_layers", "octaves"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integers(self, 1, "in_features", "out_features", "width")
+        check_integers(self, 0, "hidden_layers", "octaves")
         for name in ("spread", "frequency"):
             check_number(name, getattr(self, name), above=0)
         check_choice("activation", self.activation, get_args(Activation))
@@ -83,10 +87,8 @@ class RadianceConfig:
     """The same for the direction (4 in NeRF)."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "view_width"):
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("octaves", "view_octaves"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integers(self, 1, "width", "layers", "view_width")
+        check_integers(self, 0, "octaves", "view_octaves")
         check_number("spread", self.spread, above=0)
         check_choice("activation", self.activation, get_args(RadianceActivation))
         check_choice("density", self.density, get_args(Density))
@@ -108,8 +110,7 @@ class ImageSettings:
     """The network."""
 
     def __post_init__(self) -> None:
-        for name in ("crop", "size", "points"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integers(self, 0, "crop", "size", "points")
 
     def prepare(self) -> "ImageProblem":
         """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
@@ -149,10 +150,9 @@ class NerfSettings:
     """The network."""
 
     def __post_init__(self) -> None:
-        for name, least in (("downscale", 1), ("rays", 1), ("samples", 2), ("frame_downscale", 1)):
-            check_integer(name, getattr(self, name), minimum=least)
-        for name in ("fine_samples", "frames"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integers(self, 0, "fine_samples", "frames")
+        check_integers(self, 1, "downscale", "rays", "frame_downscale")
+        check_integers(self, 2, "samples")
         if self.held_out is not None:
             object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
 

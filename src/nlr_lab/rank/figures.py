@@ -26,23 +26,28 @@ from nlr_lab.runtime.tables import COLOURS, GREYS, fold_numbers, new_figure, sav
 from .measures import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 from .report import LayerRank
 
-HEAT_SIZE, HEAT_RANK, HEAT_OMEGAS = 128, 1, (100.0, 2000.0)
-SIZE, RANK = 256, 5
-OMEGAS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 LEFT_OMEGA = 300.0
+OMEGAS = (1.0, 10.0, 30.0, 100.0, LEFT_OMEGA, 1000.0, 3000.0)
 TOLERANCES = (0.1, 0.01)
 
 _Make = Callable[[Tensor, Tensor], Tensor]  # of the dense matrix and the product U V, the matrix that is measured
 _PLAIN: dict[str, _Make] = {"dense": lambda dense, product: dense, "U V": lambda dense, product: product}
 
 
-def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, Any]:
-    """Return both figures as numbers, ready for JSON.
+def _activated(name: str, omega: float) -> dict[str, _Make]:
+    phi = ACTIVATIONS[name]
+    return {f"{name}, omega={omega:g}": lambda dense, product: phi(omega * product)}
 
-    Every number is mean, lowest and highest over draws of seeds 0 to `seeds` - 1; a spectrum is the mean, as
-    [i, s_i / s_1] at places i from 1.
-    """
-    lines = _PLAIN | {f"{name}, omega={omega:g}": _activated(name, omega) for name in ACTIVATIONS for omega in OMEGAS}
+
+_HEAT_SIZE, _HEAT_RANK, _HEATS = 128, 1, _PLAIN | _activated("sine", 100.0) | _activated("sine", 2000.0)
+_SIZE, _RANK, _LINES = 256, 5, dict(_PLAIN)
+for _name in ACTIVATIONS:
+    for _omega in OMEGAS:
+        _LINES |= _activated(_name, _omega)
+
+
+def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, Any]:
+    """Return both figures, ready for JSON: mean, lowest and highest over draws, and mean spectra as [i, s_i / s_1]."""
     return {
         "source": "sine_lowrank.txt, Figures 2 and 3",
         "init": init,
@@ -50,16 +55,9 @@ def rank_figures(*, seeds: int = 5, init: str = "kaiming_sqrt5") -> dict[str, An
         "tolerances": list(TOLERANCES),
         "left_omega": LEFT_OMEGA,
         "omegas": list(OMEGAS),
-        "figure_2": _figure(HEAT_SIZE, HEAT_RANK, _heats(), seeds, init),
-        "figure_3": _figure(SIZE, RANK, lines, seeds, init),
+        "figure_2": _figure(_HEAT_SIZE, _HEAT_RANK, _HEATS, seeds, init),
+        "figure_3": _figure(_SIZE, _RANK, _LINES, seeds, init),
     }
-
-
-def heat_maps(init: str, seed: int = 0) -> dict[str, Tensor]:
-    """Return Figure 2's pictures: |entries| over the largest, (128, 128) each, of one draw."""
-    dense, product = _draw(HEAT_SIZE, HEAT_RANK, seed, init)
-    shown = {name: make(dense, product).abs() for name, make in _heats().items()}
-    return {name: each / each.max() for name, each in shown.items()}
 
 
 def format_figures(figures: Mapping[str, Any]) -> str:
@@ -78,15 +76,6 @@ def format_figures(figures: Mapping[str, Any]) -> str:
             lines.append(f"  {name:<22}" + "".join(f"{text:>26}" for text in texts))
         lines.append(f"  independent entries would have stable rank {figure['independent']:.1f}")
     return "\n".join(lines)
-
-
-def _heats() -> dict[str, _Make]:
-    return _PLAIN | {f"sine, omega={omega:g}": _activated("sine", omega) for omega in HEAT_OMEGAS}
-
-
-def _activated(name: str, omega: float) -> _Make:
-    phi = ACTIVATIONS[name]
-    return lambda dense, product: phi(omega * product)
 
 
 def _draw(size: int, rank: int, seed: int, init: str) -> tuple[Tensor, Tensor]:
@@ -122,11 +111,12 @@ def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:
     figure = Figure(figsize=(11.0, 6.8), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = np.ravel(figure.subfigures(2, 1, height_ratios=(1.0, 1.25)))  # type: ignore[arg-type]
-    heats, measured = heat_maps(figures["init"]), figures["figure_2"]["matrices"]
+    drawn, measured = _draw(_HEAT_SIZE, _HEAT_RANK, 0, figures["init"]), figures["figure_2"]["matrices"]
     shades = colormaps["viridis"].resampled(16)  # noise in 256 colours makes a large file
     above.suptitle(f"Figure 2: |weights|, k = {figures['figure_2']['rank']}, one draw")
-    for axes, (name, heat) in zip(np.ravel(above.subplots(1, len(heats))), heats.items(), strict=True):
-        axes.imshow(heat.numpy(), cmap=shades, vmin=0, vmax=1, interpolation="nearest")
+    for axes, (name, make) in zip(np.ravel(above.subplots(1, len(_HEATS))), _HEATS.items(), strict=True):
+        heat = make(*drawn).abs()
+        axes.imshow((heat / heat.max()).numpy(), cmap=shades, vmin=0, vmax=1, interpolation="nearest")
         axes.set_xticks([])
         axes.set_yticks([])
         stable = measured[name]["stable_rank"]["mean"]

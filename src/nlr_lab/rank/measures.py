@@ -32,13 +32,10 @@ class Spectrum:
     """Singular values of a matrix, or its leading ones."""
 
     values: Tensor
-    """Descending, float64, on the CPU; all of them if `exact`, else the leading ones."""
+    """Descending, float64, on the CPU; all of them if `exact`, else a sketch's leading ones, at most the true ones."""
     frobenius: float
     """The norm of the whole matrix."""
-    size: int
-    """min(m, n)."""
     exact: bool
-    """False: `values` are a randomised sketch's, each at most the true one."""
 
     @property
     def norm(self) -> float:
@@ -95,7 +92,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
         values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(0)
     else:
         values = _leading(tall.float(), seed).double()
-    return Spectrum(values.cpu(), math.sqrt(squares), size, exact)
+    return Spectrum(values.cpu(), math.sqrt(squares), exact)
 
 
 @torch.no_grad()
@@ -106,7 +103,7 @@ def product_spectrum(up: Tensor, down: Tensor, scale: float = 1.0) -> Spectrum:
     left = torch.linalg.qr(up.double(), mode="r")[1]
     right = torch.linalg.qr(down.double().T, mode="r")[1]
     values = torch.linalg.svdvals(left @ right.T).cpu() * abs(scale)
-    return Spectrum(values, float(values.square().sum().sqrt()), min(up.shape[0], down.shape[1]), True)
+    return Spectrum(values, float(values.square().sum().sqrt()), True)
 
 
 def kaiming_factors(

@@ -85,11 +85,10 @@ class LayerRank:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """All matrices of a checkpoint."""
+    """All matrices of a checkpoint; the suggested omegas are for rank `for_rank` and `init`."""
 
     checkpoint: str
     for_rank: int
-    """k of the suggested omegas."""
     init: str
     tolerances: tuple[float, ...]
     layers: list[LayerRank] = field(default_factory=list)

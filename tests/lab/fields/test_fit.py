@@ -169,7 +169,7 @@ def test_refuses_to_overwrite_or_mix_folders(tmp_path):
     _fit(tmp_path)
     for options, message in (
         ({}, r"is not empty; .*--resume"),
-        ({"config": replace(SHORT, lr=2e-3), "resume": True}, r"train\.lr 0\.001, not 0\.002"),
+        ({"config": replace(SHORT, lr=2e-3), "resume": True, "pictures": False}, r"train\.lr 0\.001, not 0\.002"),
         ({"method": replace(SINE, rank=2), "resume": True}, r"method\.rank 1, not 2"),
         ({"problem": _problem(seed=1), "resume": True}, "other data"),
         ({"resume": True, "overwrite": True}, "choose one"),

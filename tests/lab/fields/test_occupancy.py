@@ -386,7 +386,7 @@ def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch)
     inside[:32] = True
     monkeypatch.setattr(environment, "free_memory", lambda: 100_000_000 + 4 * inside.size)
     assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
-    with pytest.raises(UserError, match="surface_band 0.8: the band .* points of the lattice, takes .* give"):
+    with pytest.raises(UserError, match=r"surface_band 0.8: the band .* points of the lattice, takes .* give"):
         LatticePoints(inside, 0.7, 0.8)
 
 

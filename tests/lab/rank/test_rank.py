@@ -25,9 +25,6 @@ def decaying(m, n, power=1.0):
     return left * values @ right.T
 
 
-# --- measures ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(40, 70), (70, 40), (600, 530), (1, 9)])
 def test_spectrum_equals_an_svd(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
@@ -98,9 +95,6 @@ def test_bad_matrices_raise(bad):
     assert math.isnan(spectrum(torch.zeros(3, 3)).stable_rank)
 
 
-# --- activations of low-rank products --------------------------------------------------------------------------
-
-
 def test_sine_raises_the_rank_with_omega_and_relu_does_not():
     up, down = kaiming_factors((96, 96), 3, torch.Generator().manual_seed(0))
     product = up @ down
@@ -117,9 +111,6 @@ def test_rank_one_products_have_full_rank_but_under_relu():
     assert spectrum(torch.relu(up @ down)).rank(1e-7) == 2
     for name in ("sine", "tanh", "sigmoid"):
         assert spectrum(ACTIVATIONS[name](20 * up @ down)).rank(1e-7) > 4, name
-
-
-# --- the paper's bounds ----------------------------------------------------------------------------------------
 
 
 def a_matrix():

@@ -17,9 +17,9 @@ from cli_helpers import run
 from model_helpers import FAMILIES
 from nlr_lab.fields.fit import fit
 from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.fields.settings import FieldConfig
 from nlr_lab.rank.measures import (
     guess_omega,
     kaiming_factors,
@@ -29,6 +29,7 @@ from nlr_lab.rank.measures import (
     stable_rank,
 )
 from nlr_lab.rank.report import rank_report
+from nlr_lab.runtime.environment import OutOfTimeError
 
 
 def plain_ranks(weight):
@@ -39,9 +40,6 @@ def plain_ranks(weight):
 
 def by_name(*arguments, **options):
     return {layer.name: layer for layer in rank_report(*arguments, **options).layers}
-
-
-# --- what is measured ------------------------------------------------------------------------------------------
 
 
 def test_every_matrix_of_a_plain_model_is_measured(tmp_path):
@@ -137,53 +135,32 @@ def test_bare_files_need_omega_for_sine_factors(tmp_path, capsys):
     assert run(capsys, "inspect", "--rank", tmp_path, "--omega", "80")[0] == 0
 
 
-@pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2", "dense"])
-def test_fields_are_measured_finished_or_not(tmp_path, capsys, text, monkeypatch):
-    """Without the problem's settings in fit.json; in its folder, in a checkpoint, by the file."""
-    problem = ImageSettings(
-        source="china", crop=64, size=8, points=0, field=FieldConfig(in_features=2, out_features=3, width=24)
-    ).prepare()
-    config = FitConfig(steps=2, eval_every=2, save_every=1, threads=1, device="cpu")
-    method = FieldMethod.parse(text)
-    with monkeypatch.context() as patch:
-        patch.setattr(problem, "evaluate", lambda model: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            fit(problem, method, config, tmp_path / "f", quiet=True)
-    checkpoint = max((tmp_path / "f" / "checkpoints").iterdir())
-    open_omega = text == "sine:rank=2"
-    more = ["--omega", "50"] if open_omega else []
-    code, out, err = run(capsys, "inspect", "--rank", checkpoint, "--json", *more)
-    assert (code, err) == (0, "")
-    fit(problem, method, config, tmp_path / "f", quiet=True, resume=True)
-    for path in (tmp_path / "f", tmp_path / "f" / "model" / "model.safetensors"):
-        code, found, err = run(capsys, "inspect", "--rank", path, "--json", *more)
-        assert (code, err) == (0, "")
-        kinds = [[layer["kind"] for layer in json.loads(each)["layers"]] for each in (out, found)]
-        assert kinds[0] == kinds[1]
-        assert kinds[0].count({"low": "low-rank", "sin": "sine", "den": "dense"}[text[:3]]) >= 2
-    if open_omega:
-        code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f")
-        assert (code, err.count("\n")) == (2, 1)
-        assert "give --omega" in err
-
-
 @pytest.mark.parametrize("activation", ["gaussian", "siren"])
 @pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
-def test_fields_are_measured_as_their_weights(tmp_path, capsys, text, activation):
+def test_fields_are_measured_as_their_weights_finished_or_not(tmp_path, capsys, text, activation):
+    """In the fit's folder, a checkpoint, by the file; omega is asked for where fit.json lacks the problem's settings."""
     field = FieldConfig(in_features=2, out_features=3, width=24, activation=activation)
-    problem = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
-    config = FitConfig(steps=2, eval_every=2, save_every=0, threads=1, device="cpu")
-    fitted = fit(problem.prepare(), FieldMethod.parse(text), config, tmp_path / "f", quiet=True, about=asdict(problem))
+    settings = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
+    problem, method = settings.prepare(), FieldMethod.parse(text)
+    config = FitConfig(steps=2, eval_every=2, save_every=1, threads=1, device="cpu")
+    options = {"quiet": True, "about": asdict(settings)}
+    with pytest.raises(OutOfTimeError):
+        fit(problem, method, config, tmp_path / "f", stop=lambda step: True, **options)
+    checkpoint = by_name(tmp_path / "f" / "checkpoints" / "step-000001")
+    fitted = fit(problem, method, config, tmp_path / "f", resume=True, **options)
     assert run(capsys, "inspect", "--rank", tmp_path / "f", "--every-layer")[0] == 0
-    layers = by_name(tmp_path / "f" / "model")
+    layers = by_name(tmp_path / "f" / "model" / "model.safetensors")
     for index, layer in enumerate(fitted.model.hidden):
         found = layers[f"hidden.{index}"]
         assert (found.kind, found.rank) == (text.partition(":")[0], None if text == "dense" else 2)
-        assert found.stable_rank == pytest.approx(plain_ranks(layer.weight.detach())[0], rel=1e-4)
+        assert (found.kind, found.omega) == (checkpoint[found.name].kind, checkpoint[found.name].omega)
+        assert found.stable_rank == pytest.approx(plain_ranks(layer.weight)[0], rel=1e-4)
         assert found.norm == pytest.approx(float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2)), rel=1e-4)
-
-
-# --- the suggested omega ---------------------------------------------------------------------------------------
+    about = json.loads((tmp_path / "f" / "fit.json").read_text())
+    del about["settings"]["problem"]["field"]
+    (tmp_path / "f" / "fit.json").write_text(json.dumps(about))
+    code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f")
+    assert (code, "give --omega" in err) == ((2, True) if text == "sine:rank=2,gain=3" else (0, False))
 
 
 @pytest.mark.parametrize("init", ["kaiming_sqrt5", "kaiming_zero"])
@@ -222,9 +199,6 @@ def test_omegas_are_for_dense_matrices_that_get_smaller(tmp_path):
     assert all(layer.omega_guess["omega"] > 0 for name, layer in layers.items() if "mlp" in name)
     assert layers["model.embed_tokens"].omega_guess is None
     assert all(layer.omega_guess is None for layer in rank_report(tmp_path, for_rank=30).layers)
-
-
-# --- the commands ----------------------------------------------------------------------------------------------
 
 
 def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
