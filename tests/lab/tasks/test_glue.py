@@ -1,7 +1,9 @@
-"""GLUE: every layout of its files, what is refused, the splits, the scores, and the mean-pooling head."""
+"""GLUE: every layout of its files, what is refused, the splits, the scores, and the new heads."""
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,108 +19,66 @@ from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 from seeds import rng
 
 # Quotation marks that never close, and a break that str.splitlines would split at.
-ODD = 'he said "no'
-BREAK = "a\u2028b"
-
+ODD, BREAK = 'he said "no', "a\u2028b"
+OFFICIAL = f"\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\t{ODD}\tB\n0\t9\t10\tC\t{ODD}\n"
+STS = "index\tgenre\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n0\tg\t1\tn\tn\tA\tB\t3.800\n"
+QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tQ\tR\t1\n"
+MNLI = "index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tP\tH\tneutral\tcontradiction\n"
+PAIRS = "index\tsentence1\tsentence2\tlabel\n0\tP\tH\t"
 LAYOUTS = {
-    # task, file, contents, texts, labels
-    "cola-bare": ("cola", "train.tsv", f"gj04\t1\t\tA {ODD}\ngj04\t0\t*\t{BREAK}\n", [(f"A {ODD}",), (BREAK,)], [1, 0]),
-    "cola-header": ("cola", "train.tsv", "source\tlabel\tsentence\nx\t0\tHello\n", [("Hello",)], [0]),
-    "sst2": ("sst2", "dev.tsv", "sentence\tlabel\nfine\t1\r\nbad\t0\r\n", [("fine",), ("bad",)], [1, 0]),
-    "mrpc-official": (
-        "mrpc",
-        "msr_paraphrase_train.txt",
-        f"\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\t{ODD}\tB\n0\t9\t10\tC\t{ODD}\n",
-        [(ODD, "B"), ("C", ODD)],
-        [1, 0],
-    ),
-    "mrpc-uniform": ("mrpc", "test.tsv", "label\tid1\tid2\tsentence1\tsentence2\n1\t1\t2\tA\tB\n", [("A", "B")], [1]),
-    "stsb-glue": (
-        "stsb",
-        "train.tsv",
-        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
-        "0\tg\tf\t2012\t1\tn\tn\tA\tB\t3.800\n",
-        [("A", "B")],
-        [3.8],
-    ),
-    "stsb-bare": ("stsb", "sts-test.csv", "g\tf\t2012\t0001\t5.000\tA\tB\n", [("A", "B")], [5.0]),
-    "qqp": (
-        "qqp",
-        "train.tsv",
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tQ\tR\t1\n",
-        [("Q", "R")],
-        [1],
-    ),
-    "mnli": (
-        "mnli",
-        "dev_matched.tsv",
-        "index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tP\tH\tneutral\tcontradiction\n",
-        [("P", "H")],
-        [2],
-    ),
-    "qnli": ("qnli", "dev.tsv", "index\tquestion\tsentence\tlabel\n0\tQ\tS\tnot_entailment\n", [("Q", "S")], [1]),
-    "rte": ("rte", "train.tsv", "index\tsentence1\tsentence2\tlabel\n0\tP\tH\tentailment\n", [("P", "H")], [0]),
-    "wnli": ("wnli", "train.tsv", "index\tsentence1\tsentence2\tlabel\n0\tP\tH\t1\n", [("P", "H")], [1]),
+    # task, file, contents, texts, labels, and the tasks that its columns and labels fit where it is not one alone
+    "cola-bare": ("cola", "train.tsv", f"g\t1\t\tA {ODD}\ng\t0\t*\t{BREAK}\n", [(f"A {ODD}",), (BREAK,)], [1, 0], ""),
+    "cola": ("cola", "train.tsv", "source\tlabel\tsentence\nx\t0\tHello\n", [("Hello",)], [0], "cola or sst2"),
+    "sst2": ("sst2", "dev.tsv", "sentence\tlabel\nA\t1\r\nB\t0\r\n", [("A",), ("B",)], [1, 0], "cola or sst2"),
+    "mrpc-official": ("mrpc", "msr_paraphrase_train.txt", OFFICIAL, [(ODD, "B"), ("C", ODD)], [1, 0], ""),
+    "mrpc": ("mrpc", "test.tsv", f"{PAIRS}1\n", [("P", "H")], [1], "mrpc or stsb or mnli or rte or wnli"),
+    "stsb": ("stsb", "train.tsv", STS, [("A", "B")], [3.8], ""),
+    "stsb-bare": ("stsb", "sts-test.csv", "g\tf\t2012\t0001\t5.000\tA\tB\n", [("A", "B")], [5.0], ""),
+    "qqp": ("qqp", "train.tsv", QQP, [("Q", "R")], [1], ""),
+    "mnli": ("mnli", "dev_matched.tsv", MNLI, [("P", "H")], [2], ""),
+    "qnli": ("qnli", "dev.tsv", "question\tsentence\tlabel\nQ\tS\tnot_entailment\n", [("Q", "S")], [1], ""),
+    "rte": ("rte", "train.tsv", f"{PAIRS}entailment\n", [("P", "H")], [0], "mnli or rte"),
+    "wnli": ("wnli", "train.tsv", f"{PAIRS}1\n", [("P", "H")], [1], "mrpc or stsb or mnli or rte or wnli"),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_read(tmp_path, name):
-    task, file, text, texts, labels = LAYOUTS[name]
-    path = tmp_path / GLUE[task].folder / file
-    path.parent.mkdir()
-    path.write_bytes(text.encode())
+def test_every_layout_is_read_and_tells_its_task(tmp_path, name, monkeypatch):
+    task, file, text, texts, labels, unclear = LAYOUTS[name]
+    own, mine = tmp_path / GLUE[task].folder, tmp_path / "mine"
+    own.mkdir()
+    (own / file).write_bytes(text.encode())
     split = "test" if "test" in file else "train" if "train" in file else "dev"
-    for source in (tmp_path, path.parent):  # the folder of all tasks, and the task's own
+    for source in (tmp_path, own):  # the folder of all tasks, and the task's own
         rows = read_split(task, str(source), split)
         assert rows.texts == texts
         assert rows.labels.tolist() == pytest.approx(labels)
         assert rows.labels.dtype == (np.float32 if task == "stsb" else np.int64)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_folder_tells_its_task_by_name_or_columns(tmp_path, name, monkeypatch):
-    task, file, text, _, _ = LAYOUTS[name]
-    file = file if file.startswith("msr") else "train.tsv"
-    for folder in (GLUE[task].folder, "mine"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / file).write_bytes(text.encode())
-    assert find_task(str(tmp_path / GLUE[task].folder)) == task
-    monkeypatch.chdir(tmp_path / GLUE[task].folder)
+    train = file if file.startswith("msr") else "train.tsv"
+    (own / file).rename(own / train)
+    assert find_task(str(own)) == task
+    monkeypatch.chdir(own)
     assert GlueData(task="auto", source=".").name == task
-    unclear = {
-        "cola-header": "cola or sst2",
-        "sst2": "cola or sst2",
-        "mrpc-uniform": "mrpc or stsb or mnli or rte or wnli",
-        "rte": "mnli or rte",
-        "wnli": "mrpc or stsb or mnli or rte or wnli",
-    }
-    if name not in unclear:
-        assert find_task(str(tmp_path / "mine")) == task
-        return
-    with pytest.raises(UserError, match=rf"mine may be {unclear[name]}; choose one, e\.g\. --glue\.task"):
-        find_task(str(tmp_path / "mine"))
-    rows = read_split(task, str(tmp_path / "mine"), "train")
-    assert len(rows.texts) == text.count("\n") - 1, "named, it is read"
+    shutil.copytree(own, mine)
+    if unclear:
+        with pytest.raises(UserError, match=rf"mine may be {unclear}; choose one, e\.g\. --glue\.task"):
+            find_task(str(mine))
+    else:
+        assert find_task(str(mine)) == task
+    assert read_split(task, str(mine), "train").texts == texts, "named, it is read"
 
 
-def test_labels_tell_what_columns_do_not(tmp_path):
-    head = "index\tsentence1\tsentence2\tlabel\n"
-    (tmp_path / "train.tsv").write_text(head + "0\tA\tB\tentailment\n1\tA\tB\tnot_entailment\n")
-    assert find_task(str(tmp_path)) == "rte"
-    (tmp_path / "train.tsv").write_text(head + "0\tA\tB\tentailment\n1\tA\tB\tneutral\n")
-    assert find_task(str(tmp_path)) == "mnli"
-
-
-def test_a_folder_of_several_tasks_is_cola_and_of_none_is_refused(tmp_path):
+def test_a_folder_tells_its_task_by_what_is_in_it(tmp_path):
     assert find_task("nyu-mll/glue") == "cola"
-    with pytest.raises(UserError, match="is no folder"):
-        find_task(str(tmp_path / "nowhere"))
     (tmp_path / "imdb").mkdir()
-    (tmp_path / "imdb" / "train.tsv").write_text("text\tstars\nfine\t1\n")
+    file = tmp_path / "imdb" / "train.tsv"
+    file.write_text("text\tstars\nfine\t1\n")
     for folder in (tmp_path, tmp_path / "imdb"):
         with pytest.raises(UserError, match=r"holds no task of GLUE .* known are cola, sst2, .*--glue\.task"):
             find_task(str(folder))
+    for label, task in (("not_entailment", "rte"), ("neutral", "mnli")):  # labels tell what columns do not
+        file.write_text(f"{PAIRS}entailment\n1\tA\tB\t{label}\n")
+        assert find_task(str(file.parent)) == task
     (tmp_path / "SST-2").mkdir()
     assert find_task(str(tmp_path)) == "sst2"
     (tmp_path / "mnli").mkdir()
@@ -128,27 +88,17 @@ def test_a_folder_of_several_tasks_is_cola_and_of_none_is_refused(tmp_path):
     assert find_task(str(tmp_path)) == "cola"
 
 
-def test_another_tasks_folder_is_refused(tmp_path):
-    """Its columns would fit: SST-2 scored by CoLA's correlation."""
-    folder = tmp_path / "SST-2"
-    folder.mkdir()
-    (folder / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")
-    with pytest.raises(UserError, match=r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"):
-        read_split("cola", str(folder), "train")
-
-
 @pytest.mark.parametrize(
     ("task", "text", "words"),
     [
         ("cola", "source\tlabel\ttext\nx\t1\tA\n", ["train.tsv", "sentence, label", "source, label, text"]),
         ("cola", "a\tb\tc\td\n", ["sentence, label", "4 columns: source label mark sentence", "a, b, c, d"]),
         ("mrpc", "Quality\t#1 String\n1\tA\n", ["sentence2/#2 String", "line 1"]),
-        ("mrpc", "label,sentence1,sentence2\n1,A,B\n", ["needs the columns"]),
         ("rte", "sentence1\tsentence2\tlabel\nA\tB\tentailment\nA\tB\n", ["line 3", "2 fields", "3 columns"]),
-        ("rte", "sentence1\tsentence2\tlabel\nA\tB\tmaybe\n", ["line 2", "'maybe'", "entailment, not_entailment"]),
-        ("rte", "sentence1\tsentence2\tlabel\nA\tB\t-1\n", ["line 2", "no labels"]),
-        ("stsb", "sentence1\tsentence2\tscore\nA\tB\t5.5\n", ["line 2", "'5.5'", "0 to 5"]),
-        ("stsb", "sentence1\tsentence2\tscore\nA\tB\tvery\n", ["line 2", "'very'"]),
+        ("rte", f"{PAIRS}maybe\n", ["line 2", "'maybe'", "entailment, not_entailment"]),
+        ("rte", f"{PAIRS}-1\n", ["line 2", "no labels"]),
+        ("stsb", f"{PAIRS}5.5\n", ["line 2", "'5.5'", "0 to 5"]),
+        ("stsb", f"{PAIRS}very\n", ["line 2", "'very'"]),
         ("cola", "", ["empty"]),
         ("cola", "sentence\tlabel\n", ["no rows"]),
         ("cola", b"sentence\tlabel\n\xff\xfe\t1\n", ["not UTF-8", "byte 15"]),
@@ -160,52 +110,55 @@ def test_files_that_do_not_fit_are_one_line(tmp_path, task, text, words):
     with pytest.raises(UserError) as caught:
         read_tsv(path, task)
     assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_sources_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match="no dev split of RTE"):
-        read_split("rte", str(tmp_path), "dev")
+    nowhere = str(tmp_path / "nowhere")
+    for task, source, words in (
+        ("rte", str(tmp_path), "no dev split of RTE"),
+        ("rte", nowhere, "is no folder"),
+        ("rte", "no/such", r"from the dataset 'no/such'.*--source"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_split(task, source, "dev")
     with pytest.raises(UserError, match="is no folder"):
-        read_split("rte", str(tmp_path / "nowhere"), "dev")
-    with pytest.raises(UserError, match=r"from the dataset 'no/such'.*--source"):
-        read_split("rte", "no/such", "dev")
+        find_task(nowhere)
+    # Its columns would fit: SST-2 scored by CoLA's correlation.
+    (tmp_path / "SST-2").mkdir()
+    (tmp_path / "SST-2" / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")
+    with pytest.raises(UserError, match=r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"):
+        read_split("cola", str(tmp_path / "SST-2"), "train")
 
 
-def test_a_dataset_gives_the_same_as_a_file(tmp_path, monkeypatch):
+def test_a_dataset_gives_the_same_as_a_file(monkeypatch):
     from datasets import Dataset
 
     asked = []
-
-    def load(name, config, split):
-        asked.append((name, config, split))
-        return Dataset.from_dict({"premise": ["P"], "hypothesis": ["H"], "label": [1], "idx": [0]})
-
-    monkeypatch.setattr("datasets.load_dataset", load)
+    found = Dataset.from_dict({"premise": ["P"], "hypothesis": ["H"], "label": [1], "idx": [0]})
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda name, config, split: asked.append((name, config, split)) or found
+    )
     rows = read_split("mnli", "nyu-mll/glue", "dev")
     assert (rows.texts, rows.labels.tolist()) == ([("P", "H")], [1])
     assert asked == [("nyu-mll/glue", "mnli", "validation_matched")]
 
 
+SIZES = {
+    "cola": {"train": 8551, "dev": 1043},
+    "mrpc": {"train": 3668, "dev": 408, "test": 1725},
+    "rte": {"train": 2490, "dev": 277},
+    "stsb": {"train": 5749, "dev": 1500, "test": 1379},
+}
+
+
 @pytest.mark.shared_data
-@pytest.mark.parametrize(
-    ("task", "sizes"),
-    [
-        ("cola", {"train": 8551, "dev": 1043}),
-        ("mrpc", {"train": 3668, "dev": 408, "test": 1725}),
-        ("rte", {"train": 2490, "dev": 277}),
-        ("stsb", {"train": 5749, "dev": 1500, "test": 1379}),
-    ],
-)
-def test_the_published_numbers_of_rows(shared_data, task, sizes):
-    for split, size in sizes.items():
+@pytest.mark.parametrize("task", SIZES)
+def test_the_published_numbers_of_rows(shared_data, task):
+    for split, size in SIZES[task].items():
         rows = read_split(task, str(shared_data / "glue"), split)
         assert len(rows.texts) == len(rows.labels) == size
         assert all(text.strip() for row in rows.texts for text in row)
-
-
-# --- splits and batches --------------------------------------------------------------------------------------
 
 
 def texts_of(task, examples):
@@ -217,54 +170,40 @@ def test_three_sets_apart(tmp_path):
     task = kit.glue_task(tmp_path, held_out=0.25)
     prepared = task.prepare()
     rows = read_split("cola", task.glue.source, "train")
+    assert prepared.describe()["rows"] == {"train": 30, "held out": 10, "dev": 20}
     assert (len(prepared.train), len(prepared.valid), len(prepared.test)) == (30, 10, 20)
     train, valid = texts_of(task, prepared.train), texts_of(task, prepared.valid)
+    known = {text: label for (text,), label in zip(rows.texts, rows.labels.tolist(), strict=True)}
     assert sorted(train + valid) == sorted(text for (text,) in rows.texts)
-    assert texts_of(task, task.prepare().valid) == valid, "the same rows are held out each time"
-    known = dict(zip([text for (text,) in rows.texts], rows.labels.tolist(), strict=True))
-    assert [known[text] for text in train] == [int(label) for label in prepared.train.labels]
-    assert [known[text] for text in valid] == [int(label) for label in prepared.valid.labels]
-    assert prepared.describe()["rows"] == {"train": 30, "held out": 10, "dev": 20}
+    for texts, examples in ((train, prepared.train), (valid, prepared.valid)):
+        assert [known[text] for text in texts] == [int(label) for label in examples.labels]
     dev = read_split("cola", task.glue.source, "dev")
     assert sorted(texts_of(task, prepared.test)) == sorted(text for (text,) in dev.texts)
-
-
-def test_nothing_held_out_scores_and_chooses_on_the_same(tmp_path):
-    prepared = kit.glue_task(tmp_path, held_out=0.0).prepare()
-    assert (len(prepared.train), len(prepared.valid), prepared.test) == (40, 20, None)
+    whole = kit.glue_task(tmp_path, held_out=0.0).prepare()
+    assert (len(whole.train), len(whole.valid), whole.test) == (40, 20, None)
+    fewer = kit.glue_task(tmp_path, train_rows=10)
+    assert len(chosen := texts_of(fewer, fewer.prepare().train)) == 9
+    assert chosen != texts_of(fewer, kit.glue_task(tmp_path).prepare().train)[:9]
 
 
 def test_what_is_seen_is_in_the_fingerprint(tmp_path):
     task = kit.glue_task(tmp_path)
     first = task.prepare().fingerprint
     assert task.prepare().fingerprint == first
-    variants = [
-        kit.glue_task(tmp_path, **change) for change in ({"held_out": 0.2}, {"train_rows": 30}, {"task": "stsb"})
-    ]
-    assert len({first, *(each.prepare().fingerprint for each in variants)}) == 4
+    changes = ({"held_out": 0.2}, {"train_rows": 30}, {"task": "stsb"})
+    assert len({first, *(kit.glue_task(tmp_path, **each).prepare().fingerprint for each in changes)}) == 4
     path = tmp_path / "glue" / "CoLA" / "dev.tsv"
     path.write_text(path.read_text().replace("\t0\t", "\t1\t", 1))
     assert task.prepare().fingerprint != first
 
 
-def test_fewer_rows_are_a_random_choice_that_stays(tmp_path):
-    task = kit.glue_task(tmp_path, train_rows=10)
-    first = texts_of(task, task.prepare().train)
-    assert len(first) == 9
-    assert first == texts_of(task, task.prepare().train)
-    assert first != texts_of(task, kit.glue_task(tmp_path).prepare().train)[:9]
-
-
 def test_pairs_are_told_apart_and_cut(tmp_path):
     task = kit.glue_task(tmp_path, "stsb")
-    prepared = task.prepare()
-    item = prepared.train[0]
+    item = task.prepare().train[0]
     first = int((item["input_ids"] == 3).nonzero()[0])
     assert item["token_type_ids"][: first + 1].sum() == 0
     assert item["token_type_ids"][first + 1 :].all()
     assert item["labels"].dtype == torch.float32
-    from dataclasses import replace
-
     short = replace(task, glue=replace(task.glue, max_length=8)).prepare()
     assert max(len(ids) for ids in short.train.ids) == 8
     assert short.describe()["longest_rows_cut"] > 0
@@ -274,17 +213,16 @@ def test_padding_is_on_the_right_and_masked():
     ids = [np.array([5, 6, 7], dtype=np.int32), np.array([8], dtype=np.int32)]
     examples = TokenExamples(ids, np.array([1, 0]), [np.array([0, 1, 1]), np.array([0])])
     batch = PadRight(pad_id=9)([examples[0], examples[1]])
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["token_type_ids"].tolist() == [[0, 1, 1], [0, 0, 0]]
-    assert batch["labels"].tolist() == [1, 0]
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 9]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "token_type_ids": [[0, 1, 1], [0, 0, 0]],
+        "labels": [1, 0],
+    }
     tokens = TokenExamples(ids, ids)
     batch = PadRight(pad_id=9, multiple=4)([tokens[0], tokens[1]])
     assert batch["labels"].tolist() == [[5, 6, 7, -100], [8, -100, -100, -100]]
     assert PadRight(pad_id=0, length=6)([tokens[1]])["input_ids"].shape == (1, 6)
-
-
-# --- scores --------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_their_formulas():
@@ -292,29 +230,23 @@ def test_scores_are_their_formulas():
     labels, logits = generator.integers(0, 2, 200), generator.normal(size=(200, 2))
     logits[np.arange(200), labels] += 0.5
     guess = logits.argmax(-1)
-    tp, tn = ((guess == 1) & (labels == 1)).sum(), ((guess == 0) & (labels == 0)).sum()
-    fp, fn = ((guess == 1) & (labels == 0)).sum(), ((guess == 0) & (labels == 1)).sum()
-    found = scores(("matthews", "accuracy", "f1"))(logits, labels)
-    assert found["accuracy"] == pytest.approx((tp + tn) / 200)
-    assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
-    bottom = float(tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    assert found["matthews"] == pytest.approx((float(tp) * tn - float(fp) * fn) / bottom**0.5)
+    (tn, fp), (fn, tp) = ([float(((guess == g) & (labels == label)).sum()) for g in (0, 1)] for label in (0, 1))
     target = generator.uniform(0, 5, 100)
-    guess = target + generator.normal(size=100)
-    found = scores(("pearson", "spearman"))(guess[:, None], target)
-    assert found["pearson"] == pytest.approx(np.corrcoef(guess, target)[0, 1])
-    ranks = [np.argsort(np.argsort(values)) for values in (guess, target)]
-    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
-
-
-def test_a_constant_guess_scores_zero():
+    near = target + generator.normal(size=100)
+    ranks = [np.argsort(np.argsort(values)) for values in (near, target)]
+    assert scores(("matthews", "accuracy", "f1"))(logits, labels) == pytest.approx(
+        {
+            "matthews": (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5,
+            "accuracy": (tp + tn) / 200,
+            "f1": 2 * tp / (2 * tp + fp + fn),
+        }
+    )
+    assert scores(("pearson", "spearman"))(near[:, None], target) == pytest.approx(
+        {"pearson": np.corrcoef(near, target)[0, 1], "spearman": np.corrcoef(*ranks)[0, 1]}
+    )
     labels = np.array([0, 1, 1])
-    found = scores(("matthews", "f1"))(np.array([[1.0, 0.0]] * 3), labels)
-    assert found == {"matthews": 0.0, "f1": 0.0}
+    assert scores(("matthews", "f1"))(np.array([[1.0, 0.0]] * 3), labels) == {"matthews": 0.0, "f1": 0.0}
     assert scores(("pearson", "spearman"))(np.ones((3, 1)), labels) == {"pearson": 0.0, "spearman": 0.0}
-
-
-# --- the model -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pooling", ["own", "mean"])
@@ -345,14 +277,12 @@ def test_the_own_head_of_a_checkpoint_is_drawn_anew(tmp_path):
         old.classifier.weight.fill_(7.0)
     old.config.problem_type = "single_label_classification"
     kit._quiet_save(old, tmp_path / "tuned")
-    kit._tokenizer(True).save_pretrained(tmp_path / "tuned")
-    for labels in (1, 2):
+    for labels in (2, 1):
         model = Pretrained(checkpoint=str(tmp_path / "tuned"), pooling="own").text_classifier(labels, 0)
         assert model.classifier.weight.shape == (labels, 16)
         assert model.classifier.weight.abs().max() < 1
         assert torch.equal(model.bert.embeddings.word_embeddings.weight, old.bert.embeddings.word_embeddings.weight)
     target = torch.tensor([0.5, 4.0])
-    model = Pretrained(checkpoint=str(tmp_path / "tuned"), pooling="own").text_classifier(1, 0)
     output = model(input_ids=torch.tensor([[2, 5, 3], [2, 6, 3]]), labels=target)
     assert output.loss.item() == pytest.approx(((output.logits[:, 0] - target) ** 2).mean().item(), rel=1e-5)
 
@@ -363,7 +293,6 @@ def test_an_untrained_pooler_counts_as_head(tmp_path):
 
     config = BertConfig.from_pretrained(kit.encoder(tmp_path / "bert"))
     kit._quiet_save(BertForMaskedLM(config), tmp_path / "mlm")
-    kit._tokenizer(True).save_pretrained(tmp_path / "mlm")
     task = GlueTask(glue=GlueData(task="cola"), model=Pretrained(checkpoint=str(tmp_path / "mlm"), pooling="own"))
     one, two = (task.model.text_classifier(2, 5) for _ in range(2))
     assert task.adapter_setup(one).head == ("classifier", "bert.pooler")
@@ -375,12 +304,11 @@ def test_mean_pooling_is_the_mean_over_tokens_and_padding_is_nothing(tmp_path):
     model = task.build_model(task.prepare()).eval()
     assert isinstance(model, MeanPooledForSequenceClassification)
     assert not any("pooler" in name for name, _ in model.named_parameters())
-    ids = torch.tensor([[2, 5, 6, 7, 3]])
+    ids, padded = torch.tensor([[2, 5, 6, 7, 3]]), torch.tensor([[2, 5, 6, 7, 3, 0, 0]])
+    mask = (torch.arange(7) < 5).long()[None]
     with torch.no_grad():
         hidden = model.encoder(input_ids=ids).last_hidden_state[0].double()
         expected = hidden.mean(0) @ model.classifier.weight.double().T + model.classifier.bias.double()
-        padded = torch.tensor([[2, 5, 6, 7, 3, 0, 0]])
-        mask = (torch.arange(7) < 5).long()[None]
         for logits in (model(input_ids=ids).logits, model(input_ids=padded, attention_mask=mask).logits):
             assert logits[0].double().numpy() == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-6)
 
@@ -401,14 +329,9 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
     assert torch.equal(whole.classifier.weight, model.classifier.weight)
     meta = pretrained.on_meta("text", 3)
-    assert {name: each.shape for name, each in meta.named_parameters()} == {
-        name: each.shape for name, each in model.named_parameters()
-    }
-
-
-def test_a_process_without_this_package_fails_by_the_type(tmp_path):
-    kit.encoder(tmp_path / "bert")
-    Pretrained(checkpoint=str(tmp_path / "bert"), pooling="mean").text_classifier(2, 0).write_base(tmp_path / "base")
+    shapes = [{name: each.shape for name, each in found.named_parameters()} for found in (meta, model)]
+    assert shapes[0] == shapes[1]
+    # A process without this package fails by the type.
     code = "from transformers import AutoConfig; import sys; AutoConfig.from_pretrained(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "base")], capture_output=True, text=True)
     assert done.returncode != 0
@@ -432,8 +355,6 @@ def test_checkpoints_that_are_not_there(checkpoint, message):
 
 def test_weights_of_another_architecture_are_refused(tmp_path):
     """transformers would draw what is missing and go on."""
-    import shutil
-
     kit.encoder(tmp_path / "bert")
     kit.vision_model(tmp_path / "vit")
     shutil.copy(tmp_path / "vit" / "model.safetensors", tmp_path / "bert" / "model.safetensors")

@@ -42,9 +42,6 @@ def tokenizer():
     return kit._tokenizer(False)
 
 
-# --- files ---------------------------------------------------------------------------------------------------
-
-
 def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
     records = [
         {"instruction": "Say yes.", "input": "", "output": "yes"},
@@ -67,28 +64,17 @@ def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
 def test_every_kind_of_file_gives_the_same(tmp_path):
     records = [{"prompt": f"p{index}\u2028", "completion": f"c{index}"} for index in range(3)]
     lines = write(tmp_path / "a.jsonl", records)
-    whole = write(tmp_path / "a.json", records, indent=1)
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
     expected = [Example(each["prompt"], each["completion"]) for each in records]
-    for path in (lines, whole, tmp_path / "a.jsonl.xz"):
+    for path in (lines, write(tmp_path / "a.json", records, indent=1), tmp_path / "a.jsonl.xz"):
         assert examples(path) == expected
-
-
-def test_conversations_in_both_spellings(tmp_path):
     shared = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat on"}]
     records = [{"messages": CHAT[:2]}, {"conversations": shared}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
-    assert examples(write(tmp_path / "a.jsonl", records)) == [Example(CHAT[:2])] * 3
-
-
-def test_empty_records_are_told_from_wrong_ones(tmp_path):
-    records = [
-        {"instruction": "x", "output": "  "},
-        {"instruction": " ", "input": "", "output": "x"},
-        {"prompt": "x", "completion": ""},
-        {"messages": []},
-        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]},
-    ]
-    found = examples(write(tmp_path / "a.jsonl", records))
+    assert examples(write(tmp_path / "b.jsonl", records)) == [Example(CHAT[:2])] * 3
+    empty = [{"instruction": "x", "output": "  "}, {"instruction": " ", "input": "", "output": "x"}]
+    empty += [{"prompt": "x", "completion": ""}, {"messages": []}]
+    empty += [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}]
+    found = examples(write(tmp_path / "c.jsonl", empty))
     assert found == ["empty answer", "empty prompt", "empty answer", "empty answer", "empty answer"]
 
 
@@ -113,29 +99,25 @@ def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array
     with pytest.raises(UserError) as caught:
         examples(path)
     assert str(caught.value).startswith(f"{path}, {'record' if array else 'line'} 3")
-    for word in words:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"instruction": "x", "output": "y"}\n{"instruction": \n', "line 2 is not JSON"),
-        ('[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "line 3 is not JSON"),
-        ('[{"instruction": "x", "output": "y"}', "is not JSON"),
+        (b'{"instruction": "x", "output": "y"}\n{"instruction": \n', "line 2 is not JSON"),
+        (b'[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "line 3 is not JSON"),
+        (b'[{"instruction": "x", "output": "y"}', "is not JSON"),
         (b"\xff\xfe", "no UTF-8"),
+        (None, r"no instruction file '.*a\.json'"),
     ],
 )
 def test_files_that_are_no_json(tmp_path, text, words):
-    (tmp_path / "a.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    if text is not None:
+        (tmp_path / "a.json").write_bytes(text)
     with pytest.raises(UserError, match=words) as caught:
         examples(tmp_path / "a.json")
     assert "\n" not in str(caught.value)
-
-
-def test_sources_that_are_not_there():
-    with pytest.raises(UserError, match=r"no instruction file 'none\.json'"):
-        examples("none.json")
     with pytest.raises(UserError, match="cannot read the dataset 'no/such'"):
         examples("no/such")
 
@@ -149,41 +131,30 @@ def test_docstrings_of_the_standard_library_are_embedded():
         assert example.answer[:20] not in code
 
 
-# --- tokens --------------------------------------------------------------------------------------------------
+def encode(tokenizer, *example):
+    """The text of an example, and what of it is learned."""
+    tokens, mask = Tokens(tokenizer, 64).encode(Example(*example))
+    return tokenizer.decode(tokens), tokenizer.decode(tokens[mask])
 
 
-def learned(tokenizer, tokens, mask):
-    return tokenizer.decode(tokens[mask])
-
-
-def test_only_the_answer_and_its_end_are_learned(tokenizer):
-    tokens, mask = Tokens(tokenizer, 32).encode(Example("the cat ", "sat on "))
-    assert tokenizer.decode(tokens) == "the cat sat on [SEP]"
-    assert learned(tokenizer, tokens, mask) == "sat on [SEP]"
-    again, _ = Tokens(tokenizer, 32).encode(Example("the cat ", "sat on [SEP]"))
-    assert tokens.tolist() == again.tolist(), "an end that is there is not put twice"
-
-
-def test_every_answer_of_a_conversation_is_learned(tokenizer):
-    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
-    assert learned(tokenizer, tokens, mask) == "sat on [SEP] very red [SEP]"
+def test_only_answers_and_their_ends_are_learned(tokenizer):
+    assert encode(tokenizer, "the cat ", "sat on ") == ("the cat sat on [SEP]", "sat on [SEP]")
+    # An end that is there is not put twice.
+    assert encode(tokenizer, "the cat ", "sat on [SEP]") == ("the cat sat on [SEP]", "sat on [SEP]")
+    assert encode(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
     assert tokenizer.chat_template is not None, "it is saved with the tokenizer"
 
 
 def test_a_template_without_marks_learns_the_last_answer(tokenizer):
+    words = "{{ m['content'] }} {{ eos_token }}"
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}"
+        "{% for m in messages %}{{ m['role'] }} " + words + " {% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
-    assert learned(tokenizer, tokens, mask) == "very red [SEP]"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ m['content'] }} {{ eos_token }}",
-        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} {{ eos_token }}{% endgeneration %}"
-        "{% else %}{{ m['content'] }} {{ eos_token }}{% endif %}",
-    )
-    tokens, mask = Tokens(tokenizer, 64).encode(Example(CHAT))
-    assert learned(tokenizer, tokens, mask) == "sat on [SEP] very red [SEP]"
+    assert encode(tokenizer, CHAT)[1] == "very red [SEP]"
+    marked = "{% if m['role'] == 'assistant' %}{% generation %}" + words + "{% endgeneration %}{% else %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(words, marked + words + "{% endif %}")
+    assert encode(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
 
 
 def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
@@ -208,14 +179,16 @@ def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
     )
 
 
-def test_counts_are_printed(tmp_path, capsys):
+def test_counts_are_printed_and_sides_are_apart(tmp_path, capsys):
     task = kit.instruction_task(tmp_path)
     prepared = task.prepare()
     assert capsys.readouterr().out == "instructions: 30 rows, 0 dropped, 0 longer than max_length\n"
-    task.prepare(progress=False)
-    assert capsys.readouterr().out == ""
     assert (len(prepared.train), len(prepared.valid)) == (24, 6)
     assert prepared.describe()["dropped"] == {}
+    other = kit.instruction_file(tmp_path / "valid.json", rows=8, seed=5)
+    apart = kit.instruction_task(tmp_path, valid_source=other, eval_rows=5).prepare(progress=False)
+    assert (len(apart.train), len(apart.valid)) == (30, 5)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -232,22 +205,11 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
     ]
     task = kit.instruction_task(tmp_path, source=write(tmp_path / "rows.jsonl", rows), max_length=12)
     ours, facts = Tokens(task.model.tokenizer(), 12).read(task.instructions.source, "plain", None)
-    arguments = SFTConfig(
-        output_dir=str(tmp_path / "trl"),
-        max_length=12,
-        truncation_mode="keep_start",
-        completion_only_loss=True,
-        shuffle_dataset=False,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-    )
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(task.model.checkpoint),
-        arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=task.model.tokenizer(),
-    )
+    about = {"output_dir": str(tmp_path / "trl"), "report_to": [], "use_cpu": True, "bf16": False}
+    cuts = {"max_length": 12, "truncation_mode": "keep_start", "completion_only_loss": True, "shuffle_dataset": False}
+    model = AutoModelForCausalLM.from_pretrained(task.model.checkpoint)
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": task.model.tokenizer()}
+    trainer = SFTTrainer(model, SFTConfig(**about, **cuts), **data)
     theirs = trainer.train_dataset
     assert len(theirs) == len(ours) < 40
     assert facts["dropped"]["no answer within max_length"] == 40 - len(theirs)
@@ -256,8 +218,12 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
         assert ours.labels[mine].tolist() == row["labels"]
 
 
-def test_nothing_left_and_no_end_of_text(tmp_path):
+def test_tokenizers_and_rows_that_do_not_serve(tmp_path):
     task = kit.instruction_task(tmp_path)
+    prepared = task.prepare(progress=False)
+    prepared.tokenizer.add_tokens(["brand", "new"])
+    with pytest.raises(UserError, match="22 tokens and the model 20 embeddings"):
+        task.build_model(prepared)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
     with pytest.raises(UserError, match="0 rows are left"):
         kit.instruction_task(tmp_path, source=empty).prepare(progress=False)
@@ -266,20 +232,6 @@ def test_nothing_left_and_no_end_of_text(tmp_path):
     tokenizer.save_pretrained(task.model.checkpoint)
     with pytest.raises(UserError, match="no end-of-text token"):
         task.prepare(progress=False)
-
-
-def test_a_vocabulary_that_does_not_fit(tmp_path):
-    task = kit.instruction_task(tmp_path)
-    prepared = task.prepare(progress=False)
-    prepared.tokenizer.add_tokens(["brand", "new"])
-    with pytest.raises(UserError, match="22 tokens and the model 20 embeddings"):
-        task.build_model(prepared)
-
-
-def test_a_validation_file_of_its_own(tmp_path):
-    other = kit.instruction_file(tmp_path / "valid.json", rows=8, seed=5)
-    prepared = kit.instruction_task(tmp_path, valid_source=other, eval_rows=5).prepare(progress=False)
-    assert (len(prepared.train), len(prepared.valid)) == (30, 5)
 
 
 @pytest.mark.shared_data

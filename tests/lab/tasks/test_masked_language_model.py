@@ -19,11 +19,10 @@ SIZES = {"layers": 2, "width": 32, "heads": 2, "hidden": 48}
 
 
 def blocks(folder, sequences=200, masking=None, seed=None, tokens=None):
-    if tokens is None:
-        tokens = rng().integers(0, VOCABULARY, sequences * LENGTH)
+    tokens = rng().integers(0, VOCABULARY, sequences * LENGTH) if tokens is None else tokens
     np.save(folder / "tokens.npy", tokens.astype(np.uint16))
-    plain = TokenBlocks(folder / "tokens.npy", LENGTH)
-    return MaskedBlocks(plain, masking or Masking(), mask=MASK, special=SPECIAL, vocab_size=VOCABULARY, seed=seed)
+    facts = {"mask": MASK, "special": SPECIAL, "vocab_size": VOCABULARY, "seed": seed}
+    return MaskedBlocks(TokenBlocks(folder / "tokens.npy", LENGTH), masking or Masking(), **facts)
 
 
 def whole(dataset, indices):
@@ -31,9 +30,6 @@ def whole(dataset, indices):
     originals = np.concatenate([dataset.blocks.block(index % len(dataset)) for index in indices]).astype(np.int64)
     shown, labels = (np.concatenate([item[name].numpy() for item in items]) for name in ("input_ids", "labels"))
     return originals, shown, labels
-
-
-# --- masks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [None, 5], ids=["evaluation", "training"])
@@ -60,20 +56,14 @@ def test_fifteen_percent_of_which_eighty_ten_ten(tmp_path, seed):
 
 def test_masks_follow_seed_sequence_and_pass_alone(tmp_path):
     dataset = blocks(tmp_path, sequences=6)
-    training = dataset.seeded(3)
-    assert dataset.seed is None
-    assert training.counts_passes
-    assert not dataset.counts_passes
-    torch.manual_seed(0)
-    one, two = training[4], dataset.seeded(3)[4]
-    assert torch.equal(one["input_ids"], two["input_ids"])
-    assert torch.equal(one["labels"], two["labels"])
+    training, again = dataset.seeded(3), dataset.seeded(3)
+    assert (dataset.seed, dataset.counts_passes, training.counts_passes) == (None, False, True)
+    assert all(torch.equal(training[4][name], again[4][name]) for name in ("input_ids", "labels"))
     masks = [training[4], training[4 + 6], training[5], dataset.seeded(4)[4], dataset[4]]
-    places = [tuple(torch.nonzero(item["labels"] != -100).flatten().tolist()) for item in masks]
-    assert len(set(places)) == len(places)
-    assert torch.equal(
-        dataset[4]["input_ids"], blocks(tmp_path, tokens=np.load(tmp_path / "tokens.npy"))[4]["input_ids"]
-    )
+    places = {tuple(torch.nonzero(item["labels"] != -100).flatten().tolist()) for item in masks}
+    assert len(places) == len(masks)
+    same = blocks(tmp_path, tokens=np.load(tmp_path / "tokens.npy"))
+    assert torch.equal(dataset[4]["input_ids"], same[4]["input_ids"])
 
 
 def test_every_sequence_has_something_to_predict(tmp_path):
@@ -87,9 +77,6 @@ def test_every_sequence_has_something_to_predict(tmp_path):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("masked")).parent
-
-
-# --- tokenizers ----------------------------------------------------------------------------------------------
 
 
 def test_a_wordpiece_of_the_text_itself(corpus, monkeypatch, tmp_path):
@@ -113,13 +100,13 @@ def test_a_wordpiece_of_the_text_itself(corpus, monkeypatch, tmp_path):
 def test_berts_own_vocabulary(shared_data, corpus, tmp_path):
     settings = {"source": str(corpus / "corpus.txt"), "sequence_length": 16, "cache_dir": str(tmp_path)}
     packed = prepare_text(TextData(**settings, tokenizer=str(shared_data / "bert_uncased")), progress=False)
+    tokenizer = packed.tokenizer
     assert packed.vocab_size == 30522
     # As printed in BERT's own README and model cards.
-    assert packed.tokenizer("Hello, World!")["input_ids"] == [7592, 1010, 2088, 999]
-    assert packed.tokenizer.tokenize("John Johanson's house") == ["john", "johan", "##son", "'", "s", "house"]
-    assert packed.tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [
-        *(0, 100, 101, 102, 103)
-    ]
+    assert tokenizer("Hello, World!")["input_ids"] == [7592, 1010, 2088, 999]
+    assert tokenizer.tokenize("John Johanson's house") == ["john", "johan", "##son", "'", "s", "house"]
+    specials = tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    assert specials == [0, 100, 101, 102, 103]
     file = prepare_text(TextData(**settings, tokenizer=str(shared_data / "bert_uncased" / "vocab.txt")), progress=False)
     assert file.fingerprint == packed.fingerprint
 
