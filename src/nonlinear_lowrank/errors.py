@@ -6,8 +6,7 @@ from typing import Any
 class UserError(ValueError):
     """Bad input from the user: one line that says what is wrong and how to fix it.
 
-    The command line prints it without a traceback and exits with code 2. Library users can catch
-    it as a `ValueError`.
+    The command line prints it without a traceback and exits with code 2.
     """
 
 

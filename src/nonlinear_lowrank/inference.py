@@ -62,7 +62,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
         )
     changed = [
         method.optimize(merged, shared_inputs=fuse_shared_inputs, quantized=dense != "keep")
-        for method in {method_of_layer(module) for module in merged.modules()} - {None}
+        for method in {found for module in merged.modules() if (found := method_of_layer(module))}
     ]
     if dense != "keep":
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
@@ -81,16 +81,11 @@ def can_be_optimized(model: nn.Module) -> bool:
 
 
 def _optimizable(module: nn.Module) -> bool:
-    method = method_of_layer(module)
-    return method is not None and method.optimizable
+    return (method := method_of_layer(module)) is not None and method.optimizable
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    if "peft" not in sys.modules:
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
 def _merged(model: Any) -> tuple[Any, bool]:

@@ -16,7 +16,7 @@ their multipliers diverges in the first steps. A fused projection is one matrix 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -162,12 +162,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a further group, which says "muon" or "adamw".
-
-        Raises:
-            UserError: it says neither, or "muon" of what is no matrix.
-            ValueError: as torch's: a parameter is there already.
-        """
+        """Take a further group, which says "muon" (matrices alone) or "adamw"; raise UserError for any other."""
         kind = param_group.get("optimizer")
         if kind not in _KINDS:
             raise UserError(f"a group of MuonAdamW must have optimizer 'muon' or 'adamw', got {kind!r}")
@@ -199,14 +194,8 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._link()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step both optimizers."""
         loss = None
         if closure is not None:

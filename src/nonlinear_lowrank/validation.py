@@ -37,12 +37,10 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise UserError unless a head's dimension fits 2-D rotary positions (`hub.image_tokens`)."""
+    """Raise UserError unless a head's dimension fits 2-D rotary positions."""
     if head_dim % 4:
-        raise UserError(
-            f"2-D rotary positions need a head dimension divisible by 4, got {head_dim}; choose width = "
-            "heads x a multiple of 4"
-        )
+        why = f"2-D rotary positions need a head dimension divisible by 4, got {head_dim}"
+        raise UserError(f"{why}; choose width = heads x a multiple of 4")
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -41,11 +41,10 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainCost:
-    """Cost of the plain layer whose weight a method's layer replaces."""
+    """Parameters, and forward FLOPs per token, of the plain layer whose weight a method's layer replaces."""
 
     parameters: int
     flops: int
-    """Forward, per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +225,7 @@ def all_methods() -> Mapping[str, Method]:
 
 
 def method_named(name: str) -> Method | None:
-    """Return the method of a saved config's name, or None."""
+    """Return the method of this name, or None."""
     return _REGISTERED.get(name) or all_methods().get(name)
 
 

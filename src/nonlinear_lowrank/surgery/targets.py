@@ -130,10 +130,8 @@ def choose_linears(
                 warnings.warn(f"{name}: {bypassed[name].why}, and {method.name} does not act there", stacklevel=3)
             chosen.append(name)
     if (unused := given.unused()) is not None:
-        raise UserError(
-            f"the pattern {unused!r} matches no linear's whole name; "
-            "print the names with: [n for n, m in model.named_modules()]"
-        )
+        hint = "print the names with: [n for n, m in model.named_modules()]"
+        raise UserError(f"the pattern {unused!r} matches no linear's whole name; {hint}")
     if not chosen:
         why = "; ".join(sorted(set(skipped.values()))) or "it has no linears"
         if unnamed and method.include is not None:
@@ -149,14 +147,11 @@ def choose_found(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the same of what a method has found itself; a chosen module that cannot be swapped raises UserError."""
     given = _Filter(include, exclude)
-    chosen: list[str] = []
     skipped: dict[str, str] = {}
     for name, target in found.targets.items():
-        why = given.why_skipped(name) or ((target.skipped or target.refused) if include is None else "")
-        if why:
+        if why := given.why_skipped(name) or ((target.skipped or target.refused) if include is None else ""):
             skipped[name] = target.skipped or why
-        else:
-            chosen.append(name)
+    chosen = [name for name in found.targets if name not in skipped]
     for name in found.skipped:
         given.why_skipped(name)  # marks patterns that match it as used
     skipped |= {name or "the model": why for name, why in found.skipped.items()}
@@ -175,7 +170,7 @@ def choose_found(
 
 
 def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
-    """Raise UserError for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
+    """Raise for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
     if isinstance(select, str):
         raise UserError(f"select must be a list of whole names, got {select!r}; pass patterns as include=")
     modules = dict(model.named_modules()) if select is not None else {}

@@ -18,7 +18,7 @@ no weight can take it in: a NOBLE adapter does not merge.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -76,16 +76,8 @@ class NobleAdapterConfig(AdapterConfig):
         super().__post_init__()
         check_share("dropout", self.dropout)
         # The layer's config has the same fields and checks.
-        checked = NobleConfig(
-            activation=self.activation,
-            depth=self.depth,
-            frequency_range=self.frequency_range,
-            phase_std=self.phase_std,
-            up_lr_power=self.up_lr_power,
-            mix_lr_power=self.mix_lr_power,
-            frequency_lr=self.frequency_lr,
-            phase_lr=self.phase_lr,
-        )
+        names = {each.name for each in fields(NobleConfig)} & set(vars(self)) - {"dropout"}
+        checked = NobleConfig(**{name: getattr(self, name) for name in names})
         self.frequency_range = checked.frequency_range  # JSON has lists only
 
     def check_value(self, name: str, value: Any, where: str) -> None:

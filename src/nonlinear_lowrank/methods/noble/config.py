@@ -77,13 +77,9 @@ class NobleConfig:
         if self.rank_ratio is not None:
             check_number("rank_ratio", self.rank_ratio, above=0)
             check_share("rank_ratio", self.rank_ratio)
-        for name, choices in (
-            ("activation", Activation),
-            ("init", Init),
-            ("fusion", Fusion),
-            ("share_down", ShareDown),
-        ):
-            check_choice(name, getattr(self, name), get_args(choices))
+        choices = {"activation": Activation, "init": Init, "fusion": Fusion, "share_down": ShareDown}
+        for name, literal in choices.items():
+            check_choice(name, getattr(self, name), get_args(literal))
         check_integer("depth", self.depth, minimum=1)
         if self.depth > (3 if self.activation == "cosine" else 2):
             raise UserError(
@@ -102,9 +98,8 @@ class NobleConfig:
             raise UserError(f"frequency_range must be two finite numbers, (low, high), got {limits!r}")
         for name in ("dense_scale", "up_scale", "phase_std"):
             check_number(name, getattr(self, name), minimum=0)
-        for name in ("frequency_lr", "phase_lr", "output_scale"):
-            if name != "output_scale" or self.output_scale is not None:
-                check_number(name, getattr(self, name), above=0)
+        for name in ("frequency_lr", "phase_lr", *(("output_scale",) if self.output_scale is not None else ())):
+            check_number(name, getattr(self, name), above=0)
         for name in ("up_lr_power", "mix_lr_power"):
             check_number(name, getattr(self, name), minimum=-_HIGHEST_POWER)
             if getattr(self, name) > _HIGHEST_POWER:

@@ -316,7 +316,8 @@ class NobleMethod(Method):
         return {name: role for name, role in roles.items() if layer._parameters.get(name) is not None}
 
     def flops(self, layer: Any) -> int:
-        return 2 * _products(*layer.noble_shape, layer.noble_config, layer.noble_down is not None)
+        d_in, d_out = layer.noble_shape
+        return 2 * _products(d_in, d_out, layer.noble_config, layer.noble_down is not None)
 
     def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
         configs, groups = _resolved(modules, config)

@@ -30,6 +30,8 @@ from torch import Tensor
 from nonlinear_lowrank.ops.kernels import as_one_op, kernels, processors, reshaped
 from nonlinear_lowrank.ops.precision import autocast_dtype
 
+Tensors = Sequence[Tensor | None]
+
 JOIN_UP: bool | None = None
 """Whether training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
 where that moves fewer numbers, d_in + r < T d_out / (T + d_out), and rows are aligned. Never without gradients: a
@@ -81,7 +83,7 @@ class Branch(NamedTuple):
         return [self.down, self.up, *self.mixes, *self.frequencies, *self.phases]
 
     @classmethod
-    def of_flat(cls, tensors: Sequence[Tensor | None], activation: str) -> Self:
+    def of_flat(cls, tensors: Tensors, activation: str) -> Self:
         """Return the branch whose `flat` this is."""
         n = (len(tensors) - 1) // 3 if activation == "cosine" else len(tensors) - 1
         mixes, frequencies, phases = tensors[2 : n + 1], tensors[n + 1 : 2 * n + 1], tensors[2 * n + 1 :]
@@ -138,11 +140,7 @@ def noble_linear_reference(
 
 
 def noble_linears(
-    x: Tensor,
-    weights: Sequence[Tensor | None],
-    biases: Sequence[Tensor | None],
-    branches: Sequence[Branch],
-    h: Tensor | None = None,
+    x: Tensor, weights: Tensors, biases: Tensors, branches: Sequence[Branch], h: Tensor | None = None
 ) -> list[Tensor]:
     """Return `x weight^T + bias + bottleneck(x down^T) up^T` of n linears, [(..., d_out_1), ...].
 
@@ -168,9 +166,8 @@ def noble_linears(
         branches = [branch._replace(down=None) for branch in branches]
     if len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return [noble_linear_reference(x, weights[0], biases[0], branches[0], h)]
-    grad = torch.is_grad_enabled()
     activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
-    if grad:
+    if torch.is_grad_enabled():
         return list(_NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)[:-1])
     run = _forward_op if as_one_op() else _forward
     return run(x, h, weights, biases, tensors, activation)[:-1]
@@ -206,9 +203,7 @@ class _NobleLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through noble_linear are not defined; use noble_linear_reference for them"
-            )
+            raise RuntimeError("noble_linear has no second derivatives; use noble_linear_reference for them")
         n = ctx.n
         x, h, *tensors = ctx.saved_tensors
         weights, tensors = tensors[:n], tensors[n:]
@@ -222,7 +217,7 @@ class _NobleLinears(torch.autograd.Function):
         return None, None, *(each if want else None for each, want in found)
 
 
-def _branches(tensors: Sequence[Tensor | None], n: int, activation: str) -> list[Branch]:
+def _branches(tensors: Tensors, n: int, activation: str) -> list[Branch]:
     """Return the n branches of these tensors."""
     size = len(tensors) // n
     return [Branch.of_flat(tensors[start : start + size], activation) for start in range(0, n * size, size)]
@@ -264,13 +259,7 @@ def _parted(h_TR: Tensor, downs: list[Tensor], n: int) -> list[Tensor]:
 
 
 def _backward(
-    dys: Sequence[Tensor],
-    x: Tensor,
-    h: Tensor,
-    weights: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    activation: str,
-    wanted: Sequence[bool],
+    dys: Sequence[Tensor], x: Tensor, h: Tensor, weights: Tensors, tensors: Tensors, activation: str, wanted: list[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of x, h, weights, biases (None where `wanted` says no), and of the branches' tensors."""
     n = len(weights)
@@ -324,7 +313,7 @@ def _main_plus_up(
 def _bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
     """Return `bottleneck` (T, r) without autograd, by the kernel where it can be."""
     kernel = _kernel(h_TR, h_TR.shape[-1], branch)
-    return bottleneck(h_TR, branch) if kernel is None else kernel.forward(h_TR, branch)
+    return (kernel.forward if kernel else bottleneck)(h_TR, branch)
 
 
 def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[Tensor, Tensor, list[Tensor]]:
