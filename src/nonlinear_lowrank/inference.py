@@ -60,10 +60,9 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
             f"there is nothing to optimize in this {type(model).__name__}: no layer that can be made faster, and no "
             "adapter; use it as it is"
         )
-    changed = [
-        method.optimize(merged, shared_inputs=fuse_shared_inputs, quantized=dense != "keep")
-        for method in {found for module in merged.modules() if (found := method_of_layer(module))}
-    ]
+    methods = {method for module in merged.modules() if (method := method_of_layer(module))}
+    how = {"shared_inputs": fuse_shared_inputs, "quantized": dense != "keep"}
+    changed = [method.optimize(merged, **how) for method in methods]
     if dense != "keep":
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 

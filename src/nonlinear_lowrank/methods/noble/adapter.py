@@ -162,7 +162,7 @@ class NobleAdapterLinear(WeightLayer):
             roles["nlr_noble_phase"] = Role("noble.phase", lr=config.phase_lr, decay=False)
         return roles
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self, *args: Any, **kwargs: Any) -> None:
         """Raise UserError."""
         _refuse_merge()
 
