@@ -59,19 +59,15 @@ def _quiet_save(model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VOCABULARY = {**SIZES, "vocab_size": len(SPECIAL) + len(WORDS)}
+
+
 def encoder(folder: Path, dropout: float = 0.1) -> str:
     """A BERT of two layers and width 16, with its tokenizer."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
+    dropped = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    config = BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
     _quiet_save(BertModel(config), folder)
     _tokenizer(True).save_pretrained(folder)
     return str(folder)
@@ -80,17 +76,8 @@ def encoder(folder: Path, dropout: float = 0.1) -> str:
 def language_model(folder: Path) -> str:
     """A Llama of two layers and width 16, with its tokenizer."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    config = LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
     _quiet_save(LlamaForCausalLM(config), folder)
     _tokenizer(False).save_pretrained(folder)
     return str(folder)
@@ -99,15 +86,7 @@ def language_model(folder: Path) -> str:
 def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
     """A ViT of two layers and width 16 on 8 x 8 pixels."""
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        num_channels=channels,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, **SIZES)
     config.num_labels = labels
     _quiet_save(ViTForImageClassification(config), folder)
     return str(folder)
@@ -160,24 +139,10 @@ def image_file(path: Path, rows: int = 60, classes: int = 3, seed: int = 0) -> s
 
 def recipe(task: Any, arm: str | Arm = "lora:r=2", **train: Any) -> Recipe:
     """Twelve steps of four examples."""
-    settings: dict[str, Any] = {
-        "steps": 12,
-        "batch_size": 4,
-        "lr": 1e-2,
-        "eval_every": 5,
-        "save_every": 4,
-        "log_every": 3,
-        "tracker": "none",
-        "threads": 1,
-        **train,
-    }
-    return Recipe(
-        name="tiny",
-        task=task,
-        arm=Arm.parse(arm) if isinstance(arm, str) else arm,
-        train=TrainConfig(**settings),
-        arms=("lora:r=2", "head"),
-    )
+    settings = {"steps": 12, "batch_size": 4, "lr": 1e-2, "eval_every": 5, "save_every": 4, "log_every": 3}
+    settings = {**settings, "tracker": "none", "threads": 1, **train}
+    arm = Arm.parse(arm) if isinstance(arm, str) else arm
+    return Recipe(name="tiny", task=task, arm=arm, train=TrainConfig(**settings), arms=("lora:r=2", "head"))
 
 
 def glue_task(root: Path, task: str = "cola", pooling: str = "own", **data: Any) -> GlueTask:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from training_helpers import cut_back
 
 LAST_STAGE = r"sine-lowrank:rank=2,omega=30,include=.*stages\.1\..*pwconv[12]"
 STAGES = {"depths": (1, 2), "widths": (8, 16), "patch": 2, "channels": 1}
@@ -66,11 +66,8 @@ def recipe(task, arm="noble:rank=4", **train):
 
 def assert_resumes_exactly(own, whole, cut):
     """Compare a finished run with a copy that lost its last checkpoint and is resumed."""
-    shutil.copytree(whole, cut)
-    (cut / "result.json").unlink()
-    shutil.rmtree(cut / "model")
-    folders = step_folders(cut / "checkpoints")
-    shutil.rmtree(folders[max(folders)])
+    folders = sorted(step_folders(whole / "checkpoints"))
+    cut_back(whole, cut, folders[-2])
     run_training(own, cut, resume=True, quiet=True)
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, cut))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -67,27 +67,12 @@ class FakeText(Prepared):
 
 def make_recipe(arm: str | Arm = "noble:rank=4", dropout: float = 0.1, **train: Any) -> Recipe:
     """Two layers of width 32, twelve steps of four sequences."""
-    settings: dict[str, Any] = {
-        "steps": 12,
-        "batch_size": 4,
-        "lr": 1e-2,
-        "warmup_steps": 2,
-        "eval_every": 5,
-        "save_every": 2,
-        "log_every": 3,
-        "tracker": "none",
-        "threads": 1,
-        **train,
-    }
-    return Recipe(
-        name="tiny",
-        task=LanguageModelTask(
-            text=TextData(sequence_length=LENGTH),
-            backbone=GlmBackbone(layers=2, width=32, heads=2, hidden=48, embedding_std=1.0, dropout=dropout),
-        ),
-        arm=Arm.parse(arm) if isinstance(arm, str) else arm,
-        train=TrainConfig(**settings),
-    )
+    settings = {"steps": 12, "batch_size": 4, "lr": 1e-2, "warmup_steps": 2, "eval_every": 5, "save_every": 2}
+    settings = {**settings, "log_every": 3, "tracker": "none", "threads": 1, **train}
+    backbone = GlmBackbone(layers=2, width=32, heads=2, hidden=48, embedding_std=1.0, dropout=dropout)
+    task = LanguageModelTask(text=TextData(sequence_length=LENGTH), backbone=backbone)
+    arm = Arm.parse(arm) if isinstance(arm, str) else arm
+    return Recipe(name="tiny", task=task, arm=arm, train=TrainConfig(**settings))
 
 
 def cut_back(done: Path, out: Path, step: int) -> Path:
@@ -106,28 +91,34 @@ def cut_back(done: Path, out: Path, step: int) -> Path:
 SEEN: list[torch.Tensor] = []
 
 
+def before_training(model: nn.Module, at: int, act: Callable[[Any], None]) -> nn.Module:
+    """Act before the `at`-th training batch (0: before each), with the batch."""
+    count = 0
+
+    def count_up(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal count
+        count += module.training
+        if module.training and at in (0, count):
+            act(kwargs)
+
+    model.register_forward_pre_hook(count_up, with_kwargs=True)
+    return model
+
+
 def spy(model: nn.Module, draws: int = 0) -> nn.Module:
     """Notes the training sequences in SEEN; may draw random numbers, in building and in every step."""
     torch.randn(draws + 1)
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training:
-            SEEN.extend(kwargs["input_ids"].clone())
-            torch.randn(draws + 1)
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return model
+    return before_training(model, 0, lambda batch: (SEEN.extend(batch["input_ids"].clone()), torch.randn(draws + 1)))
 
 
 def poison(model: nn.Module, at: int = 1) -> nn.Module:
     """The loss of the `at`-th training batch is not a number."""
-    count = 0
+    batches = []
 
     def spoil(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal count
-        count += module.training
-        if module.training and count == at:
-            output["loss"] = output["loss"] * float("nan")
+        if module.training:
+            batches.append(None)
+            output["loss"] = output["loss"] * float("nan" if len(batches) == at else 1)
 
     model.register_forward_hook(spoil)
     return model
@@ -135,12 +126,11 @@ def poison(model: nn.Module, at: int = 1) -> nn.Module:
 
 def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
     """The gradient of the `at`-th training batch is not a number while its loss is."""
-    count = 0
+    batches = []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return gradient * float("nan") if count == at else gradient
+        batches.append(None)
+        return gradient * float("nan") if len(batches) == at else gradient
 
     model.get_output_embeddings().weight.register_hook(spoil)
     return model
@@ -148,33 +138,19 @@ def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
 
 def die(model: nn.Module, at: int = 1) -> nn.Module:
     """The second process is killed before its `at`-th training batch, unless it was started again."""
-    count = 0
     doomed = os.environ.get("NLR_TEST_DIES") and os.environ["RANK"] == "1"
-
-    def kill(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal count
-        count += module.training
-        if doomed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    model.register_forward_pre_hook(kill, with_kwargs=True)
-    return model
+    doomed = doomed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    return before_training(model, at, lambda _: os.kill(os.getpid(), signal.SIGKILL)) if doomed else model
 
 
 def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
     """With NLR_TEST_FAULT a process that reads data is killed before the `at`-th training batch."""
-    count = 0
-    doomed = os.environ.get("NLR_TEST_FAULT")
 
-    def kill(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal count
-        count += module.training
-        if doomed and module.training and count == at:
-            readers = [each for each in multiprocessing.active_children() if each.is_alive()]
-            os.kill(readers[0].pid, signal.SIGKILL)
+    def kill(_: Any) -> None:
+        readers = [each for each in multiprocessing.active_children() if each.is_alive()]
+        os.kill(readers[0].pid, signal.SIGKILL)
 
-    model.register_forward_pre_hook(kill, with_kwargs=True)
-    return model
+    return before_training(model, at, kill) if os.environ.get("NLR_TEST_FAULT") else model
 
 
 def jump_clock(model: nn.Module) -> nn.Module:
@@ -188,17 +164,7 @@ def jump_clock(model: nn.Module) -> nn.Module:
 
 def blow_up(model: nn.Module, at: int = 1, times: float = 60.0) -> nn.Module:
     """Before the `at`-th training batch the output head grows: a loss that is high and finite from then on."""
-    count = 0
-
-    def grow(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal count
-        count += module.training
-        if module.training and count == at:
-            with torch.no_grad():
-                model.get_output_embeddings().weight.mul_(times)
-
-    model.register_forward_pre_hook(grow, with_kwargs=True)
-    return model
+    return before_training(model, at, lambda _: model.get_output_embeddings().weight.data.mul_(times))
 
 
 def poison_evaluation(model: nn.Module) -> nn.Module:

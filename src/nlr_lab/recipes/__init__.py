@@ -132,7 +132,7 @@ def get_recipe(name: str) -> Any:
         UserError: there is no recipe of that name; the message names the nearest.
     """
     check_name(name)
-    return dataclasses.replace(recipe_function(name)(), description=RECIPES[name].summary)
+    return dataclasses.replace(recipe_function(name)(), name=name, description=RECIPES[name].summary)
 
 
 def recipe_function(name: str) -> Callable[[], Any]:

@@ -1,21 +1,12 @@
 """Images from scratch: ViT with NOBLE branches, image tokens, and ViT and ConvNeXt with sine low-rank weights.
 
-NOBLE's ViT (noble.txt, section 4.2.1): Mixup and CutMix are on, as in the first half of the paper's Table 3;
-`--mixup 0 --cutmix 0` is its second half. Every evaluation also takes the loss of some training images without any
-augmentation: with Mixup and CutMix on, the loss of training is that of blended labels, which no model can bring to
-zero.
-
-Image tokens (section 4.2.2 and appendix B): the language model's backbone on grids of image codes: a class token, the
-codes in raster order, 2-D rotary positions, no dropout and no augmentation, AdamW(0.9, 0.98) with weight decay 0.01.
-Warm-up and linear decay are those of the language model, which the paper calls structurally identical; of the warm-up
-it prints nothing here. Embeddings have standard deviation 1, as in `recipes.language`.
-
-Sine low-rank weights (sine_lowrank.txt, section 4.2 and appendix A.2): of a ViT both linears of every MLP are factored
-(A.2.2); of a ConvNeXt the pointwise linears of the last stage, two in each of its three blocks, which hold half of the
-parameters (A.2.3 and Table 11). Beside the sine, at the paper's frequency for the rank, stand the dense model, the
-sigmoid and the ReLU of the low-rank product, and plain low rank; sine and plain low rank at both Kaiming inits: the
-init moves results as much as the sine does, and the paper names none. It prints batch, learning rate and epochs; the
-optimizer's other settings and the augmentation are those of our ViT recipes.
+NOBLE's ViT (noble.txt, section 4.2.1) has Mixup and CutMix, as in the first half of the paper's Table 3;
+`--mixup 0 --cutmix 0` is its second half. Image tokens (section 4.2.2, appendix B) have the language model's backbone,
+warm-up and decay, which the paper calls structurally identical. Sine low-rank weights (sine_lowrank.txt, section 4.2,
+appendix A.2): of a ViT both linears of every MLP (A.2.2), of a ConvNeXt the pointwise linears of the last stage, half
+of the parameters (A.2.3, Table 11). Beside the sine stand the dense model, the sigmoid and the ReLU of the low-rank
+product, and plain low rank; sine and plain low rank at both Kaiming inits: the init moves results as much as the sine
+does, and the paper names none. It prints batch, learning rate and epochs; the rest is that of our ViT recipes.
 """
 
 from typing import Any
@@ -48,11 +39,10 @@ def vit_demo() -> Recipe:
     Hardware: 2 CPU cores, 1 GB of memory, no network.
     Time: two and a half minutes for an arm on one core.
     Expect: about 0.86 of the test digits right; a training loss of 1.7 on varied and mixed images, of 0.7 on images as
-    they are. 840 steps are few for blended labels: this shows the tool at work, and on 359 test images a difference
-    of one in a hundred is four images.
+    they are. 840 steps are few for blended labels: this shows the tool at work, and on 359 test images a difference of
+    one in a hundred is four images.
     """
     return Recipe(
-        name="vit-demo",
         task=ImagePretrainingTask(
             images=ImageSource(source="digits", size=8),
             backbone=VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1),
@@ -76,7 +66,6 @@ def vit_small() -> Recipe:
     without Mixup and CutMix 67.17 % and 0.622, 67.31 % and 0.591. Not repeated by us at this size.
     """
     return Recipe(
-        name="vit-small",
         task=ImagePretrainingTask(
             images=ImageSource(**_IMAGENET),
             backbone=VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=16),
@@ -105,11 +94,10 @@ def image_tokens_demo() -> Recipe:
     `nlr compare image-tokens-demo`.
     Hardware: 2 CPU cores, 1 GB of memory, no network.
     Time: about a minute for an arm; the 128 mean patches are fitted on first use, some seconds.
-    Expect: an evaluation loss near 2.3 nats a token in every arm, and pictures in which many digits can be read.
-    1,438 images are learned by heart after 300 steps: this shows the task at work and tells no arms apart.
+    Expect: an evaluation loss near 2.3 nats a token in every arm, and pictures in which many digits can be read. 1,438
+    images are learned by heart after 300 steps: this shows the task at work and tells no arms apart.
     """
     return Recipe(
-        name="image-tokens-demo",
         task=ImageTokenTask(
             tokens=ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
@@ -131,7 +119,6 @@ def image_tokens_cifar10() -> Recipe:
     Expect: losses not measured yet. The 64 tokens of an image keep 22.6 dB of it.
     """
     return Recipe(
-        name="image-tokens-cifar10",
         task=ImageTokenTask(
             tokens=ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512),
             backbone=GlmBackbone(layers=4, width=192, heads=6, hidden=512, embedding_std=1.0),
@@ -147,11 +134,11 @@ def image_tokens_base() -> Recipe:
 
     Command: `torchrun --nproc-per-node 8 -m nlr_lab train image-tokens-base --arm noble:rank=64`, or
     `nlr compare image-tokens-base --seeds 1`; a folder of images by `--source imagenet/`.
-    Hardware: several large GPUs, and `pip install 'nonlinear-lowrank[images]'`. ImageNet-1k is encoded once by one
-    GPU, in parts that survive an interruption; the tokens are 2.6 GB in the cache.
+    Hardware: several large GPUs, and `pip install 'nonlinear-lowrank[images]'`. ImageNet-1k is encoded once by one GPU,
+    in parts that survive an interruption; the tokens are 2.6 GB in the cache.
     Time: not measured by us; sequences are as long as those of llm-base, whose steps take 309 to 373 ms on 8 H100.
-    Expect: the paper's evaluation losses, 6.723 for the baseline and 6.699 / 6.690 / 6.682 at rank 64 / 128 / 256.
-    Not repeated by us at this size.
+    Expect: the paper's evaluation losses, 6.723 for the baseline and 6.699 / 6.690 / 6.682 at rank 64 / 128 / 256. Not
+    repeated by us at this size.
     """
     tokens = ImageTokenData(
         source="ILSVRC/imagenet-1k",
@@ -163,7 +150,6 @@ def image_tokens_base() -> Recipe:
         eval_images=2048,
     )
     return Recipe(
-        name="image-tokens-base",
         task=ImageTokenTask(
             tokens=tokens, backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0)
         ),
@@ -183,7 +169,7 @@ def sine_vit_demo() -> Recipe:
     Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is no evidence.
     """
     backbone = VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1)
-    return _sine_demo("sine-vit-demo", backbone, _MLPS, lr=2e-3)
+    return _sine_demo(backbone, _MLPS, lr=2e-3)
 
 
 def sine_vit_cifar100() -> Recipe:
@@ -198,7 +184,7 @@ def sine_vit_cifar100() -> Recipe:
     """
     task = _cifar100(VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=4))
     training = _sine_training(epochs=200, batch_size=512, lr=1e-3)
-    return _sine_recipe("sine-vit-cifar100", task, training, rank=1, omega=500, where=_MLPS)
+    return _sine_recipe(task, training, rank=1, omega=500, where=_MLPS)
 
 
 def sine_vit_base() -> Recipe:
@@ -218,7 +204,7 @@ def sine_vit_base() -> Recipe:
         meta_classes=1000,
     )
     training = _sine_training(epochs=300, batch_size=1024, lr=3e-4)
-    return _sine_recipe("sine-vit-base", task, training, rank=150, omega=150, where=_MLPS, seeds=1)
+    return _sine_recipe(task, training, rank=150, omega=150, where=_MLPS, seeds=1)
 
 
 def sine_convnext_demo() -> Recipe:
@@ -230,7 +216,7 @@ def sine_convnext_demo() -> Recipe:
     Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is no evidence.
     """
     backbone = ConvNextBackbone(depths=(1, 1, 2, 1), widths=(16, 32, 64, 128), patch=1, channels=1)
-    return _sine_demo("sine-convnext-demo", backbone, _LAST, lr=4e-3)
+    return _sine_demo(backbone, _LAST, lr=4e-3)
 
 
 def sine_convnext_cifar100() -> Recipe:
@@ -246,11 +232,11 @@ def sine_convnext_cifar100() -> Recipe:
     """
     task = _cifar100(ConvNextBackbone(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)))
     training = _sine_training(epochs=150, batch_size=512, lr=5e-3)
-    return _sine_recipe("sine-convnext-cifar100", task, training, rank=1, omega=400, where=_LAST)
+    return _sine_recipe(task, training, rank=1, omega=400, where=_LAST)
 
 
 def _sine_recipe(
-    name: str, task: ImagePretrainingTask, train: TrainConfig, *, rank: int, omega: int, where: str, seeds: int = 3
+    task: ImagePretrainingTask, train: TrainConfig, *, rank: int, omega: int, where: str, seeds: int = 3
 ) -> Recipe:
     def arm(method: str, *more: str) -> str:
         """One arm on the linears that match `where`, named by its settings."""
@@ -262,10 +248,10 @@ def _sine_recipe(
     low = (arm("low-rank", "init=kaiming_sqrt5"), arm("low-rank", other))
     controls = (arm("sigmoid-low-rank", at), arm("relu-low-rank"))
     arms = ("baseline", *low, *controls, sine, arm("sine-lowrank", at, other))
-    return Recipe(name=name, task=task, arm=sine, train=train, arms=arms, seeds=seeds)
+    return Recipe(task=task, arm=sine, train=train, arms=arms, seeds=seeds)
 
 
-def _sine_demo(name: str, backbone: VitBackbone | ConvNextBackbone, where: str, *, lr: float) -> Recipe:
+def _sine_demo(backbone: VitBackbone | ConvNextBackbone, where: str, *, lr: float) -> Recipe:
     task = ImagePretrainingTask(
         images=ImageSource(source="digits", size=8),
         backbone=backbone,
@@ -273,7 +259,7 @@ def _sine_demo(name: str, backbone: VitBackbone | ConvNextBackbone, where: str, 
     )
     settings: dict[str, Any] = {"warmup_share": 0.05, "schedule": "cosine", "eval_every": 40, "save_every": 200}
     training = TrainConfig(epochs=20, batch_size=64, lr=lr, weight_decay=0.05, **settings)
-    return _sine_recipe(name, task, training, rank=2, omega=300, where=where)
+    return _sine_recipe(task, training, rank=2, omega=300, where=where)
 
 
 def _cifar100(backbone: VitBackbone | ConvNextBackbone) -> ImagePretrainingTask:

@@ -1,24 +1,15 @@
 """Language models: NOBLE's causal and masked ones (noble.txt, section 4.1), and GPT-3 with nonlinear queries.
 
-NOBLE's language models share one shape: a GLM backbone (separate q, k, v, o; one fused gate-up projection; GeGLU;
-RMSNorm; rotary positions on the whole head; no biases; untied output head), next-token prediction on packed text,
-AdamW(0.9, 0.98) with weight decay 0.01, linear warm-up and linear decay. Its masked ones have a EuroBERT backbone, the
-same block with attention to both sides: 15 % of the tokens are predicted, of which 80 % are hidden behind [MASK], 10 %
-replaced by a random token and 10 % left; the width of the GeGLU is not printed, and is 8/3 of the width, a multiple of
-64, as in section 4.1.1.
+NOBLE's are a GLM backbone, and EuroBERT where tokens are masked (the width of its GeGLU is not printed: 8/3 of the
+width, a multiple of 64, as in section 4.1.1). Their embeddings have standard deviation 1, PyTorch's default: the paper
+names no value, and calls 1/sqrt(d_in) the typical scale of a linear, which is PyTorch's default there. With 0.02
+(transformers' default; `--embedding-std 0.02`) a tuned baseline closes most of the gap in small models.
 
-Their input embeddings have standard deviation 1, PyTorch's default, equal in all arms. The paper names no value; it
-calls 1/sqrt(d_in) the typical scale of a linear, which is PyTorch's default there, so the embedding is taken from the
-same source. With 0.02 (transformers' default; `--embedding-std 0.02`) a tuned baseline closes most of the gap in small
-models.
-
-GPT-3 small (nonlinear_queries.md; arXiv:2603.13381) is an OPT backbone without biases (GELU, no dropout, tied
-embeddings of std 0.02), AdamW(0.9, 0.95) with weight decay 0.1, warm-up and cosine decay. The learning rate is not
-printed; "5x higher" is 3e-3, so it is 6e-4, GPT-3's own. The controls separate what the nonlinear query brings from
-what its surroundings do: the identity query (no query weights at all), the residual linear query (the same parameters
-and norms, no GELU), and the MLP widened to 4.75 (12.5 % more parameters), at the learning rate of the others and at
-4 / 4.75 of it (the document says "scaled LR" and not how). An independent audit found no gain over a linear query at a
-learning rate of its own: compare with `--tune-lr`.
+GPT-3 small (nonlinear_queries.md; arXiv:2603.13381) is OPT without biases. Its learning rate is not printed; "5x
+higher" is 3e-3, so it is 6e-4, GPT-3's own. The controls are the identity query (no query weights), the residual linear
+query (the same parameters and norms, no GELU), and the MLP widened to 4.75 (12.5 % more parameters), at the learning
+rate of the others and at 4 / 4.75 of it (the document says "scaled LR" and not how). An independent audit found no gain
+over a linear query at a learning rate of its own: compare with `--tune-lr`.
 """
 
 from typing import Any
@@ -52,11 +43,10 @@ def llm_demo() -> Recipe:
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about half a minute for an arm, under three minutes for one seed of all four arms; on cores that others use
     longer, and where one seed would not end within --max-minutes all runs are shortened.
-    Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few
-    to flatten the curves: this shows the tool at work, it is no evidence for or against the method.
+    Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few to flatten
+    the curves: this shows the tool at work, it is no evidence for or against the method.
     """
     return Recipe(
-        name="llm-demo",
         task=LanguageModelTask(
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
             backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
@@ -76,7 +66,6 @@ def llm_small() -> Recipe:
     Expect: not measured yet; ranks 32, 64 and 128 at width 512 keep the paper's width/rank of 16, 8 and 4.
     """
     return Recipe(
-        name="llm-small",
         task=LanguageModelTask(
             text=TextData(
                 **_OPENWEBTEXT, max_bytes=2_000_000_000, vocab_size=16384, sequence_length=512, eval_sequences=512
@@ -105,11 +94,10 @@ def llm_base() -> Recipe:
     `nlr compare llm-base --seeds 1`; the batch is the same whatever the number of processes.
     Hardware: the paper used 8 H100 GPUs; OpenWebText with GPT-2's tokenizer is about 18 GB in the cache.
     Time: the paper's 309 / 332 / 344 / 373 ms a step (baseline, rank 64, 128, 256): 21 to 26 hours an arm.
-    Expect: the paper's evaluation losses, 2.850 for the baseline and 2.810 / 2.798 / 2.780 at rank 64 / 128 /
-    256 (+5.70 / 11.63 / 24.19 % parameters). Not repeated by us at this size.
+    Expect: the paper's evaluation losses, 2.850 for the baseline and 2.810 / 2.798 / 2.780 at rank 64 / 128 / 256
+    (+5.70 / 11.63 / 24.19 % parameters). Not repeated by us at this size.
     """
     return Recipe(
-        name="llm-base",
         task=LanguageModelTask(
             text=TextData(**_OPENWEBTEXT_GPT2),
             backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
@@ -128,11 +116,10 @@ def llm_large() -> Recipe:
     `nlr compare llm-large --seeds 1`; the batch is the same whatever the number of processes.
     Hardware: the paper used 8 H100 GPUs; OpenWebText with GPT-2's tokenizer is about 18 GB in the cache.
     Time: not printed in the paper; the branches add 6.8 / 11.3 / 14.7 % at rank 64 / 128 / 256.
-    Expect: the paper's evaluation losses, 2.513 for the baseline and 2.476 / 2.468 / 2.463 at rank 64 / 128 /
-    256 (+4.04 / 8.17 / 16.68 % parameters). Not repeated by us at this size.
+    Expect: the paper's evaluation losses, 2.513 for the baseline and 2.476 / 2.468 / 2.463 at rank 64 / 128 / 256
+    (+4.04 / 8.17 / 16.68 % parameters). Not repeated by us at this size.
     """
     return Recipe(
-        name="llm-large",
         task=LanguageModelTask(
             text=TextData(**_OPENWEBTEXT_GPT2),
             backbone=GlmBackbone(layers=24, width=2048, heads=16, hidden=5504, embedding_std=1.0),
@@ -155,7 +142,6 @@ def mlm_demo() -> Recipe:
     """
     text: dict[str, Any] = {"source": "stdlib", "tokenizer": "wordpiece", "vocab_size": 2048}
     return Recipe(
-        name="mlm-demo",
         task=MaskedLanguageModelTask(
             text=TextData(**text, sequence_length=128, eval_sequences=128),
             backbone=EncoderBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
@@ -174,12 +160,11 @@ def mlm_base() -> Recipe:
     Hardware: the paper's is not printed; 65,536 tokens a step fit one GPU of 80 GB, or several smaller ones.
     OpenWebText in BERT's tokens is about 18 GB in the cache.
     Time: not measured yet.
-    Expect: the paper's evaluation losses, 1.414 for the baseline and 1.393 / 1.371 / 1.351 at rank 64 / 128 / 256
-    (step speedup 1.10 / 1.17 / 1.26). 131,835,648 parameters. Not repeated by us at this size.
+    Expect: the paper's evaluation losses, 1.414 for the baseline and 1.393 / 1.371 / 1.351 at rank 64 / 128 / 256 (step
+    speedup 1.10 / 1.17 / 1.26). 131,835,648 parameters. Not repeated by us at this size.
     """
     text: dict[str, Any] = {**_OPENWEBTEXT, "tokenizer": "bert-base-uncased", "vocab_size": 30522}
     return Recipe(
-        name="mlm-base",
         task=MaskedLanguageModelTask(
             text=TextData(**text, sequence_length=1024, eval_sequences=2048),
             backbone=EncoderBackbone(layers=12, width=768, heads=12, hidden=2048, embedding_std=1.0),
@@ -202,7 +187,6 @@ def gpt3_demo() -> Recipe:
     """
     text = TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64)
     return Recipe(
-        name="gpt3-demo",
         task=OptLanguageModelTask(text=text, backbone=OptBackbone(layers=4, width=128, heads=4, hidden=512)),
         arm="nonlinear-query",
         train=_gpt3_training(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
@@ -219,11 +203,11 @@ def gpt3_small() -> Recipe:
     GPT-2's tokenizer is about 18 GB in the cache.
     Time: not measured by us; 29 billion tokens an arm.
     Expect: the paper's validation losses at 59,000 steps, 2.956 for the baseline, 2.919 for the nonlinear query
-    (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled learning rate. One
-    seed, learning rates not tuned, and not repeated by us.
+    (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled learning rate. One seed,
+    learning rates not tuned, and not repeated by us.
     """
     scaled = f"wide-mlp:ratio=4.75,lr={6e-4 * 4 / 4.75:.3g},name=wide-mlp-4.75-scaled-lr"
-    return _gpt3_small("gpt3-small", (*_QUERY_ARMS, scaled), lr=6e-4)
+    return _gpt3_small((*_QUERY_ARMS, scaled), lr=6e-4)
 
 
 def gpt3_stability() -> Recipe:
@@ -236,7 +220,7 @@ def gpt3_stability() -> Recipe:
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's baseline diverges before 20,000 steps. Not repeated by us.
     """
-    return _gpt3_small("gpt3-stability", _STABILITY, weight_decay=0.05, lr=6e-4, stop_diverged=True)
+    return _gpt3_small(_STABILITY, weight_decay=0.05, lr=6e-4, stop_diverged=True)
 
 
 def gpt3_stability_high_lr() -> Recipe:
@@ -247,12 +231,11 @@ def gpt3_stability_high_lr() -> Recipe:
     Time: not measured by us; as gpt3-small, less what diverged runs save.
     Expect: the paper's nonlinear query is stable to 60,000 steps. Not repeated by us.
     """
-    return _gpt3_small("gpt3-stability-high-lr", _STABILITY, weight_decay=0.03, lr=3e-3, stop_diverged=True)
+    return _gpt3_small(_STABILITY, weight_decay=0.03, lr=3e-3, stop_diverged=True)
 
 
-def _gpt3_small(name: str, arms: tuple[str, ...], **settings: Any) -> Recipe:
+def _gpt3_small(arms: tuple[str, ...], **settings: Any) -> Recipe:
     return Recipe(
-        name=name,
         task=OptLanguageModelTask(
             text=TextData(**_OPENWEBTEXT_GPT2), backbone=OptBackbone(layers=12, width=768, heads=12, hidden=3072)
         ),

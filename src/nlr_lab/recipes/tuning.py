@@ -1,17 +1,12 @@
 """Fine-tuning: GLUE, images, and instructions; small on what is packaged, and the published settings.
 
-GLUE (DeBERTa-v3-base: sine_lowrank.txt, Tables 1 and 4): adapters go on the query and value projections. At its zero
-start the gradient of sine-LoRA's up factor is omega / sqrt(d_in) times LoRA's, and a step of Adam moves the weight that
-many times as far: the learning rates that suit LoRA do not suit it, so arms have learning-rate grids of their own. In
-the small recipe the new head has one learning rate in all of them, or it would learn little beside the arms with low
-ones. Table 4 prints learning rates and epochs without the tasks' names. Its rows are taken in the order CoLA, SST-2,
-MRPC, QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 epochs, small ones 20, and RTE
-1.2e-3 for 50, as other work on this model has it.
-
-Images (nora.txt, Table 1 and appendix C): 224 pixels, 50 epochs, batch 256, AdamW at 1e-3 with cosine and decay 0.05.
-
-Instructions (Llama-3-8B: sine_lowrank.txt, Tables 2, 5, 7, 8; nora.txt, Table 2 and appendix C): the loss is on the
-answers alone. bf16, activation checkpointing and the learning rate are set here, not taken from any trainer's defaults.
+At its zero start the gradient of sine-LoRA's up factor is omega / sqrt(d_in) times LoRA's: the learning rates that suit
+LoRA do not suit it, so arms have grids of their own. In the small GLUE recipe the new head has one learning rate in all
+of them, or it would learn little beside the arms with low ones. Table 4 of sine_lowrank.txt prints learning rates and
+epochs without the tasks' names: its rows are taken in the order CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE, the
+only usual one in which all large sets get 10 epochs, small ones 20, and RTE 1.2e-3 for 50, as other work has it.
+Images are after nora.txt (Table 1, appendix C), instructions after sine_lowrank.txt (Tables 2, 5, 7, 8) and nora.txt
+(Table 2, appendix C); their loss is on the answers alone.
 """
 
 from collections.abc import Callable
@@ -54,7 +49,6 @@ def glue_minilm() -> Recipe:
     """
     grid = "omega=200,grid=3e-4/1e-3/3e-3"
     return Recipe(
-        name="glue-minilm",
         task=GlueTask(
             glue=GlueData(task="auto", max_length=128),
             model=Pretrained(checkpoint="minilm", targets=("query", "value")),
@@ -79,7 +73,6 @@ def _published(task: str, metric: str, lora: str, sine_lora: str, lr: float, epo
     def recipe() -> Recipe:
         ranks = (1, 2, 4, 8)
         return Recipe(
-            name=f"glue-{task}",
             task=GlueTask(
                 glue=GlueData(task=task, max_length=256, held_out=0.0),
                 model=Pretrained(checkpoint="microsoft/deberta-v3-base", targets=("query_proj", "value_proj")),
@@ -94,8 +87,8 @@ def _published(task: str, metric: str, lora: str, sine_lora: str, lr: float, epo
     Command: `nlr finetune glue-{task}`, or `nlr compare glue-{task}`; other ranks by `--arm sine-lora:r=1,omega=200`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us.
-    Expect: the paper's {metric}, LoRA {lora} at rank 1 / 2 / 4 / 8, sine-LoRA
-    {sine_lora} (Table 1). Not repeated by us.
+    Expect: the paper's {metric}, LoRA {lora} at rank 1 / 2 / 4 / 8, sine-LoRA {sine_lora} (Table 1). Not repeated by
+    us.
     """
     return recipe
 
@@ -113,11 +106,10 @@ def vit_digits() -> Recipe:
     Command: `nlr compare vit-digits`, or `nlr finetune vit-digits --arm nora:r=2,groups=8`.
     Hardware: 2 CPU cores, no network. The pretrained ViT (200,000 parameters) is trained on first use.
     Time: about 10 seconds an arm and seed, and as much once for the pretrained ViT.
-    Expect: 0.6 to 0.97 of the test digits right: head only least, all weights most. It shows the arms at work;
-    on 179 test images a difference of one in a hundred is two images.
+    Expect: 0.6 to 0.97 of the test digits right: head only least, all weights most. It shows the arms at work; on 179
+    test images a difference of one in a hundred is two images.
     """
     return Recipe(
-        name="vit-digits",
         task=ImageTask(
             images=ImageData(source="digits", classes=(5, 6, 7, 8, 9)),
             model=Pretrained(checkpoint="digits-vit", targets=("q_proj", "v_proj")),
@@ -135,10 +127,10 @@ def vit_cifar10() -> Recipe:
     copy by `--source cifar10.npz`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us; the paper prints 5.3 ms a sample for LoRA and 5.7 for NoRA.
-    Expect: the paper's accuracy, 90.71 (full), 91.05 (LoRA), 91.13 (DoRA), 90.88 (NoRA), 91.24 (NoRA++). Not
-    repeated by us.
+    Expect: the paper's accuracy, 90.71 (full), 91.05 (LoRA), 91.13 (DoRA), 90.88 (NoRA), 91.24 (NoRA++). Not repeated
+    by us.
     """
-    return _cifar("vit-cifar10", "uoft-cs/cifar10")
+    return _cifar("uoft-cs/cifar10")
 
 
 def vit_cifar100() -> Recipe:
@@ -147,20 +139,19 @@ def vit_cifar100() -> Recipe:
     Command: `nlr compare vit-cifar100`, or `nlr finetune vit-cifar100 --arm nora:r=2,groups=8`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us.
-    Expect: the paper's accuracy, 77.19 (full), 77.68 (LoRA), 77.71 (DoRA), 77.46 (NoRA), 77.76 (NoRA++). Not
-    repeated by us.
+    Expect: the paper's accuracy, 77.19 (full), 77.68 (LoRA), 77.71 (DoRA), 77.46 (NoRA), 77.76 (NoRA++). Not repeated
+    by us.
     """
-    return _cifar("vit-cifar100", "uoft-cs/cifar100")
+    return _cifar("uoft-cs/cifar100")
 
 
-def _cifar(name: str, source: str) -> Recipe:
+def _cifar(source: str) -> Recipe:
     """A ViT-Tiny that saw ImageNet-1K alone. The text puts LoRA (rank 8, alpha 16) on query and value; its 0.33M
     parameters are those of all six linears of a block, which is what is used here. DoRA's learning rate is 5e-4
     (C.1)."""
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
     settings = {"weight_decay": 0.05, "bf16": True, "log_every": 50, "dataloader_workers": 8}
     return Recipe(
-        name=name,
         task=ImageTask(
             images=ImageData(source=source, held_out=0.0),
             model=Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=linears),
@@ -185,11 +176,10 @@ def instruct_small() -> Recipe:
     model by `--checkpoint FOLDER`, other instructions by `--source alpaca.json`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about a minute an arm and seed with the model of llm-demo.
-    Expect: with that model, an answer loss that falls by some tenths of a nat a token from where it starts. The
-    model is far too small to follow instructions: this shows the arms side by side.
+    Expect: with that model, an answer loss that falls by some tenths of a nat a token from where it starts. The model
+    is far too small to follow instructions: this shows the arms side by side.
     """
     return Recipe(
-        name="instruct-small",
         task=InstructionTask(
             instructions=InstructionData(source="stdlib", rows=1500, max_length=128, eval_rows=64),
             model=Pretrained(checkpoint="runs/llm-demo", targets=("q_proj", "v_proj")),
@@ -214,7 +204,6 @@ def llama3_commonsense() -> Recipe:
     """
     sine_lora, sine_dora = ((4, 800), (8, 600), (16, 200), (32, 200)), ((8, 300), (16, 150), (32, 100))
     return Recipe(
-        name="llama3-commonsense",
         task=InstructionTask(
             instructions=InstructionData(source="zwhe99/commonsense_170k", max_length=256, held_out=0.01),
             model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),
@@ -238,12 +227,11 @@ def llama3_alpaca() -> Recipe:
     Command: `nlr finetune llama3-alpaca --arm nora++:r=2,groups=8,lora_r=8`, then MMLU 5-shot by `nlr evaluate`.
     Hardware: one GPU of 80 GB.
     Time: not measured by us.
-    Expect: the paper's mean MMLU, 62.8 for LoRA and 63.6 for NoRA++ (Table 2). Not repeated by us; the paper
-    prints neither learning rate nor epochs, so those of its training tool's examples (1e-4, 3 epochs) are used.
+    Expect: the paper's mean MMLU, 62.8 for LoRA and 63.6 for NoRA++ (Table 2). Not repeated by us; the paper prints
+    neither learning rate nor epochs, so those of its training tool's examples (1e-4, 3 epochs) are used.
     """
     settings = {"gradient_accumulation": 8, "warmup_share": 0.1, "schedule": "cosine", "log_every": 5}
     return Recipe(
-        name="llama3-alpaca",
         task=InstructionTask(
             instructions=InstructionData(source="tatsu-lab/alpaca", rows=1000, max_length=1024),
             model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),

@@ -66,11 +66,8 @@ class CheckpointedTrainer(Trainer):
     Trainer writes into the final folder and pickles, and has no public hook for either: `_save_checkpoint` and the
     three `_load_...` that read its files back are replaced.
 
-    Args:
-        checkpoints: folder for the `step-N` folders.
-        allow_torch_checkpoints: under DeepSpeed, write and read its engine's checkpoints, which are pickled.
-        *args: Trainer's.
-        **kwargs: Trainer's.
+    `checkpoints` is the folder for the `step-N` folders; `allow_torch_checkpoints` lets DeepSpeed write and read its
+    engine's checkpoints, which are pickled. The other arguments are Trainer's.
     """
 
     def __init__(self, checkpoints: Path, *args: Any, allow_torch_checkpoints: bool = False, **kwargs: Any) -> None:

@@ -25,6 +25,9 @@ from nonlinear_lowrank.surgery.budget import parse_budget
 from nonlinear_lowrank.surgery.targets import dense_parts
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
 
+Settings = Mapping[str, Any]
+Setup = AdapterSetup | None
+
 
 class ArmKind:
     """One kind of change to a model; the defaults are those of a model that stays as it is."""
@@ -38,19 +41,17 @@ class ArmKind:
     stage: int | None = None
     """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
 
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         """Return the settings with their full names and JSON's types; raise UserError where they do not fit."""
         if settings:
             raise UserError(f"a baseline has no setting {next(iter(settings))!r}; it takes init=, lr= and name=")
         return {}
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
+    def label(self, settings: Settings) -> list[str]:
         """Return the parts of the arm's name."""
         return [self.name]
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         """Return the changed model; raise UserError where the change does not fit it.
 
         `setup` has the task's facts of a pretrained model (None: trained from scratch), `init` drew its linears.
@@ -99,7 +100,7 @@ class Augmented(ArmKind):
         """Linears of certain names come before every linear that is left, and norms around them last."""
         return 3 if self.method.wraps else 2 if self.method.include is None else 1
 
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         known = (*self._fields(), *(_CHOICES if self.method.kind == "linear" else _PATTERNS))
         full = {"rank" if key == "r" and key not in known else key: value for key, value in settings.items()}
         if unknown := [key for key in full if key not in known]:
@@ -124,7 +125,7 @@ class Augmented(ArmKind):
         self._config(full)
         return full
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
+    def label(self, settings: Settings) -> list[str]:
         parts = [self.name]
         for key, value in settings.items():
             words = (
@@ -135,9 +136,7 @@ class Augmented(ArmKind):
             parts.append(_SHORT.get(key, f"{key}-") + "-".join(words))
         return parts
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         choice = {key: settings[key] for key in _CHOICES if key in settings}
         if parts := choice.get("select"):
             inside, linears = dense_parts(model), (nn.Linear, Conv1D)
@@ -152,7 +151,7 @@ class Augmented(ArmKind):
         names = [each.name for each in dataclasses.fields(self.method.config_class)]
         return [name for name in names if name not in (self.fixed or ())]
 
-    def _config(self, settings: Mapping[str, Any]) -> Any:
+    def _config(self, settings: Settings) -> Any:
         own = {key: value for key, value in settings.items() if key not in _CHOICES}
         return self.method.config_class(**(self.fixed or {}), **own)
 
@@ -182,7 +181,7 @@ class WideMlp(ArmKind):
     name = "wide-mlp"
     stage = 0
 
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         if set(settings) not in _WIDE_SETTINGS:
             raise UserError(
                 f"{self.name} needs the MLP's width over the model's, its width, or an arm to match: "
@@ -197,15 +196,13 @@ class WideMlp(ArmKind):
         check_choice("by", settings.get("by", "parameters"), ("parameters", "flops"))
         return dict(settings)
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
+    def label(self, settings: Settings) -> list[str]:
         if "match" in settings:
             return [self.name, "as", settings["match"], *(["flops"] if settings.get("by") == "flops" else [])]
         return [self.name, as_text(settings["ratio"]) if "ratio" in settings else f"h{settings['hidden']}"]
 
     @torch.no_grad()
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         if setup is not None:
             raise UserError(f"{self.name} is for models that are trained from scratch")
         blocks, config = _blocks(model), getattr(model, "config", None)
@@ -274,10 +271,10 @@ class Function(ArmKind):
     name: str
     control = False
 
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         return dict(settings)
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
+    def label(self, settings: Settings) -> list[str]:
         return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
 
     def function(self) -> Callable[..., Any]:
@@ -294,9 +291,7 @@ class Function(ArmKind):
             raise UserError(f"{module_name!r} has no function {name!r}; the arm {self.name!r} needs one")
         return function
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         changed = self.function()(model, **settings)
         if not isinstance(changed, nn.Module):
             raise UserError(f"{self.name} gave back {type(changed).__name__}, not a module; return the changed model")

@@ -154,7 +154,7 @@ class _ArmField:
 class Recipe:
     """A task, an arm, how it trains, and what it is compared with."""
 
-    name: str
+    name: str = ""
     """Name of the recipe."""
     description: str = ""
     """One line."""

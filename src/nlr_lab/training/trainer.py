@@ -31,14 +31,8 @@ class EndlessShuffle(Sampler[int]):
 
     A run is one epoch of Trainer's, so there is no seam to resume at and no short last batch.
 
-    Args:
-        size: examples.
-        total: indices in all.
-        seed: of the order.
-        passes: give index + size * pass, for data that change from pass to pass.
-        lengths: of the examples; batches then have similar lengths: every 50 batches of the shuffle are sorted, cut
-            into batches and shuffled as such.
-        batch: examples of a step, with `lengths`.
+    `passes` gives index + size * pass, for data that change from pass to pass. With `lengths` of the examples, batches
+    have similar ones: every 50 batches of the shuffle are sorted, cut into batches of `batch` and shuffled as such.
     """
 
     def __init__(
@@ -152,13 +146,6 @@ class RunTrainer(CheckpointedTrainer):
 
     Evaluations are logged as "eval_loss" and "eval_<score>" on what choices are made on; where another split is
     scored, as "test_..." on that; of training examples without their augmentation, as "plain_...".
-
-    Args:
-        *args: CheckpointedTrainer's.
-        prepared: the task's data.
-        group_by_length: put examples of similar lengths into a batch; the training data have `lengths` then.
-        stop_diverged: raise DivergedError once the training loss spiked and did not recover.
-        **kwargs: CheckpointedTrainer's.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, all_methods, method_of_layer
 from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
-from .methods import ArmKind, as_text
+from .methods import ArmKind, Settings, Setup, as_text
 
 _ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 _SHORT = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "target_modules": "on-", "groups": "g"}
@@ -54,7 +54,7 @@ class Tuning(ArmKind):
     control: bool = False
     everything: bool = False
 
-    def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         full = {_ALIASES.get(key, key): value for key, value in settings.items()}
         if (adapter := self.adapter) is None:
             if full:
@@ -75,13 +75,11 @@ class Tuning(ArmKind):
         self._config(adapter, full)
         return full
 
-    def label(self, settings: Mapping[str, Any]) -> list[str]:
+    def label(self, settings: Settings) -> list[str]:
         parts = [self.name.replace("++", "-plus-plus")]
         return parts + [f"{_SHORT.get(key, key)}{as_text(value)}" for key, value in settings.items()]
 
-    def apply(
-        self, model: nn.Module, settings: Mapping[str, Any], setup: AdapterSetup | None, init: DenseInit, verbose: bool
-    ) -> nn.Module:
+    def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         """Return the model with what is not trained frozen; with an adapter a `PeftModel`."""
         if setup is None:
             raise UserError(f"{self.name} tunes a pretrained model, and this recipe trains one from scratch")

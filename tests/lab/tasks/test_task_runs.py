@@ -71,19 +71,13 @@ def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resuming_is_exact(tmp_path, kind):
+def test_run_resumes_exactly_and_its_model_loads_in_a_fresh_process(tmp_path, kind):
     # 60 texts are about 400 sequences: the batches go through them more than once.
     settings = {"batch_size": 80 if kind == "masked" else 12, "steps": 12, "save_every": 6, "eval_every": 6}
     own = recipe(make_task(kind, tmp_path), ARMS[kind], **settings)
     run_training(own, tmp_path / "whole", quiet=True)
     assert_resumes_exactly(own, tmp_path / "whole", tmp_path / "cut")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_model_is_the_same_in_a_fresh_process(tmp_path, kind):
-    run_training(recipe(make_task(kind, tmp_path), ARMS[kind]), tmp_path / "run", quiet=True)
-    folder = tmp_path / "run" / "model"
-    masked = kind == "masked"
+    folder, masked = tmp_path / "whole" / "model", kind == "masked"
     inputs = {"input_ids": torch.randint(5, 200, (2, 16))} if masked else {"pixel_values": torch.randn(2, 1, 8, 8)}
     with torch.no_grad():
         expected = load_model(folder)(**inputs).logits
@@ -163,20 +157,7 @@ def test_odd_batches_are_refused_where_pairs_are_mixed(tmp_path):
 
 @pytest.mark.parametrize("kind", ["masked", "vit"])
 def test_command_trains_and_evaluate_repeats(tmp_path, capsys, kind):
-    common = [
-        "--layers",
-        "1",
-        "--width",
-        "16",
-        "--heads",
-        "2",
-        "--hidden",
-        "16",
-        "--tracker",
-        "none",
-        "--arm",
-        "noble:rank=4",
-    ]
+    sizes = "--layers 1 --width 16 --heads 2 --hidden 16 --tracker none --arm noble:rank=4"
     if kind == "masked":
         name, score, said = "mlm-demo", "final_loss", "nats per masked token"
         text = "--sequence-length 16 --vocab-size 300 --eval-sequences 5 --batch-size 2"
@@ -186,7 +167,7 @@ def test_command_trains_and_evaluate_repeats(tmp_path, capsys, kind):
         name, score, said = "vit-demo", "score", "accuracy 0."
         options = ["--patch", "4", "--mixup", "0", "--cutmix", "0", "--epochs", "1", "--batch-size", "9"]
         options += ["--source", finetune_helpers.image_file(tmp_path / "images.npz")]
-    arguments = [str(each) for each in ["train", name, "--out", tmp_path / "run", *common, *options]]
+    arguments = [str(each) for each in ["train", name, "--out", tmp_path / "run", *sizes.split(), *options]]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert said in out

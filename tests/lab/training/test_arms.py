@@ -1,17 +1,30 @@
-"""Arms, training settings and recipes: their short forms, JSON, the command line, and what is refused."""
+"""Arms, training settings and recipes: short forms, JSON, what is refused; what arms build, and whole runs of them."""
 
 import dataclasses
+import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from nlr_lab.training import Arm, Recipe, TrainConfig
-from nonlinear_lowrank.errors import UserError
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES, batch
+from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.training.arms import optimizer_groups
+from nlr_lab.training.checkpoints import tensor_names
+from nonlinear_lowrank import NonlinearQuery, QKNormProjection, UserError
+from nonlinear_lowrank.analysis import part_of
+from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.methods.noble import NobleLinear
-from training_helpers import make_recipe
+from pretraining_helpers import logits_in_a_fresh_process
+from training_helpers import FakeText, cut_back, make_recipe
 
+TEXT = FakeText()
 BOTH = "nonlinear-query+noble:rank=4"
 FORMS = {
     "baseline": Arm(),
@@ -45,7 +58,21 @@ FORMS = {
         method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
     ),
     "baseline:init=noble,optimizer=muon,grid=0.001/0.003": Arm(dense_init="noble", optimizer="muon", grid=(1e-3, 3e-3)),
-    "nora++:r=2": Arm(method="nora++", settings={"r": 2}),
+    **{
+        f"{method}:{text}": Arm(method=method, settings=settings)
+        for method, text, settings in (
+            ("nora++", "r=2", {"r": 2}),
+            ("dora", "r=1,plus=16", {"r": 1, "plus": 16}),
+            ("peanut", "r=2,depth=1", {"r": 2, "depth": 1}),
+            ("lora", "r=4,target_modules=query/value", {"r": 4, "target_modules": ["query", "value"]}),
+            ("lora", "target_modules=all-linear", {"target_modules": "all-linear"}),
+            ("lora", r"target_modules=.*\.query", {"target_modules": r".*\.query"}),
+            ("sine-lora", "r=4,omega=200", {"r": 4, "omega": 200}),
+            ("noble-adapter", "r=4", {"r": 4}),
+        )
+    },
+    "full": Arm(method="full"),
+    "head": Arm(method="head"),
     "training_helpers:poison": Arm(method="training_helpers:poison"),
     "training_helpers:poison,at=3,init=noble,lr=1e-05": Arm(
         method="training_helpers:poison", settings={"at": 3}, dense_init="noble", lr=1e-5
@@ -75,6 +102,9 @@ def test_names_tell_arms_apart():
 def test_short_forms_are_read_but_written_otherwise():
     assert str(Arm.parse("nonlinear-query:lr=1e+0+noble:r=4")) == f"{BOTH},lr=1.0"
     assert Arm.parse("nonlinear-query:init=noble + noble:r=4").dense_init == "noble"
+    arm = Arm.parse("lora:r=4,alpha=8,dropout=0.1,targets=query")
+    assert arm.settings == {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["query"]}
+    assert arm.name == "lora-r4-a8-lora_dropout0.1-on-query"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +148,23 @@ def test_short_forms_are_read_but_written_otherwise():
         ("noble:budget=5", "cannot read the budget"),
         ("nonlinear-query:budget=5%", "cannot choose ranks for a budget"),
         ("noble:select=head", "names no part of a block; choose from query, key"),
+        ("lora:rank=4", r"lora has no setting 'rank'; it has r, lora_alpha"),
+        ("lora:r=0", "r of lora must be a positive integer"),
+        ("lora:r=four", "r of lora"),
+        ("dora:use_dora=false", "no setting 'use_dora'"),
+        ("lora:plus=0.5", "plus of lora"),
+        ("peanut:plus=2", "no setting 'plus'"),
+        ("full:r=2", "full has no setting 'r'"),
+        ("lora:r=2,grid=0.1", "two different learning rates"),
+        ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
+        ("lora:r=2,grid=a/b", "grid must be a number"),
+        ("lora:r=2,grid=-1/1", "grid must be"),
+        ("sine-lora:omega=0", "omega"),
+        ("wide-mlp", "wide-mlp:ratio=4.75"),
+        ("wide-mlp:ratio=0", "ratio must be"),
+        ("wide-mlp:width=3", "needs the MLP's width"),
+        ("wide-mlp:hidden=0", "hidden must be a positive integer"),
+        ("wide-mlp:match=a,by=size", "unknown by 'size'; choose one of parameters, flops"),
         ("noble:optimizer=sgd", "unknown optimizer .sgd.; choose one of adamw, muon"),
     ],
 )
@@ -127,11 +174,20 @@ def test_bad_arms(text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["include", "exclude"])
-def test_patterns_are_texts(name):
-    for patterns in (5, True, ["q", 1]):
-        with pytest.raises(UserError, match=f"{name} must be a pattern of names, or a list of them, got"):
-            Arm(method="noble", settings={"rank": 2, name: patterns})
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"settings": {name: 5}}, f"{name} must be a pattern") for name in ("include", "exclude")),
+        ({"settings": {"include": ["q", 1]}}, "include must be a pattern of names, or a list of them, got"),
+        ({"settings": 3}, "must be names with values"),
+        ({"name": 3}, "must be texts"),
+        ({"qk_norm": 1}, "qk_norm must be true or false"),
+        ({"method": "noble+rational", "settings": {"rank": 2}}, "'rank' is none of them"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(UserError, match=message):
+        Arm(**{"method": "noble", **fields})
 
 
 def test_module_that_breaks_on_import(tmp_path, monkeypatch):
@@ -202,10 +258,152 @@ def test_json_that_is_no_recipe(text, message):
         Recipe.from_json(text)
 
 
-def test_function_arm_draws_from_the_seed():
-    """Arms are applied under the run's seed, so that a user's init repeats."""
-    weights = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        weights.append(Arm.parse("noble:rank=4").apply(nn.Sequential(nn.Linear(32, 32)))[0].weight)
-    assert torch.equal(*weights)
+# --- several methods in one model, and wider MLPs -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [BOTH, "rational:groups=4+noble:rank=4+nonlinear-query"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_share_out_the_modules(family, text):
+    def kinds(text):
+        model = Arm.parse(text).apply(FAMILIES[family]())
+        return model, {name: found.name for name, each in model.named_modules() if (found := method_of_layer(each))}
+
+    both, found = kinds(text)
+    expected = {name: "nonlinear-query" if part_of(name) == "query" else "noble" for name in kinds("noble:rank=4")[1]}
+    assert found == expected | (kinds("rational:groups=4")[1] if "rational" in text else {})
+    both(**batch(both)).logits.square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in both.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("family", ["opt", "vit", "glm", "llama", "eurobert"])
+def test_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
+    model = FAMILIES[family]().eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    changed = Arm.parse("wide-mlp:ratio=2.5").apply(model)
+    assert type(changed) is type(FAMILIES[family]())
+    inputs = batch(changed)
+    logits = changed(**inputs).logits
+    changed.save_pretrained(tmp_path)
+    again = load_model(tmp_path)
+    assert torch.equal(again(**inputs).logits, logits)
+    wide = [(name, parameter) for name, parameter in changed.named_parameters() if 80 in parameter.shape]
+    fused = [name for name, parameter in changed.named_parameters() if 160 in parameter.shape]
+    assert wide
+    assert bool(fused) == (family == "glm")
+    for name, parameter in changed.named_parameters():
+        if parameter.shape == before[name].shape:
+            assert torch.equal(parameter, before[name])
+        elif parameter.ndim == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_wider_mlp_that_does_not_fit():
+    arm = Arm.parse("wide-mlp:ratio=4")
+    assert (arm.control, arm.name) == (True, "wide-mlp-4")
+    with pytest.raises(UserError, match="does not know the MLPs of GPT2"):
+        arm.apply(FAMILIES["gpt2"]())
+    with pytest.raises(UserError, match="is resolved by nlr compare"):
+        Arm.parse("wide-mlp:match=noble").apply(FAMILIES["opt"]())
+    with pytest.raises(UserError, match="leaves no MLP"):
+        Arm.parse("wide-mlp:ratio=0.001").apply(FAMILIES["opt"]())
+
+
+def test_wider_mlp_comes_first_and_norms_come_last():
+    model = Arm.parse("noble:rank=4+qk-norm+wide-mlp:ratio=2").apply(FAMILIES["opt"]())
+    layer = model.model.decoder.layers[0]
+    assert (layer.fc1.out_features, layer.fc1.noble_rank) == (64, 4)
+    assert isinstance(layer.self_attn.k_proj, QKNormProjection)
+    assert layer.self_attn.k_proj.projection.noble_rank == 4
+    assert model(**batch(model)).logits.isfinite().all()
+
+
+def test_budget_is_kept_and_only_the_selected_parts_have_branches():
+    plain = sum(parameter.numel() for parameter in FAMILIES["glm"]().parameters())
+    whole = Arm.parse("noble:budget=40%").apply(FAMILIES["glm"]())
+    some = Arm.parse("noble:budget=40%,select=query/feed_forward").apply(FAMILIES["glm"]())
+    ranks = []
+    for model in (whole, some):
+        added = sum(parameter.numel() for parameter in model.parameters()) - plain
+        assert 0 < added <= 0.4 * plain
+        ranks.append(model.model.layers[0].self_attn.q_proj.noble_rank)
+    assert ranks[1] > ranks[0], "fewer linears may be wider"
+    swapped = {part_of(name) for name, module in some.named_modules() if method_of_layer(module) is not None}
+    assert swapped == {"query", "feed_forward"}
+    with pytest.raises(UserError, match="cannot be met"):
+        Arm.parse("noble:budget=0.01%").apply(FAMILIES["glm"]())
+    with pytest.raises(UserError, match="no plain linear of this GPT2LMHeadModel is key"):
+        Arm.parse("noble:rank=2,select=key").apply(FAMILIES["gpt2"]())
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------
+
+
+def opt_recipe(arm):
+    task = OptLanguageModelTask(
+        text=make_recipe().task.text, backbone=OptBackbone(layers=2, width=32, heads=2, hidden=48, dropout=0.1)
+    )
+    return replace(make_recipe(arm, save_every=4), task=task)
+
+
+def train(recipe, out, resume=False):
+    return run_training(recipe, out, prepared=TEXT, resume=resume, quiet=True)
+
+
+RUNS = (
+    *(f"{BOTH},qk_norm=true", f"{BOTH},optimizer=muon", "noble:budget=30%", "baseline:optimizer=muon"),
+    "noble:rank=4+rational:groups=4",
+    "wide-mlp:ratio=3",
+)
+
+
+@pytest.mark.parametrize("arm", RUNS)
+def test_resuming_gives_the_same_bits(tmp_path, arm):
+    recipe = opt_recipe(arm)
+    recipe = replace(recipe, train=replace(recipe.train, save_every=4, keep_checkpoints=9))
+    done = train(recipe, tmp_path / "out")
+    again = train(recipe, cut_back(tmp_path / "out", tmp_path / "again", 4), resume=True)
+    weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("out", "again")]
+    assert weights[0] == weights[1]
+    assert replace(again, seconds=0.0) == replace(done, seconds=0.0)
+    with pytest.raises(UserError, match=r"^arm\."):
+        train(replace(recipe, arm=Arm.parse("nonlinear-query+noble:rank=5")), tmp_path / "out", resume=True)
+
+
+def test_trained_composition_loads_in_a_fresh_process(tmp_path):
+    train(opt_recipe(f"{BOTH},qk_norm=true"), tmp_path / "out")
+    model = load_model(tmp_path / "out" / "model").eval()
+    assert sum(isinstance(module, NonlinearQuery) for module in model.modules()) == 2
+    inputs = {"input_ids": torch.randint(0, TEXT.vocab_size, (2, 16))}
+    name, logits = logits_in_a_fresh_process(tmp_path / "out" / "model", "AutoModelForCausalLM", inputs)
+    assert name == "NonlinearLowrankOPTForCausalLM"
+    assert torch.equal(logits, model(**inputs).logits)
+
+
+# --- Muon -----------------------------------------------------------------------------------------------------
+
+
+def test_arm_has_its_own_optimizer(tmp_path):
+    train(make_recipe(f"{BOTH},optimizer=muon"), tmp_path / "muon")
+    train(make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"), tmp_path / "adamw")
+    state = tensor_names(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer")
+    by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
+    ends = {name.partition("self_attn.")[2] or name.partition("mlp.")[2] for name in by_muon}
+    assert ends == {
+        *("q_proj.query_down", "q_proj.query_up"),
+        *(f"{name}.dense.weight" for name in ("k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+    }
+    state = tensor_names(tmp_path / "adamw" / "checkpoints" / "step-000012" / "optimizer")
+    assert not [name for name in state if name.startswith("momentum_buffer/")]
+    recipe = json.loads((tmp_path / "muon" / "recipe.json").read_text())["recipe"]
+    assert (recipe["arm"]["optimizer"], recipe["train"]["optimizer"]) == ("muon", "adamw")
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+def test_adapters_are_not_muons():
+    model = get_peft_model(FAMILIES["llama"](), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="trains an adapter"):
+        optimizer_groups(model, make_recipe(), Arm.parse("lora:r=2,optimizer=muon"), 1e-3)
+    frozen = FAMILIES["llama"]().requires_grad_(False)
+    frozen.lm_head.requires_grad_(True)
+    with pytest.raises(UserError, match="trains no dense matrices"):
+        optimizer_groups(frozen, make_recipe(), Arm.parse("baseline:optimizer=muon"), 1e-3)

@@ -13,14 +13,11 @@ from safetensors.torch import load_file
 import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
 from nlr_lab.compare import compare
-from nlr_lab.compare.report import render_report, render_tables
-from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nlr_lab.training.arms import ARM_METHODS, apply_arm, build_model, optimizer_groups
-from nonlinear_lowrank.analysis.cost import count_parameters
-from nlr_lab.training.trainer import EndlessShuffle
 from nlr_lab.training.result import judged
+from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import UserError
 from training_helpers import cut_back
 
@@ -44,71 +41,6 @@ def trained_names(model) -> set[str]:
 def root(tmp_path_factory):
     """Tiny checkpoints and data, made once."""
     return helpers.root(tmp_path_factory.mktemp("data"))
-
-
-FORMS = {
-    "full": {},
-    "head": {},
-    "lora:r=4": {"r": 4},
-    "lora:r=4,lora_alpha=8,target_modules=query/value,lr=0.001": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["query", "value"],
-    },
-    "dora:r=1,plus=16": {"r": 1, "plus": 16},
-    "lora:r=2,grid=0.0001/0.001": {"r": 2},
-    "peanut:r=2,depth=1": {"r": 2, "depth": 1},
-    "lora:target_modules=all-linear": {"target_modules": "all-linear"},
-    r"lora:target_modules=.*\.query": {"target_modules": r".*\.query"},
-    "sine-lora:r=4,omega=200": {"r": 4, "omega": 200},
-    "sine-dora:r=1,omega=50": {"r": 1, "omega": 50},
-    "noble-adapter:r=4": {"r": 4},
-}
-
-
-@pytest.mark.parametrize("text", FORMS)
-def test_short_forms(text):
-    arm = Arm.parse(text)
-    assert arm.settings == FORMS[text]
-    assert str(arm) == text
-    assert Arm.parse(str(arm)) == arm
-    assert Recipe.from_json(replace(get_recipe("glue-minilm"), arm=arm).to_json()).arm == arm
-
-
-def test_short_names_of_settings_are_spelled_out():
-    arm = Arm.parse("lora:r=4,alpha=8,dropout=0.1,targets=query")
-    assert arm.settings == {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["query"]}
-    assert arm.name == "lora-r4-a8-lora_dropout0.1-on-query"
-    assert Arm.parse("lora:r=2,grid=1e-3/1e-4").grid == (1e-3, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lora:rank=4", r"lora has no setting 'rank'; it has r, lora_alpha"),
-        ("lora:r=0", "r of lora must be a positive integer"),
-        ("lora:r=four", "r of lora"),
-        ("dora:use_dora=false", "no setting 'use_dora'"),
-        ("lora:plus=0.5", "plus of lora"),
-        ("peanut:plus=2", "no setting 'plus'"),
-        ("full:r=2", "full has no setting 'r'"),
-        ("lora:r=2,grid=0.1", "two different learning rates"),
-        ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
-        ("lora:r=2,grid=a/b", "grid must be a number"),
-        ("lora:r=2,grid=-1/1", "grid must be"),
-        ("lorra:r=2", "unknown arm 'lorra"),
-        ("peanut:act_fn=nothing", "peanut"),
-        ("sine-lora:omega=0", "omega"),
-    ],
-)
-def test_bad_arms(text, message, root):
-    def use():
-        recipe = helpers.recipe(helpers.glue_task(root), text)
-        apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
-
-    with pytest.raises(UserError, match=message) as caught:
-        use()
-    assert "\n" not in str(caught.value)
 
 
 def test_controls_are_what_is_none_of_our_methods():
@@ -171,6 +103,8 @@ def test_arms_that_do_not_fit(root):
     language = helpers.instruction_task(root)
     with pytest.raises(UserError, match="head trains a new head, and this model has none"):
         Arm.parse("head").apply(language.build_on_meta(), AdapterSetup())
+    with pytest.raises(UserError, match="peanut"):
+        Arm.parse("peanut:act_fn=nothing").apply(task.build_on_meta(), setup)
     with pytest.raises(UserError, match="init= is for"):
         task.build_model(None, "noble")
 
@@ -228,13 +162,6 @@ def test_epochs_become_steps():
 def test_impossible_lengths_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         TrainConfig(**{"epochs": 1, "batch_size": 8, "lr": 1e-3, **settings})
-
-
-def test_order_tells_passes_apart():
-    order = list(EndlessShuffle(5, 12, seed=3, passes=True))
-    assert sorted(order[:5]) == list(range(5))
-    assert sorted(order[5:10]) == list(range(5, 10))
-    assert [index % 5 for index in order] == list(EndlessShuffle(5, 12, seed=3))
 
 
 def test_last_and_best_are_read_from_the_log():
@@ -433,8 +360,7 @@ def test_compare_by_a_metric(root, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["metric"] == {"name": "matthews", "higher_is_better": True, "unit": ""}
     lora, head, sine = results["arms"]
-    assert [each["trainable"] for each in results["arms"]] == [256 + 34, 34, 256 + 34]
-    assert [each["control"] for each in results["arms"]] == [True, True, False]
+    assert [(each["trainable"], each["control"]) for each in results["arms"]] == [(290, True), (34, True), (290, False)]
     assert [run["lr"] for run in lora["tuning"]] == [0.001, 0.003]
     assert (head["tuning"], sine["tuning"]) == ([], [])
     best = max(lora["tuning"], key=lambda run: (run["selection"], -run["final_loss"], -run["lr"]))
@@ -443,25 +369,15 @@ def test_compare_by_a_metric(root, tmp_path):
         for run in arm["runs"]:
             path = tmp_path / "out" / "runs" / arm["name"] / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
             result = TrainResult.from_json((path / "result.json").read_text())
-            assert (run["score"], run["selection"], run["best_score"]) == (
-                *(result.score, result.selection),
-                result.best_score,
-            )
-            assert result.trainable == arm["trainable"]
+            assert all(run[name] == getattr(result, name) for name in ("score", "selection", "best_score"))
         assert arm["score"]["mean"] == pytest.approx(sum(run["score"] for run in arm["runs"]) / 2)
     pair = results["against"]["lora-r2"]["head"]
     deltas = [b["score"] - a["score"] for a, b in zip(lora["runs"], head["runs"], strict=True)]
     assert pair["delta"]["value"] == pytest.approx(sum(deltas) / 2)
-    assert pair["step_speedup"]["value"] is None
-    assert head["step_time_ratio"]["n"] == 3
+    assert (pair["step_speedup"]["value"], head["step_time_ratio"]["n"]) == (None, 3)
     report = (tmp_path / "out" / "report.md").read_text()
-    assert report == render_report(results)
     assert "| arm | lr | trainable | matthews | best step | delta [95 %] | p | p (Holm) |" in report
     assert "speedup" not in report
-    assert "matthews against learning rate" in report
-    assert report.isascii()
-    assert render_tables(results)
-    assert "290" in str(comparison)
     assert {"curves.png", "rates.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     again = compare(recipe, tmp_path / "out", arms=arms, resume=True, **options)
     assert again.results["arms"][0]["runs"] == comparison.results["arms"][0]["runs"]

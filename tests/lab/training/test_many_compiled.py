@@ -60,17 +60,14 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_steps_of_every_arm_are_compiled(compiled):
-    bench_step(TrainBenchConfig(sequence_length=8, batch_size=2, **MODEL))
+@pytest.mark.parametrize("what", ["steps", "tokens"])
+def test_every_arm_is_benchmarked_compiled(compiled, what):
+    if what == "steps":
+        bench_step(TrainBenchConfig(sequence_length=8, batch_size=2, **MODEL))
+    else:
+        bench_decode(DecodeBenchConfig(context=4, batch_sizes=(1,), **MODEL))
     met, ok = compiled()
     assert met == ok >= len(RANKS) + 1  # and the baseline
-
-
-@pytest.mark.slow
-def test_tokens_of_every_arm_are_compiled(compiled):
-    bench_decode(DecodeBenchConfig(context=4, batch_sizes=(1,), **MODEL))
-    met, ok = compiled()
-    assert met == ok >= len(RANKS) + 1
 
 
 def test_comparison_of_fields_is_compiled(compiled, tmp_path):

@@ -123,46 +123,26 @@ def test_changes_are_named(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--from", "{run}", "--out", "{run}"], "is the run itself"),
-        (["llm-demo", "--from", "{run}", "--out", "{new}"], "omit llm-demo"),
-        (["--from", "{run}", "--out", "{new}", "--lr", "1"], "--lr"),
-        (["--from", "{run}"], "--out"),
-        (["--from", "{run}/model", "--out", "{new}"], "is no run folder"),
-        (["--from", "{run}/nothing", "--out", "{new}"], "does not exist"),
+        ("train --from {run} --out {run}", "is the run itself"),
+        ("train llm-demo --from {run} --out {new}", "omit llm-demo"),
+        ("train --from {run} --out {new} --lr 1", "--lr"),
+        ("train --from {run}", "--out"),
+        ("train --from {run}/model --out {new}", "is no run folder"),
+        ("train --from {run}/nothing --out {new}", "does not exist"),
+        ("finetune --from {run} --out {new}", "nlr train --from {run}"),
+        ("train --from {code} --out {new}", "calls test_repeat:unpools, code that the folder only names"),
+        ("train --from {code} --out {new} --allow-code", "no deterministic kernel"),  # it was called
+        ("train --from {damaged} --out {new}", "is damaged"),
     ],
 )
 def test_refused(trained, tmp_path, capsys, arguments, words):
-    filled = [each.format(run=trained / "run", new=tmp_path / "new") for each in arguments]
-    code, _, err = again(capsys, "train", *filled)
-    assert code == 2
-    assert words in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
-def test_each_command_repeats_its_own_runs(trained, tmp_path, capsys):
-    code, _, err = again(capsys, "finetune", "--from", trained / "run", "--out", tmp_path / "new")
-    assert code == 2
-    assert f"nlr train --from {trained / 'run'}" in err
-
-
-def test_code_that_a_folder_names_is_not_called_unasked(trained, tmp_path, capsys):
     about = read(trained / "run" / "recipe.json")
     about["recipe"]["arm"] = {"method": "test_repeat:unpools"}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text(json.dumps(about))
-    arguments = ["train", "--from", tmp_path / "run", "--out", tmp_path / "again"]
-    code, _, err = again(capsys, *arguments)
+    for name, text in {"code": json.dumps(about), "damaged": '{"recipe": {"name": "x"'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.json").write_text(text)
+    places = {"run": trained / "run", **{name: tmp_path / name for name in ("new", "code", "damaged")}}
+    code, _, err = again(capsys, *(each.format(**places) for each in arguments.split()))
     assert code == 2
-    assert "calls test_repeat:unpools" in err
-    assert "--allow-code" in err
-    code, _, err = again(capsys, *arguments, "--allow-code")
-    assert code == 2
-    assert "no deterministic kernel" in err  # it was called
-
-
-def test_damaged_recipe_is_one_line(trained, tmp_path, capsys):
-    (tmp_path / "recipe.json").write_text('{"recipe": {"name": "x"')
-    code, _, err = again(capsys, "train", "--from", tmp_path, "--out", tmp_path / "new")
-    assert code == 2
-    assert "is damaged" in err
+    assert words.format(**places) in err
+    assert not (tmp_path / "new" / "result.json").exists()
