@@ -1,9 +1,7 @@
 """The points that a closed mesh has inside (one ray a column, all its hits, parity), and those that a step sees.
 
 The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowrank.txt, section 4.4, after Saragadam et
-al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells:
-
-    x_i = (2 i + 1) / n - 1,    i = 0 .. n - 1
+al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells, at (2 i + 1) / n - 1.
 
 A point is inside where a ray from below it has crossed the surface an odd number of times. Rays run along z, one for
 all n points of a column, n columns by n in slabs. A ray that runs along an edge may hit one of its triangles, both or
@@ -85,8 +83,7 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     volume = abs(float(signed_volumes(unit.triangles).sum())) / 8
     if not volume > 1e-12:
         raise UserError(
-            "the mesh's faces enclose no volume, or their bodies' volumes cancel out; turn the faces of all bodies "
-            "outwards, as read_mesh does"
+            "the faces enclose no volume, or their bodies' volumes cancel out; read_mesh turns them"
         )
     caster, nudge = RayMeshIntersector(unit), np.random.default_rng(0)
     inside = np.empty((n * n, n), dtype=bool)
@@ -110,10 +107,10 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
                 break
             recast += len(todo)
         else:
-            raise UserError(
-                f"{len(todo)} of {len(cells):,} rays cross the mesh an odd number of times wherever they are cast: it "
-                "is open; close it in a mesh editor"
+            rays = f"{len(todo)} of {len(cells):,} rays"
+                f"{len(todo)} of {len(cells):,} rays cross the mesh an odd number of times wherever they are cast"
             )
+            raise UserError(f"{rays} cross the mesh an odd number of times: it is open; close it in a mesh editor")
         # The first point above a hit, by cell and then by the place within it; each hit turns all points above it.
         first = np.clip(np.ceil((height + 1) * (n / 2) - within[column, 2]), 0, n).astype(np.int64)
         turns = np.zeros((len(cells), n + 1), dtype=bool)

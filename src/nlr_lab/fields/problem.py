@@ -27,12 +27,10 @@ _SQUARED_SLOPE = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class FieldMethod:
-    """The linears that a field is made of.
+    """The linears that a field is made of (sine_lowrank.txt, equations (2) and (3)).
 
     Raises:
         UserError: a value is out of range, or has no meaning for this kind; the message names it.
-
-    Source: sine_lowrank.txt, equations (2) and (3).
     """
 
     kind: Kind = "dense"
@@ -86,17 +84,16 @@ class FieldMethod:
         """Return whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
         return self.rank is not None and self.rank * (d_in + d_out) < d_in * d_out
 
-    def linear(self, d_in: int, d_out: int, bias: bool = True, *, generator: torch.Generator) -> nn.Module:
+    def linear(self, d_in: int, d_out: int, *, generator: torch.Generator) -> nn.Module:
         """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where factors are no smaller."""
         if not self.factors(d_in, d_out):
-            return dense_linear(d_in, d_out, bias, init=self.init, generator=generator)
+            return dense_linear(d_in, d_out, init=self.init, generator=generator)
         config = self.factors_config()
         assert config is not None
-        layer = SineLowRankLinear(d_in, d_out, bias, config=config)
+        layer = SineLowRankLinear(d_in, d_out, True, config=config)
         _draw(layer.sine_up, config.rank, self.init, generator)
         _draw(layer.sine_down, d_in, self.init, generator)
-        if layer.bias is not None:
-            _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
+        _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
         return layer
 
     def factors_config(self) -> SineLowRankConfig | None:
@@ -108,14 +105,11 @@ class FieldMethod:
         )
 
 
-def dense_linear(
-    d_in: int, d_out: int, bias: bool = True, *, init: Init = "kaiming_sqrt5", generator: torch.Generator
-) -> nn.Linear:
+def dense_linear(d_in: int, d_out: int, *, init: Init = "kaiming_sqrt5", generator: torch.Generator) -> nn.Linear:
     """A dense linear drawn from the generator; with the default init as nn.Linear draws it."""
-    layer = nn.Linear(d_in, d_out, bias)
+    layer = nn.Linear(d_in, d_out)
     _draw(layer.weight, d_in, init, generator)
-    if bias:
-        _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
+    _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
     return layer
 
 

@@ -50,9 +50,7 @@ class Cameras:
         for name, values in (("pose", self.poses), ("focal length or centre", self.intrinsics)):
             finite = np.isfinite(values).reshape(len(values), -1).all(1)
             if not finite.all():
-                raise UserError(
-                    f"the {name} of view {finite.argmin()} holds a value that is not finite; fix or remove that view"
-                )
+                raise UserError(f"the {name} of view {finite.argmin()} holds a value that is not finite; fix that view")
         rotations, focals = self.poses[:, :, :3], self.intrinsics[:, :2].min(1, initial=np.inf)
         off = np.abs(rotations.transpose(0, 2, 1) @ rotations - np.eye(3)).max((1, 2), initial=0)
         for view, (error, focal) in enumerate(zip(off, focals, strict=True)):
@@ -60,10 +58,8 @@ class Cameras:
                 raise UserError(f"the focal length of view {view} must be above 0, got {focal:g}")
             if error > _ROTATION_ERROR or np.linalg.det(rotations[view]) < 0:
                 what = "mirrored" if error <= _ROTATION_ERROR else f"R^T R is off the identity by {error:.2g}"
-                raise UserError(
-                    f"the pose of view {view} is not a rotation ({what}); poses are camera-to-world [R | t] with "
-                    "orthonormal R of determinant 1"
-                )
+                hint = "poses are camera-to-world [R | t] with orthonormal R of determinant 1"
+                raise UserError(f"the pose of view {view} is not a rotation ({what}); {hint}")
 
     def __len__(self) -> int:
         return len(self.poses)

@@ -68,17 +68,14 @@ class Scene:
         if len(set(out)) != len(out):
             raise UserError(f"the held-out views {', '.join(map(str, out))} name one twice")
         if not out or not self.trained:
-            raise UserError(
-                f"{self.name} has {views} views; hold out at least one and leave at least one to train on, "
-                f"not {len(out)}" + (f" beside {len(self.set_aside)} test views" if self.set_aside else "")
-            )
+            beside = f" beside {len(self.set_aside)} test views" if self.set_aside else ""
+            hint = "hold out at least one and leave at least one to train on"
+            raise UserError(f"{self.name} has {views} views; {hint}, not {len(out)}{beside}")
         if not 0 <= self.near < self.far < np.inf:
             raise UserError(f"{self.name} needs 0 <= near < far, not near {self.near:g} and far {self.far:g}")
         if self.ndc and (behind := np.flatnonzero((cameras.corners()[..., 2] >= 0).any(1))).size:
-            raise UserError(
-                f"view {behind[0]} of {self.name} sees sideways or backwards, at least in a corner of its picture, "
-                "which normalised device coordinates cannot show; turn them off (--no-ndc, ndc=False)"
-            )
+            hint = "which normalised device coordinates cannot show; turn them off (--no-ndc, ndc=False)"
+            raise UserError(f"view {behind[0]} of {self.name} sees sideways or backwards in a corner, {hint}")
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -195,9 +192,7 @@ def _llff_images(path: Path, downscale: int) -> tuple[Path, int]:
     if not usable:
         found = ", ".join(folder.name for folder in there.values()) or "none"
         hint = f"give downscale {next(iter(there))}" if there else "put them into images/"
-        raise UserError(
-            f"{path} has no pictures that give downscale {downscale} (folders of pictures: {found}); {hint}"
-        )
+        raise UserError(f"{path} has no pictures for downscale {downscale} (folders of pictures: {found}); {hint}")
     return there[usable[-1]], downscale // usable[-1]
 
 
@@ -215,15 +210,13 @@ def _llff(
     unit = depths.min() * _NEAR_PLANE
     poses[:, :, 3] /= unit
     depths = depths / unit
-    height, width = pictures.height, pictures.width
+    size = height, width = pictures.height, pictures.width
     full_height, full_width, focal = table[:, :, 4].T
     if (table[:, :2, 4] <= 0).any():
         raise UserError(f"{name}: height and width (columns 5 and 10) must be above 0")
     middle = np.full(len(focal), width / 2), np.full(len(focal), height / 2)
-    checked = Cameras(
-        poses, np.stack([focal * width / full_width, focal * height / full_height, *middle], 1), height, width
-    )
-    cameras = Cameras(recentred(checked.poses), checked.intrinsics, height, width).reduced(factor)
+    checked = Cameras(poses, np.stack([focal * width / full_width, focal * height / full_height, *middle], 1), *size)
+    cameras = Cameras(recentred(checked.poses), checked.intrinsics, *size).reduced(factor)
     # Between the nearest and the farthest depth, three quarters of the way in 1 / depth: as LLFF's own paths do.
     focus = 1 / (0.25 / (0.9 * depths.min()) + 0.75 / (5.0 * depths.max()))
     held_out = tuple(range(0, len(bounds), HOLD_OUT)) if held_out is None else held_out
@@ -233,9 +226,7 @@ def _llff(
 
 def _check_count(name: str, pictures: _Pictures, poses: np.ndarray) -> None:
     if len(pictures.colours) != len(poses):
-        raise UserError(
-            f"{name} has {len(pictures.colours)} images and {len(poses)} poses; give one pose for each image"
-        )
+        raise UserError(f"{name} has {len(pictures.colours)} images and {len(poses)} poses; give one of each a view")
 
 
 def _blender_npz(path: Path, arrays: dict[str, np.ndarray], downscale: int) -> tuple[list[_Pictures], np.ndarray, list]:
@@ -244,11 +235,8 @@ def _blender_npz(path: Path, arrays: dict[str, np.ndarray], downscale: int) -> t
     focals = {"focal", "camera_angle_x"} & set(arrays)
     missing = [name for side in sides for name in (f"images_{side}", f"poses_{side}") if name not in arrays]
     if missing or not focals:
-        raise UserError(
-            f"{path} needs the arrays images, poses_bounds, or images_train, poses_train, images_test, poses_test, "
-            f"focal; of the second it lacks {', '.join(missing + ([] if focals else ['focal']))} "
-            f"(it has {', '.join(arrays) or 'none'})"
-        )
+        lacks, has = ", ".join(missing + ([] if focals else ["focal"])), ", ".join(arrays) or "nothing"
+        raise UserError(f"{path} lacks {lacks} (it has {has}); give these, or images and poses_bounds")
     parts, poses = [], []
     for side in sides:
         parts.append(_pictures_of(f"{path.stem}, images_{side}", arrays[f"images_{side}"], downscale))
@@ -265,10 +253,7 @@ def _blender_folder(path: Path, downscale: int) -> tuple[list[_Pictures], np.nda
         sides = [path / "transforms.json"]
     missing = [each.name for each in sides if not each.is_file()]
     if missing:
-        raise UserError(
-            f"{path} lacks {' and '.join(missing)}; a scene's folder has poses_bounds.npy, or "
-            "transforms_train.json and transforms_test.json, or transforms.json"
-        )
+        raise UserError(f"{path} lacks {' and '.join(missing)}; give these, or poses_bounds.npy, or transforms.json")
     parts, poses, intrinsics = [], [], []
     for side in sides:
         try:
@@ -283,9 +268,7 @@ def _blender_folder(path: Path, downscale: int) -> tuple[list[_Pictures], np.nda
             if not isinstance(frame, dict) or not {"file_path", "transform_matrix"} <= set(frame):
                 raise UserError(f"{side}: frame {number} needs file_path and transform_matrix")
             if not is_inside(frame["file_path"]):
-                raise UserError(
-                    f"{side} names {frame['file_path']!r}, which is not in the scene's folder; name files in it"
-                )
+                raise UserError(f"{side} names {frame['file_path']!r}, not in the scene's folder; name files in it")
             file = path / frame["file_path"]
             files.append(file if file.suffix.lower() in _SUFFIXES else file.with_name(file.name + ".png"))
         parts.append(_pictures_in(files, downscale))

@@ -330,15 +330,3 @@ def test_hierarchical_samples_of_an_empty_ray_spread_over_it_and_those_of_a_spik
     drawn = importance(edges, spike, torch.full((1, 1000), 0.5))
     assert ((drawn >= edges[0, 40]) & (drawn <= edges[0, 41])).all()
     assert drawn.isfinite().all()
-
-
-def test_fine_samples_find_a_thin_wall_that_coarse_ones_blur():
-    """A wall between t = 2 and 2.05: 12 coarse samples misplace it, 48 fine ones around them do not."""
-
-    def wall(points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
-        inside = torch.sigmoid(400 * (points[..., 2] - 2.0))
-        return 200 * inside, points[..., 2:].expand_as(points)  # seen is the depth
-
-    rays = Rays(torch.zeros(50, 3), torch.tensor([[0.0, 0.0, 1.0]]).expand(50, 3), torch.zeros(50, 3))
-    coarse, fine = render(wall, None, rays, torch.rand(50, 12), torch.rand(50, 48), near=1.0, far=3.0, background=0.0)
-    assert (fine - 2.0).abs().mean() < 0.35 * (coarse - 2.0).abs().mean()

@@ -84,20 +84,6 @@ def test_expected_loss_is_the_whole_boxs(share):
     assert np.mean(found) == pytest.approx(float(whole.detach()), abs=5 * np.std(found) / 20**0.5)
 
 
-def test_points_near_the_surface_make_the_losss_gradient_steadier():
-    """A ball that is nearly right: all that is left to learn is at its surface."""
-
-    def spread(share):
-        problem, found = ball_problem(points=500, surface_share=share, surface_band=0.06, resolution=96), []
-        for _ in range(150):
-            model = Ball(0.98, steep=150)
-            problem.loss(model, problem.batch(0, seeded())).backward()
-            found.append(float(model.radius.grad))
-        return np.std(found)
-
-    assert spread(0.8) < 0.85 * spread(0.0)
-
-
 def test_band_holds_what_has_the_other_kind_so_near():
     generator = rng()
     n, cells = 17, 2
@@ -259,19 +245,8 @@ def torus():
     return mesh, depth
 
 
-def shell():
-    outer, inner = (trimesh.creation.icosphere(5, radius) for radius in (1.0, 0.6))
-    mesh, back = turned(trimesh.util.concatenate([outer, inner]))
-
-    def depth(points):
-        radius = np.linalg.norm(back(points), axis=-1)
-        return np.minimum(1 - radius, radius - 0.6)
-
-    return mesh, depth
-
-
 @pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
-@pytest.mark.parametrize("shape", [box, torus, shell])
+@pytest.mark.parametrize("shape", [box, torus])
 def test_inside_is_where_the_formula_says(shape, off_lattice):
     mesh, depth = shape()
     points, grid = sampled(mesh, 40, off_lattice)
@@ -375,7 +350,7 @@ def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch)
     inverted.invert()
     box = trimesh.creation.box()
     for mesh, resolution, message in (
-        (holed, 32, "odd number of times wherever they are cast: it is open"),
+        (holed, 32, "odd number of times: it is open"),
         (trimesh.util.concatenate([box, inverted]), 8, "enclose no volume, or their bodies' volumes cancel out"),
         (box, 100_000, r"resolution 100000: so many points .* takes 1000000.1 GB and .* GB are free"),
         *((box, wrong, "resolution must be an integer of at least 2") for wrong in (1, 2.5, True)),

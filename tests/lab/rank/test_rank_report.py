@@ -138,7 +138,7 @@ def test_bare_files_need_omega_for_sine_factors(tmp_path, capsys):
 @pytest.mark.parametrize("activation", ["gaussian", "siren"])
 @pytest.mark.parametrize("text", ["low-rank:rank=2", "sine:rank=2,omega=40", "sine:rank=2,gain=3", "dense"])
 def test_fields_are_measured_as_their_weights_finished_or_not(tmp_path, capsys, text, activation):
-    """In the fit's folder, a checkpoint, by the file; omega is asked for where fit.json lacks the problem's settings."""
+    """In the fit's folder, a checkpoint, by the file; omega is asked where fit.json lacks the problem's settings."""
     field = FieldConfig(in_features=2, out_features=3, width=24, activation=activation)
     settings = ImageSettings(source="china", crop=64, size=8, points=0, field=field)
     problem, method = settings.prepare(), FieldMethod.parse(text)
