@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -160,11 +160,7 @@ class Task:
         raise NotImplementedError
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Return data that are ready for training.
-
-        Raises:
-            UserError: the data cannot be used; the message says why and what to change.
-        """
+        """Return data that are ready for training; raise UserError where they cannot be used."""
         raise NotImplementedError
 
     def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
@@ -190,8 +186,7 @@ class Task:
         raise UserError("only a task of GLUE has more than one labelled split; omit --split")
 
     def with_data_known(self) -> Self:
-        """Return the task with the settings written out that it reads off its data; raise UserError where the data do
-        not tell."""
+        """Return the task with the settings written out that it reads off its data, or raise UserError."""
         return self
 
 
@@ -239,14 +234,8 @@ def name_classes(model: Any, classes: Sequence[str]) -> None:
 def scores(names: Sequence[str]) -> Score:
     """Return a function (logits (N, C), labels (N,)) -> {name: score}; higher is better in all.
 
-    | name              | from               | on                                           |
-    |-------------------|--------------------|----------------------------------------------|
-    | accuracy          | scikit-learn       | the largest logit                            |
-    | f1                | scikit-learn       | the largest logit, class 1 against the rest  |
-    | matthews          | scikit-learn       | the largest logit                            |
-    | pearson, spearman | scipy              | the only logit                               |
-
-    Where a number is not defined, because every prediction is the same, it is 0, as for a guess.
+    Names are accuracy, f1 (class 1 against the rest) and matthews, of the largest logit by scikit-learn; pearson and
+    spearman, of the only logit by scipy. Where a number is not defined, because every prediction is the same, it is 0.
     """
     return lambda logits, labels: {name: _score(name, logits, labels) for name in names}
 
@@ -373,38 +362,33 @@ def _describe(value: str, fingerprint: str) -> dict[str, Any]:
     if value == "stdlib":
         from nlr_lab.tasks.text.data import library_sources
 
-        whole = _hashed(Path(), library_sources())
+        whole = _hashed({os.path.relpath(file, Path(os.__file__).parent): file for file in library_sources()})
         return {"name": value, "bytes": whole["bytes"], "sha256": whole["sha256"]}
-    if value in _OURS:
-        return {"name": value}
+    if value in _OURS or not path.exists():
+        return {"name": value, **({} if value in _OURS else {"fingerprint": fingerprint})}
     if path.is_file():
-        return {"name": path.name, **_hashed(path.parent, [path])}
-    if path.is_dir():
-        if (path / "recipe.json").is_file() and (path / "model").is_dir():
-            path = path / "model"  # of a run folder that is what is read
-        visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
-        return {"name": path.name, **_hashed(path, sorted(file for file in visible if file.is_file()))}
-    return {"name": value, "fingerprint": fingerprint}
+        return {"name": path.name, **_hashed({path.name: path})}
+    if (path / "recipe.json").is_file() and (path / "model").is_dir():
+        path = path / "model"  # of a run folder that is what is read
+    files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+    visible = {name: file for name, file in files.items() if not any(part[0] == "." for part in Path(name).parts)}
+    return {"name": path.name, **_hashed(visible)}
 
 
-def _hashed(root: Path, files: Iterable[Path]) -> dict[str, Any]:
+def _hashed(files: Mapping[str, Path]) -> dict[str, Any]:
     try:
-        found = {file: file.stat() for file in files}
-        total = sum(about.st_size for about in found.values())
-        entries: dict[str, dict[str, Any]] = {}
-        digest = hashlib.sha256()
-        for file, about in found.items():
-            name = str(file.relative_to(root)) if root != Path() else file.name
-            content = None if total > _MOST_BYTES else _sha256(file, about.st_size, about.st_mtime_ns)
-            entries[name] = {"bytes": about.st_size, "sha256": content}
-            digest.update(f"{name}\n{content}\n".encode())
+        about = {name: file.stat() for name, file in files.items()}
+        total = sum(each.st_size for each in about.values())
+        hashes = {name: _sha256(files[name], each.st_mtime_ns) for name, each in about.items() if total <= _MOST_BYTES}
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
-    return {"bytes": total, "sha256": None if total > _MOST_BYTES else digest.hexdigest(), "files": entries}
+    entries = {name: {"bytes": each.st_size, "sha256": hashes.get(name)} for name, each in about.items()}
+    whole = hashlib.sha256("".join(f"{name}\n{content}\n" for name, content in hashes.items()).encode()).hexdigest()
+    return {"bytes": total, "sha256": whole if hashes else None, "files": entries}
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _sha256(file: Path, size: int, modified: int) -> str:
+def _sha256(file: Path, modified: int) -> str:
     """Return the hash of a file's content; the runs of a comparison share one reading."""
     from nonlinear_lowrank.hub.storage import hash_file
 

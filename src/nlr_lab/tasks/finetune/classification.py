@@ -137,28 +137,23 @@ class GlueTask(FinetuneTask):
 
     @property
     def measure(self) -> Measure:
-        """The task's first metric."""
         return Measure(name=GLUE[self.glue.name].metrics[0], higher_is_better=True, unit="")
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of an example, at most."""
         return self.glue.max_length
 
     def with_data_known(self) -> "GlueTask":
-        """Return the task by its name, where it is "auto"."""
         return replace(self, glue=replace(self.glue, task=self.glue.name))
 
     def on_split(self, name: Any) -> "GlueTask":
-        """Return the task with its final score on another labelled split, "dev" or "test"."""
         return replace(self, glue=replace(self.glue, scored=name))
 
     def prepare(self, progress: bool = True) -> Prepared:
         """Read, split and tokenize; nothing is cached. Raise UserError where files or the checkpoint cannot be used."""
         from .sequences import PadRight
 
-        data, name = self.glue, self.glue.name
-        info = GLUE[name]
+        data, name, info = self.glue, self.glue.name, GLUE[self.glue.name]
         rows, scored = read_split(name, data.source, "train"), read_split(name, data.source, data.scored)
         tokenizer = self.model.tokenizer()
         used = choose(len(rows.texts), data.train_rows, 1)
@@ -188,7 +183,6 @@ class GlueTask(FinetuneTask):
         )
 
     def load_model(self, prepared: Any, seed: int) -> Any:
-        """Return the pretrained encoder with a head drawn from the seed."""
         classes = GLUE[self.glue.name].classes
         model = self.model.text_classifier(len(classes or (0,)), seed)
         if classes is not None:
@@ -196,7 +190,6 @@ class GlueTask(FinetuneTask):
         return model
 
     def build_on_meta(self) -> Any:
-        """Return the same on the meta device."""
         return self.model.on_meta("text", len(GLUE[self.glue.name].classes or (0,)))
 
 
@@ -370,14 +363,10 @@ class ImageTask(FinetuneTask):
     model: Pretrained
     """The vision model."""
 
-    @property
-    def measure(self) -> Measure:
-        """Accuracy."""
-        return ACCURACY
+    measure = ACCURACY
 
     @property
     def sequence_length(self) -> int:
-        """Patches of an image, the class token included."""
         config = self.model.config()
         patch = getattr(config, "patch_size", None)
         return 1 if patch is None else (getattr(config, "image_size", 224) // patch) ** 2 + 1
@@ -408,14 +397,12 @@ class ImageTask(FinetuneTask):
         return Pixels(size=size, channels=channels, mean=mean, std=std)
 
     def load_model(self, prepared: Any, seed: int) -> Any:
-        """Return the pretrained model with a head drawn from the seed."""
         model = self.model.image_classifier(len(prepared.classes), seed)
         name_classes(model, prepared.classes)
         return model
 
     def build_on_meta(self) -> Any:
-        """Return the same on the meta device, with ten classes where the data are not known yet."""
-        return self.model.on_meta("image", len(self.images.classes) or 10)
+        return self.model.on_meta("image", len(self.images.classes) or 10)  # where the data are not known yet
 
 
 def vary_image(picture: Any, pixels: "Pixels", generator: np.random.Generator, *, crop: bool) -> Batch:

@@ -98,14 +98,10 @@ class InstructionTask(FinetuneTask):
 
     task_type = "CAUSAL_LM"
 
-    @property
-    def measure(self) -> Measure:
-        """The loss on the answers."""
-        return Measure(unit="nats per answer token")
+    measure = Measure(unit="nats per answer token")
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of an example, at most."""
         return self.instructions.max_length
 
     def prepare(self, progress: bool = True) -> Prepared:
@@ -117,8 +113,7 @@ class InstructionTask(FinetuneTask):
         from .sequences import PackedExamples, PadRight
 
         data = self.instructions
-        tokenizer = self.model.tokenizer()
-        if tokenizer.eos_token is None:
+        if (tokenizer := self.model.tokenizer()).eos_token is None:
             raise UserError(f"the tokenizer of {self.model.checkpoint!r} has no end-of-text token to end answers with")
         pack = require("instruct", "trl").pack_dataset if data.packing else None
         tokens = Tokens(tokenizer, data.max_length)
@@ -132,15 +127,15 @@ class InstructionTask(FinetuneTask):
             valid = valid.select(range(min(len(valid), data.eval_rows)))
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
-        rows: Any = train if pack is None else PackedExamples(train, data.max_length, pack)
+        lines, rows = [f"instructions: {summary(facts)}"], train
+        if "valid" in facts:
+            lines.append(f"instructions (evaluated): {summary(facts['valid'])}")
         if pack is not None:
+            rows = PackedExamples(train, data.max_length, pack)
             facts["packed_rows"] = len(rows)
+            lines.append(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
         if progress:
-            print(f"instructions: {summary(facts)}")
-            if "valid" in facts:
-                print(f"instructions (evaluated): {summary(facts['valid'])}")
-            if pack is not None:
-                print(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
+            print("\n".join(lines))
         seen = [np.concatenate(pair) for side in (train, valid) for pair in zip(side.ids, side.labels, strict=True)]
         return Prepared(
             train=rows,
@@ -153,7 +148,6 @@ class InstructionTask(FinetuneTask):
         )
 
     def load_model(self, prepared: Any, seed: int) -> Any:
-        """Return the pretrained model; nothing in it is drawn."""
         from .sequences import check_packing
 
         model = self.model.causal()
@@ -165,7 +159,6 @@ class InstructionTask(FinetuneTask):
         return model
 
     def build_on_meta(self) -> Any:
-        """Return the same on the meta device."""
         return self.model.on_meta("causal")
 
 

@@ -100,11 +100,8 @@ class Corpus:
     """A first document that is longer is cut."""
 
     def files(self) -> list[Path]:
-        """Return the files that a local source is made of, sorted; none for a dataset. Hidden ones are skipped.
-
-        Raises:
-            UserError: it does not exist, or holds no file of a known kind.
-        """
+        """Return the files that a local source is made of, sorted, but hidden ones; none for a dataset. Raise UserError
+        where there are none of a known kind."""
         if self.source == "stdlib":
             return library_sources()
         path = Path(self.source).expanduser()
@@ -122,11 +119,8 @@ class Corpus:
         return []
 
     def identity(self) -> str:
-        """Return a hash of the source's content and of how it is read.
-
-        A dataset is known by its name and its fingerprint; a streamed one, of which nothing is here to be hashed, by
-        its name alone.
-        """
+        """Return a hash of the source's content and of how it is read. A dataset is known by its name and fingerprint,
+        a streamed one by its name alone."""
         files = self.files()
         # A folder that `datasets` reads may give other documents than its files do.
         reading = [self.text_field, self.separator, self.max_bytes, "files" if files else "dataset"]
@@ -146,11 +140,7 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        """Yield every document that is not blank.
-
-        Raises:
-            UserError: a file is binary, damaged or lacks the text; the message names the place.
-        """
+        """Yield every document that is not blank; raise UserError where a file is binary, damaged or lacks the text."""
         size, files = 0, self.files()
         for document in self._of_files(files) if files else self._rows():
             if not document.strip():

@@ -93,7 +93,7 @@ class GlmBackbone(Backbone):
     """A GLM. Every linear is separate but the gate-up projection, one linear of width -> 2 x hidden."""
 
     def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> "GlmConfig":
-        """Return the transformers config of these sizes."""
+        """Return transformers' config of these sizes."""
         from transformers import GlmConfig
 
         config = GlmConfig(
@@ -170,22 +170,18 @@ class TextTask(Task):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence."""
         return self.text.sequence_length
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Return tokenized, packed, cached text."""
         from .packed import prepare_text
 
         return prepare_text(self.text, progress=progress)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        """Return the plain model; embedding and head are the same for every dense_init."""
         config = self._config(prepared.vocab_size, **{name: getattr(prepared.tokenizer, name) for name in self._tokens})
         return build_drawn(self._model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self, vocab_size: int | None = None) -> Any:
-        """Return the plain model on the meta device."""
         return build_meta(self._model_class, self._config(vocab_size or self.text.vocab_size))
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:
@@ -263,10 +259,7 @@ class MaskedLanguageModelTask(TextTask):
         if self.text.tokenizer == "bpe":
             raise UserError(f"hidden tokens need a tokenizer with a mask token, which 'bpe' has not; choose {_CHOICES}")
 
-    @property
-    def measure(self) -> Measure:
-        """The loss of the tokens that are predicted."""
-        return Measure(unit="nats per masked token")
+    measure = Measure(unit="nats per masked token")
 
     def prepare(self, progress: bool = True) -> Prepared:
         """Return packed text with its masks; raise UserError where its tokenizer has no mask token."""
@@ -291,15 +284,8 @@ class MaskedLanguageModelTask(TextTask):
 
 
 def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseInit | None, seed: int) -> Any:
-    """Build a plain model on tokens and draw this file's table; what is not in it is drawn by transformers.
-
-    Args:
-        model_class: the class, or a name of transformers'.
-        config: of the model.
-        backbone: has `embedding_std` and `dense_init`, which the argument overrides.
-        dense_init: of the arm.
-        seed: of every draw.
-    """
+    """Build a plain model on tokens and draw this file's table, by the backbone's dense_init unless it is overridden;
+    what is not in the table is drawn by transformers."""
     import torch
 
     model = build_plain(model_class, config, seed)
@@ -312,12 +298,13 @@ def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseI
 
 
 def build_plain(model_class: Any, config: Any, seed: int) -> Any:
-    """Build a model with transformers' own init, drawn from the seed."""
+    """Build a model, of a class or a name of transformers', with transformers' own init, drawn from the seed."""
     import torch
+    import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _resolve(model_class)(config)
+        return (getattr(transformers, model_class) if isinstance(model_class, str) else model_class)(config)
 
 
 def build_meta(model_class: Any, config: Any) -> Any:
@@ -325,13 +312,7 @@ def build_meta(model_class: Any, config: Any) -> Any:
     import torch
 
     with torch.device("meta"):
-        return _resolve(model_class)(config)
-
-
-def _resolve(model_class: Any) -> Any:
-    import transformers
-
-    return getattr(transformers, model_class) if isinstance(model_class, str) else model_class
+        return build_plain(model_class, config, 0)
 
 
 def draw_linears(module: "nn.Module", dense_init: DenseInit, seed: int) -> None:

@@ -8,7 +8,6 @@ A cache folder, <cache>/text/<key>, where the key hashes the sources' content an
     tokenizer/, text.json  what they were made with and what they contain
 """
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -16,15 +15,16 @@ import json
 import math
 import os
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from nlr_lab.tasks.task import Batch, Examples, Prepared, are_whole, cache_folder, cached
 from nonlinear_lowrank.errors import UserError
@@ -32,7 +32,6 @@ from nonlinear_lowrank.hub.storage import staged_folder
 
 from .data import LEARNED, Corpus, TextData
 from .tokenizers import (
-    backend_of,
     boundary_id,
     byte_lengths,
     encode,
@@ -164,9 +163,11 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
     made_of = json.dumps([*hashes, train.length, len(valid)])
+    sizes = TokenBlocks(folder / "valid_bytes.npy", config.sequence_length)
+    total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(valid)))
     shape: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
-        "valid_bytes_per_token": _bytes_per_token(valid, tokenizer, folder / "valid_bytes.npy"),
+        "valid_bytes_per_token": total / (len(valid) * (config.sequence_length - 1)),
     }
     counts = {"train_sequences": len(train), "evaluated_sequences": len(valid)}
     return Prepared(
@@ -179,7 +180,7 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     )
 
 
-def _key(config: TextData, tokenizer: PreTrainedTokenizerBase | None) -> str:
+def _key(config: TextData, tokenizer: Any) -> str:
     valid = config.valid_source
     held_out = config.valid_fraction if valid is None else config.corpus(valid).identity()
     made = [config.vocab_size, config.tokenizer] if tokenizer is None else [tokenizer_hash(tokenizer)]
@@ -194,17 +195,6 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return facts if whole else None
 
 
-def _bytes_per_token(blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase, bytes_file: Path) -> float:
-    sizes = TokenBlocks(bytes_file, blocks.length) if bytes_file.exists() else None
-    total = 0
-    for row in range(len(blocks)):
-        if sizes is not None:
-            total += int(sizes.block(row)[1:].sum())
-        else:  # a tokenizer in Python does not tell
-            total += len(str(tokenizer.decode(blocks.block(row)[1:].tolist(), skip_special_tokens=True)).encode())
-    return total / (len(blocks) * (blocks.length - 1))
-
-
 def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
     """Raise UserError where a side is shorter than one sequence."""
     for side, what in (("train", "training"), ("valid", "held-out")):
@@ -216,7 +206,7 @@ def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
             )
 
 
-def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Path, progress: bool) -> None:
+def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None:
     """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training text."""
     count: int | None = None
 
@@ -234,64 +224,48 @@ def _pack(config: TextData, tokenizer: PreTrainedTokenizerBase | None, place: Pa
             sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
-        train_documents = split.side(shown(source.documents(), "tokenizing"), held_out=False)
-        train = _write_tokens(train_documents, tokenizer, folder / "train.npy")
-        held_out, known = (
-            split.side(shown(source.documents(), "tokenizing held-out text"), held_out=True),
-            Counter[int](),
-        )
+        kept, held_out = (split.side(shown(source.documents(), "tokenizing"), held_out=each) for each in (False, True))
+        train = _write_tokens(kept, tokenizer, folder / "train.npy")
         if config.valid_source is not None:
-            held_out = _unknown(config.corpus(config.valid_source).documents(), split.train, known)
+            held_out = (each for each in config.corpus(config.valid_source).documents() if not split.knows(each))
         valid = _write_tokens(held_out, tokenizer, folder / "valid.npy", folder / "valid_bytes.npy")
-        dropped = known.total()
         spool.unlink(missing_ok=True)
-        if dropped and not valid["documents"]:
-            raise UserError(
-                f"all {dropped} documents of {config.valid_source} are also in {config.source}; "
-                "give other held-out text"
-            )
+        if split.dropped and not valid["documents"]:
+            what = f"all {len(split.dropped)} documents of {config.valid_source}"
+            raise UserError(f"{what} are also in {config.source}; give other held-out text")
         facts = {
             "source": config.source,
             "valid_source": config.valid_source,
             "divided_documents": split.divide is not None,
             "train": train,
             "valid": valid,
-            "held_out_documents_dropped_as_also_in_train": dropped,
+            "held_out_documents_dropped_as_also_in_train": len(split.dropped),
             "tokenizer_sha256": tokenizer_hash(tokenizer),
         }
         _check_lengths(facts, config.sequence_length)
         (folder / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
-def _unknown(documents: Iterable[str], train: np.ndarray, known: Counter[int]) -> Iterator[str]:
-    """Yield the documents that are not among the training documents' hashes; the others are counted."""
-    for document in documents:
-        value = np.uint64(_hash(document))
-        if np.searchsorted(train, value) < np.searchsorted(train, value, "right"):
-            known[int(value)] += 1
-        else:
-            yield document
-
-
 def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
     """Pass the documents on, and keep them in a file that a Corpus reads."""
-    import pyarrow
-
     with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
         for document in documents:
             file.write(json.dumps({"text": document}).encode() + b"\n")
             yield document
 
 
-class _Split(NamedTuple):
+@dataclass(kw_only=True)
+class _Split:
     """Choice of the documents that are held out: of pieces of `divide` characters, where the source is one document."""
 
     count: int
     divide: int | None = None
     held_out: frozenset[int] = frozenset()
     """Hashes."""
-    train: np.ndarray = np.zeros(0, dtype=np.uint64)
+    train: Any = ()
     """Hashes of all training documents, ascending; where the held-out text has a source of its own."""
+    dropped: list[int] = field(default_factory=list)
+    """Hashes of documents of the held-out text that are also in the source."""
 
     def side(self, documents: Iterable[str], *, held_out: bool) -> Iterator[str]:
         """Yield the documents (or pieces of one) of a side."""
@@ -299,6 +273,13 @@ class _Split(NamedTuple):
             for part in [document] if self.divide is None else pieces(document, self.divide):
                 if (bool(self.held_out) and _hash(part) in self.held_out) == held_out:
                     yield part
+
+    def knows(self, document: str) -> bool:
+        """Return whether it is a training document, and note it."""
+        value = np.uint64(_hash(document))
+        found = np.searchsorted(self.train, value) < np.searchsorted(self.train, value, "right")
+        self.dropped += [int(value)] * int(found)
+        return bool(found)
 
 
 def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split:
@@ -315,7 +296,7 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split
         raise UserError(f"{config.source} holds no text, or only blank and null documents; give a source with text")
     unique, first = np.unique(np.array(hashes), return_index=True)
     if config.valid_source is not None:
-        return _Split(len(hashes), train=unique)
+        return _Split(count=len(hashes), train=unique)
     unique_sizes, divide = np.array(sizes)[first], None
     if len(unique) == 1:
         divide = max(1000, sizes[0] // _PIECES)
@@ -331,7 +312,7 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split
     # A document that is most of the text is for training, whatever its hash.
     eligible = unique[unique_sizes <= unique_sizes.sum() / 2]
     count = max(1, math.ceil(config.valid_fraction * len(unique)))
-    return _Split(len(hashes), divide, frozenset(eligible[:count].tolist()))
+    return _Split(count=len(hashes), divide=divide, held_out=frozenset(eligible[:count].tolist()))
 
 
 def _hash(document: str) -> int:
@@ -366,23 +347,19 @@ def pieces(document: str, size: int) -> Iterator[str]:
 
 
 def _write_tokens(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, path: Path, bytes_path: Path | None = None
+    documents: Iterable[str], tokenizer: Any, path: Path, bytes_path: Path | None = None
 ) -> dict[str, Any]:
     """Write the tokens of documents, each followed by the boundary, as one array, and the bytes of each token as
     another; return what was written."""
     boundary, unknown, lengths = boundary_id(tokenizer), tokenizer.unk_token_id, byte_lengths(tokenizer)
-    backend = backend_of(tokenizer)
     # A normalizer changes the text, so that its bytes need not come back.
-    complete = lengths is not None and backend is not None and backend.normalizer is None
+    complete = lengths is not None and tokenizer.backend_tokenizer.normalizer is None
     count = size = lost = 0
-    with contextlib.ExitStack() as files:
-        tokens = files.enter_context(NpyWriter(path, vocabulary_size(tokenizer)))
-        # A tokenizer in Python does not tell the bytes.
-        known = bytes_path is not None and backend is not None
-        bytes_of = files.enter_context(NpyWriter(bytes_path, 2**32)) if known else None  # type: ignore[arg-type]
+    # Of training text nobody asks for the bytes.
+    with NpyWriter(path, vocabulary_size(tokenizer)) as tokens, NpyWriter(bytes_path or os.devnull, 2**32) as nbytes:
         for batch in _batches(documents):
             texts = [piece for document in batch for piece in pieces(document, _PIECE)]
-            encoded = encode(tokenizer, texts, lengths, offsets=known)
+            encoded = encode(tokenizer, texts, lengths, offsets=bytes_path is not None)
             for document in batch:
                 covered = 0
                 for piece in pieces(document, _PIECE):
@@ -392,20 +369,18 @@ def _write_tokens(
                         lost += max(0, len(piece.encode()) - int(sizes.sum()))
                     elif unknown is not None and unknown != boundary:
                         lost += int((ids == unknown).sum())
-                    if bytes_of is not None:
-                        bytes_of.append(sizes)
+                    if bytes_path is not None:
+                        nbytes.append(sizes)
                         covered += int(sizes.sum())
+                whole = len(document.encode())
                 tokens.append(np.array([boundary]))
-                nbytes = len(document.encode())
-                if bytes_of is not None:
-                    bytes_of.append(np.array([nbytes - covered if lengths is None else 0]))
-                count, size = count + 1, size + nbytes
-            if lost > _UNFIT * (whole := size if complete else tokens.count):
-                what = "bytes are lost" if complete else "tokens are unknown"
-                raise UserError(
-                    f"the tokenizer does not fit the text: {100 * lost / whole:.1f} % of its {what}; choose another "
-                    "tokenizer, or 'bpe' to train one"
-                )
+                nbytes.append(np.array([whole - covered if lengths is None else 0]))
+                count, size = count + 1, size + whole
+            if lost > _UNFIT * (size if complete else tokens.count):
+                share = 100 * lost / (size if complete else tokens.count)
+                what = f"{share:.1f} % of its {'bytes are lost' if complete else 'tokens are unknown'}"
+                hint = "choose another tokenizer, or 'bpe' to train one"
+                raise UserError(f"the tokenizer does not fit the text: {what}; {hint}")
     return {"documents": count, "bytes": size, "tokens": tokens.count, "sha256": tokens.digest.hexdigest()}
 
 
@@ -424,9 +399,10 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 class NpyWriter:
     """An .npy file of one axis that grows; its values are 0 to values - 1: uint16 up to 2^16 of them, else uint32."""
 
-    def __init__(self, path: Path, values: int) -> None:
+    def __init__(self, path: Path | str, values: int) -> None:
         self.dtype = np.dtype("<u2" if values <= 2**16 else "<u4")
-        self.count, self.digest, self._file = 0, hashlib.sha256(), path.open("wb")
+        self.count, self.digest = 0, hashlib.sha256()
+        self._file = Path(path).open("wb")  # noqa: SIM115
         self._write_header()
 
     def _write_header(self) -> None:

@@ -1,7 +1,6 @@
 """Tokenizers: a BPE or a WordPiece trained on the corpus, GPT-2's or BERT's from files, any other by path or name."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
@@ -21,17 +20,11 @@ _BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_
 
 
 def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on text.
+    """Train a tokenizer on text; raise UserError where it has too few different words for a vocabulary of that size.
 
-    Args:
-        kind: "bpe", byte-level as GPT-2's, with '<|endoftext|>' as its only special token; or "wordpiece" as BERT's:
-            lower case, no accents, five special tokens, of which [SEP] ends a document. There characters that are too
-            rare for an eighth of the vocabulary become [UNK].
-        documents: the text.
-        vocab_size: tokens.
-
-    Raises:
-        UserError: the text has too few different words for a vocabulary of that size.
+    `kind` is "bpe", byte-level as GPT-2's, with '<|endoftext|>' as its only special token; or "wordpiece" as BERT's:
+    lower case, no accents, five special tokens, of which [SEP] ends a document; there characters that are too rare for
+    an eighth of the vocabulary become [UNK].
     """
     make: Any = trainers.BpeTrainer if kind == "bpe" else trainers.WordPieceTrainer
     if kind == "bpe":
@@ -53,12 +46,9 @@ def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Pre
     return PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub.
-
-    Raises:
-        UserError: there is none, its files do not fit each other, or it has no end-of-text token.
-    """
+def load_tokenizer(name: str) -> Any:
+    """Load GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub; raise
+    UserError where there is none, its files do not fit each other, or it has no end-of-text token."""
     try:
         tokenizer = _read_tokenizer(Path(name).expanduser(), name)
     except UserError:
@@ -69,18 +59,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's or BERT's files or a "
             "tokenizer.json, a hub name, or 'bpe' to train one"
         ) from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+        raise UserError(f"the tokenizer {name!r} is written in Python; give one with a tokenizer.json")
     if boundary_id(tokenizer) is None:
         known = tokenizer.get_vocab()
-        end = next((token for token in _ENDS if token in known), None)
-        if end is None:
+        tokenizer.eos_token = next((token for token in _ENDS if token in known), None)
+        if tokenizer.eos_token is None:
             raise UserError(
                 f"the tokenizer {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
             )
-        tokenizer.eos_token = end
     return tokenizer
 
 
-def _read_tokenizer(path: Path, name: str) -> PreTrainedTokenizerBase:
+def _read_tokenizer(path: Path, name: str) -> Any:
     vocabulary = path / "vocab.txt" if path.is_dir() else path
     whole, config = path / "tokenizer.json", path / "tokenizer_config.json"
     if vocabulary.is_file() and vocabulary.name == "vocab.txt" and not whole.is_file() and not config.is_file():
@@ -122,20 +113,20 @@ def _wordpiece(model: Any) -> tokenizers.Tokenizer:
     return backend
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+def vocabulary_size(tokenizer: Any) -> int:
     """Return the rows that an embedding needs: the highest id + 1, more than the entries where ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def boundary_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def boundary_id(tokenizer: Any) -> int | None:
     """Return the token that ends a document: end of text, or a separator where there is none (BERT)."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
-def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+def byte_lengths(tokenizer: Any) -> np.ndarray | None:
     """Return the UTF-8 bytes of each token, (vocabulary,), 0 for specials; None where a tokenizer is not byte-level."""
-    backend = backend_of(tokenizer)
-    if backend is None or not isinstance(backend.decoder, decoders.ByteLevel):
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.decoder, decoders.ByteLevel):
         return None
     lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
@@ -147,15 +138,11 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], lengths: np.ndarray | None, *, offsets: bool
+    tokenizer: Any, texts: list[str], lengths: np.ndarray | None, *, offsets: bool
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Yield the tokens of each text without added specials, and the bytes of each token by `lengths`, or by offsets if
     asked for, or None. Text that looks like a special token is encoded as text."""
-    backend = backend_of(tokenizer)
-    if backend is None:
-        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ():
-            yield np.array(ids, dtype=np.int64), None
-        return
+    backend = tokenizer.backend_tokenizer
     offsets = offsets and lengths is None
     backend.no_truncation()
     backend.no_padding()
@@ -181,14 +168,6 @@ def _bytes_to_ends(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.diff(bytes_before[ends], prepend=0)
 
 
-def backend_of(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
-    """Return the Rust tokenizer; None where there is none."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend if isinstance(backend, tokenizers.Tokenizer) else None
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: Any) -> str:
     """Return a hash that is equal for tokenizers that give equal tokens."""
-    backend = backend_of(tokenizer)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{text}{boundary_id(tokenizer)}".encode()).hexdigest()
+    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}{boundary_id(tokenizer)}".encode()).hexdigest()
