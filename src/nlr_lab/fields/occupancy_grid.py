@@ -82,9 +82,7 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     unit.vertices = (np.asarray(mesh.vertices, dtype=np.float64) - (low + high) / 2) / ((high - low) / 2)
     volume = abs(float(signed_volumes(unit.triangles).sum())) / 8
     if not volume > 1e-12:
-        raise UserError(
-            "the faces enclose no volume, or their bodies' volumes cancel out; read_mesh turns them"
-        )
+        raise UserError("the faces enclose no volume, or their bodies' volumes cancel out; read_mesh turns them")
     caster, nudge = RayMeshIntersector(unit), np.random.default_rng(0)
     inside = np.empty((n * n, n), dtype=bool)
     places = None if jitter is None else jitter.random((n * n, 3), dtype=np.float32)
@@ -108,8 +106,6 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
             recast += len(todo)
         else:
             rays = f"{len(todo)} of {len(cells):,} rays"
-                f"{len(todo)} of {len(cells):,} rays cross the mesh an odd number of times wherever they are cast"
-            )
             raise UserError(f"{rays} cross the mesh an odd number of times: it is open; close it in a mesh editor")
         # The first point above a hit, by cell and then by the place within it; each hit turns all points above it.
         first = np.clip(np.ceil((height + 1) * (n / 2) - within[column, 2]), 0, n).astype(np.int64)
