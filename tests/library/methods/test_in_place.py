@@ -11,12 +11,8 @@ from transformers.pytorch_utils import Conv1D
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.methods.noble import NobleConv1D, NobleLinear
-from nonlinear_lowrank.methods.noble.op import Branch, noble_branch
 from nonlinear_lowrank.methods.rational import RationalActivation
-from nonlinear_lowrank.methods.rational.op import rational, rational_gated
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
-from nonlinear_lowrank.methods.sine.op import lowrank_linear
-from nonlinear_lowrank.ops.sine import SineFactors, sine_layer
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
@@ -44,18 +40,6 @@ class Single(nn.Module):
         return change(self.layer(x), x)
 
 
-class Formula(nn.Module):
-    """An operator with three square matrices; their gradients are compared like a layer's."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.weight, self.up, self.down = (nn.Parameter(torch.randn(*shape)) for shape in ((16, 16), (16, 4), (4, 16)))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x, self.weight, self.up, self.down)
-
-
 def noble(cls=NobleLinear, **options):
     return Single(cls(WIDTH, WIDTH, config=nlr.NobleConfig(rank=4, **options)))
 
@@ -78,11 +62,6 @@ def adapted(config_class, base, **options):
 def nora(**options):
     base = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
     return Single(get_peft_model(base, nlr.NoraConfig(init_weights=False, groups=4, **options)))
-
-
-def coefficients(weight):
-    """Numerator (4, 4) and denominator (4, 3)."""
-    return weight[:4, :4], weight[4:8, :3]
 
 
 LAYERS = {
@@ -111,20 +90,6 @@ LAYERS = {
     "adapter-sine-embedding": lambda: adapted(nlr.SineLoraConfig, nn.Embedding(TOKENS, WIDTH), r=2),
     "adapter-nora": nora,
     "adapter-nora-exact": lambda: nora(anchor="exact", lora_r=2, lora_target_modules=["0"]),
-    "op-noble-branch": lambda: Single(
-        Formula(
-            lambda x, w, up, down: noble_branch(x, Branch(down, up, [up[:4]], w[:2, :4].unbind(), w[2:4, :4].unbind()))
-        )
-    ),
-    "op-lowrank": lambda: Single(Formula(lambda x, w, up, down: lowrank_linear(x, up, down, w[0], "relu", 2.0, 3.0))),
-    "op-sine-transposed": lambda: Single(
-        Formula(lambda x, w, up, down: sine_layer(x, w, w[0], [SineFactors(up, down, 2.0, 3.0)], transposed=True))
-    ),
-    "op-sine-delta": lambda: Single(
-        Formula(lambda x, w, up, down: sine_layer(x, None, None, [SineFactors(up, down, 2.0, 3.0)], base=False))
-    ),
-    "op-rational": lambda: Single(Formula(lambda x, w, up, down: rational(x, *coefficients(w)))),
-    "op-rational-gated": lambda: Single(Formula(lambda x, w, up, down: rational_gated(x, x @ w, *coefficients(w)))),
 }
 
 

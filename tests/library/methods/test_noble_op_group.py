@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from noble_helpers import changed, leaf, make_branch, outputs_and_gradients, tensors
+from noble_helpers import leaf, make_branch, outputs_and_gradients, tensors
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference, noble_linears
-from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 WIDTHS = (10, 6, 14)
 both = pytest.mark.parametrize("shared", [False, True])
@@ -52,19 +51,6 @@ def test_group_equals_the_plain_formula_in_float64(activation, depth, shared, bi
     with torch.no_grad():
         for found, want in zip(noble_linears(*arguments), expected, strict=False):
             torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_at_most_twice_the_plain_formulas(dtype):
-    arguments, dys = make(dtype=dtype, r=8), gradients_of_outputs(dtype)
-
-    def exact(change):
-        return outputs_and_gradients(reference, changed(change, arguments), [dy.detach() for dy in change(dys)])
-
-    ours, plain = (outputs_and_gradients(function, arguments, dys) for function in (noble_linears, reference))
-    truth = exact(lambda tensors: cast(tensors, torch.float64))
-    slack = 1e-6 if dtype == torch.float32 else 4e-3
-    assert_as_good_as_plain(ours, plain, truth, exact(jittered), slack)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -216,42 +216,19 @@ def wide_product(draw):
     return left, right, draw.any(1.0, 30.0), draw.maybe(draw.tensor(m, n, dtype=draw.any(*FLOATS)))
 
 
-GENERATORS = {
-    each.__name__: each
-    for each in (
-        lowrank_forward,
-        noble_backward,
-        noble_forward,
-        rational_backward,
-        rational_forward,
-        sine_backward,
-        sine_forward,
-        sine_rows_backward,
-        sine_rows_forward,
-        wide_product,
-    )
-}
-
-
-def described(argument):
-    """An argument in a few words, for the case that fails."""
-    if isinstance(argument, torch.Tensor):
-        return f"{str(argument.dtype)[6:]}{list(argument.shape)}{argument.stride()}"
-    if isinstance(argument, list | tuple):
-        return f"[{', '.join(map(described, argument))}]"
-    return repr(argument)
+GENERATORS = {name: globals().get(name) for name in REGISTERED}
 
 
 def check(name, indices):
     op = getattr(torch.ops.nonlinear_lowrank, name).default
     for index in indices:
         arguments = GENERATORS[name](Draw(index))
-        print(f"{name}, case {index}: {described(arguments)}")
+        print(f"{name}, case {index}: {arguments}")
         torch.library.opcheck(op, arguments)
 
 
 def test_every_registered_op_has_a_generator():
-    assert sorted(GENERATORS) == REGISTERED
+    assert all(GENERATORS.values())
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -9,7 +9,6 @@ from torch import nn
 import nonlinear_lowrank as nlr
 from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
 from model_helpers import FAMILIES, batch
-from nlr_lab.training import Arm
 from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.hub import load_model
@@ -162,21 +161,3 @@ def test_keys_and_values_that_a_method_has_made_one_linear_are_refused():
     nlr.augment(model, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
     with pytest.raises(UserError, match=r"crossattention.c_attn holds keys and values only"):
         nlr.augment(model, QKNormConfig(), verbose=False)
-
-
-def test_any_arm():
-    for text, name in (
-        ("baseline:qk_norm=true", "baseline-qk-norm"),
-        ("noble:rank=4,qk_norm=true", "noble-r4-qk-norm"),
-        ("nonlinear-query:qk_norm=true,lr=0.003", "nonlinear-query-qk-norm"),
-        ("wide-mlp:ratio=3,qk_norm=true", "wide-mlp-3-qk-norm"),
-    ):
-        arm = Arm.parse(text)
-        assert (str(arm), arm.name, arm.qk_norm) == (text, name, True)
-        assert len(layers_of(arm.apply(FAMILIES["opt"]()))) == 4
-    arm = Arm.parse("qk-norm")
-    assert arm.control
-    assert len(layers_of(arm.apply(FAMILIES["opt"]()))) == 4
-    assert not Arm.parse("noble:rank=4").qk_norm
-    with pytest.raises(UserError, match="qk_norm must be true or false"):
-        Arm.parse("baseline:qk_norm=3")

@@ -250,7 +250,6 @@ def test_bad_settings_are_one_clear_line(settings, word):
 
 def test_arms():
     for text, kind, control in (
-        ("nonlinear-query", "nonlinear", False),
         ("nonlinear-query:scale=1.0", "nonlinear", False),
         ("identity-query", "identity", True),
         ("residual-linear-query:rank=8", "linear", True),
@@ -260,7 +259,6 @@ def test_arms():
         changed = arm.apply(FAMILIES["opt"]())
         layers = [module for module in changed.modules() if isinstance(module, NonlinearQuery)]
         assert [layer.query_config.kind for layer in layers] == [kind] * 2
-    assert Arm.parse("nonlinear-query:init=noble").dense_init == "noble"
     with pytest.raises(UserError, match="no setting 'kind'"):
         Arm.parse("identity-query:kind=linear")
     with pytest.raises(UserError, match="rank=4 does nothing"):

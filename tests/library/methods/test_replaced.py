@@ -14,6 +14,7 @@ import nonlinear_lowrank as nlr
 from cli_helpers import run_python
 from model_helpers import ALL, auto_class, batch, randomised
 from nonlinear_lowrank.hub.classes import augmented_layers
+from nonlinear_lowrank.methods.base import method_of_layer
 
 IMAGES = ("vit", "convnext")
 MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit", "image_tokens")
@@ -162,28 +163,18 @@ def test_init_weights_redraws_nothing(row, family):
 def test_bfloat16_loads_and_runs(saved, row, family):
     folder, model = saved[row, family]
     loaded = auto_class(family).from_pretrained(folder, dtype=torch.bfloat16)
+    kept = {f"{name}.{each}" for name, module in loaded.named_modules() for each in float32(module)}
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in kept else torch.bfloat16), name
     inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch(model).items()}
-    cast = copy.deepcopy(model)
-    for module in cast.modules():  # casts as loading does: by each module's own rules, no buffers
-        if not list(module.children()):
-            buffers, module._buffers = module._buffers, {}
-            module.bfloat16()
-            module._buffers = buffers
-    assert {n: p.dtype for n, p in loaded.named_parameters()} == {
-        n: p.dtype if n not in direct(cast) else torch.bfloat16 for n, p in cast.named_parameters()
-    }
     with torch.no_grad():
         assert loaded(**inputs).logits.isfinite().all()
 
 
-def direct(model):
-    """Parameters of modules that have children: no cast of a leaf reaches them."""
-    return {
-        f"{name}.{local}" if name else local
-        for name, module in model.named_modules()
-        if list(module.children())
-        for local, _ in module.named_parameters(recurse=False)
-    }
+def float32(module):
+    """Return the layer's tensors that stay float32."""
+    method = method_of_layer(module)
+    return method.float32 if method else ()
 
 
 @pytest.mark.parametrize(("row", "family"), CASES)

@@ -31,11 +31,10 @@ def _kept(layer: nn.Module, *, bf16: bool, backend: str | None) -> int:
 
 def _branch_over_its_h(activation: str, depth: int, *, bf16: bool, backend: str | None) -> float:
     """Bytes that the branch adds to a plain linear's, over tokens x rank x element size."""
-    config = NobleConfig(rank=RANK, activation=activation, depth=depth)
-    plain = _kept(nn.Linear(D_IN, D_OUT), bf16=bf16, backend=backend)
+    layer = NobleLinear(D_IN, D_OUT, config=NobleConfig(rank=RANK, activation=activation, depth=depth))
+    plain, whole = (_kept(each, bf16=bf16, backend=backend) for each in (nn.Linear(D_IN, D_OUT), layer))
     assert plain == TOKENS * D_IN * (2 if bf16 else 4)  # its input, in the type of the product
-    branch = _kept(NobleLinear(D_IN, D_OUT, config=config), bf16=bf16, backend=backend) - plain
-    return branch / (TOKENS * RANK * (2 if bf16 else 4))
+    return (whole - plain) / (TOKENS * RANK * (2 if bf16 else 4))
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])

@@ -99,22 +99,6 @@ def _plain():
     return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
 
 
-def test_a_state_dict_has_the_plain_names_and_takes_plain_checkpoints():
-    plain, model = _plain(), _plain()
-    nlr.augment(model, NobleConfig(rank=4), verbose=False)
-    state = model.state_dict()
-    assert plain.state_dict().keys() == {name for name in state if "noble_" not in name}
-    found = model.load_state_dict(plain.state_dict(), strict=False)
-    assert not found.unexpected_keys
-    assert all("noble_" in name for name in found.missing_keys)
-    assert torch.equal(model[2].weight, plain[2].weight)
-    for twin in (copy.deepcopy(model), _augmented(_plain())):
-        twin.load_state_dict(model.state_dict())
-        assert twin.state_dict().keys() == state.keys()
-        x = torch.randn(3, 16)
-        assert torch.equal(twin(x), model(x))
-
-
 def test_distributed_checkpoints_have_the_plain_names_too():
     model, other = _augmented(_plain()), _augmented(_plain())
     state = get_model_state_dict(model)
@@ -127,26 +111,6 @@ def test_distributed_checkpoints_have_the_plain_names_too():
 def _augmented(model):
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     return model
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_files_have_the_plain_names_and_come_back(name, tmp_path):
-    plain = FAMILIES[name]()
-    plain.save_pretrained(tmp_path / "plain")
-    model = _augmented(FAMILIES[name]())
-    model.save_pretrained(tmp_path / "out")
-    files = load_file(tmp_path / "out" / "model.safetensors")
-    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {n for n in files if "noble_" not in n}
-    loaded = type(model).from_pretrained(tmp_path / "out")
-    for (own, tensor), (_, wanted) in zip(
-        sorted(loaded.state_dict().items()), sorted(model.state_dict().items()), strict=True
-    ):
-        assert torch.equal(tensor, wanted), own
-    assert any(own.endswith(".dense.weight") for own in loaded.state_dict())
-    loaded.save_pretrained(tmp_path / "again")
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert again.keys() == files.keys()
-    assert all(torch.equal(again[own], files[own]) for own in files)
 
 
 @pytest.mark.parametrize("include", [r".*", r".*layers\.0\..*", r".*[qv]_proj", r".*layers\.1\..*k_proj"])
