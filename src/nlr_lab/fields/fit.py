@@ -321,7 +321,8 @@ class _Run:
 
     def _save(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)
-        moments, state = {}, {name: getattr(self, name) for name in ("step", "summed", "curve")}
+        moments: dict[str, Tensor] = {}
+        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "summed", "curve")}
         for name, parameter in self.stepper.parameters.items():
             moments |= {f"{key}/{name}": value for key, value in self.stepper.optimizer.state[parameter].items()}
         state |= {"seconds": time.monotonic() - self.started, "losses": float(self.losses)}

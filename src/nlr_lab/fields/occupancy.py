@@ -15,7 +15,6 @@ The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussia
 
 import hashlib
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,8 +75,6 @@ class OccupancyProblem:
                 stacklevel=2,
             )
         self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)
-        angles = {name: getattr(settings, name) for name in ("up", "azimuth", "elevation")}
-        self._render = partial(render, bounds=mesh.bounds, height=settings.picture_height, **angles)
         drawn = settings.points, settings.surface_share, settings.surface_band
         digest = hashlib.sha256(f"{drawn} {settings.field}".encode())
         for grid in (self.grid, self.held_out):
@@ -111,6 +108,10 @@ class OccupancyProblem:
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """Draw the shape as the model has it, or as it is: one view, one size."""
         return self._render(self.mesh if model is None else self.surface(model))
+
+    def _render(self, mesh: "Trimesh | None") -> np.ndarray:
+        view = {name: getattr(self.settings, name) for name in ("up", "azimuth", "elevation")}
+        return render(mesh, self.mesh.bounds, height=self.settings.picture_height, **view)
 
     def surface(self, model: nn.Module) -> "Trimesh | None":
         """Return the closed mesh where the log-odds are 0, in the mesh's coordinates; None: nothing is inside."""

@@ -93,6 +93,7 @@ class FieldMethod:
         layer = SineLowRankLinear(d_in, d_out, True, config=config)
         _draw(layer.sine_up, config.rank, self.init, generator)
         _draw(layer.sine_down, d_in, self.init, generator)
+        assert layer.bias is not None
         _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
         return layer
 

@@ -348,12 +348,12 @@ def demo_scene(views: int = 24, size: int = DEMO_SIZE, held_out: tuple[int, ...]
     positions = 4.0 * np.stack([np.cos(rise) * np.cos(turn), np.cos(rise) * np.sin(turn), np.sin(rise)], 1)
     poses = np.stack([look_at(each, np.zeros(3), np.array([0.0, 0.0, 1.0])) for each in positions])
     cameras = Cameras(poses, np.tile([1.1 * size, 1.1 * size, size / 2, size / 2], (views, 1)), size, size)
-    pixels, bounds = torch.arange(views * size * size), {"near": 2.2, "far": 5.8}
+    pixels, near, far = torch.arange(views * size * size), 2.2, 5.8
     parts = []
     for some in pixels.split(2048):
         rays = Rays(*(each.float() for each in pixel_rays(cameras, some // size**2, some // size % size, some % size)))
         middles = torch.full((len(some), 128), 0.5)
-        parts.append(render(demo_volume, None, rays, middles, **bounds, background=1.0)[-1].clamp(0, 1))
+        parts.append(render(demo_volume, None, rays, middles, near=near, far=far, background=1.0)[-1].clamp(0, 1))
     images = torch.cat(parts).reshape(views, size, size, 3).numpy()
     out = tuple(range(0, views, HOLD_OUT)) if held_out is None else held_out
-    return Scene("demo", images, cameras, out, **bounds, ndc=False, background=1.0)
+    return Scene("demo", images, cameras, out, near, far, ndc=False, background=1.0)
