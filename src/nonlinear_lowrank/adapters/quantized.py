@@ -60,8 +60,7 @@ class Kept:
         self._kind = backend.backend_name if backend else "plain"
         if backend is not None and (self._kind not in _KINDS or not backend.supports_merge):
             raise UserError(
-                f"adapters cannot be merged into {self._kind or type(base).__name__} weights; load the base model "
-                "unquantized and merge there"
+                f"adapters cannot be merged into {self._kind or type(base).__name__} weights; load them wide"
             )
         self._backend = backend
         weight: Any = base.weight

@@ -65,11 +65,8 @@ class AdapterModel(BaseTuner):
         matrix = matrix_of(base)
         if isinstance(matrix, str):
             raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
-        if matrix.kind not in self.layer_classes:
-            raise UserError(
-                f"{name} is a {type(base).__name__}, which {type(config).__name__} does not adapt; it adapts "
-                f"{', '.join(self.layer_classes)}; take it out of target_modules or name it in exclude_modules"
-            )
+        if matrix.kind not in (kinds := self.layer_classes):
+            raise UserError(f"{name} is a {type(base).__name__}; {type(config).__name__} adapts {', '.join(kinds)}")
 
     def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
         """Return a layer, still without adapters, around a plain module."""
@@ -115,10 +112,7 @@ class AdapterModel(BaseTuner):
         if peft_config.target_modules is None:
             model_type = model_config.get("model_type")
             if model_type not in self.target_module_mapping:
-                raise UserError(
-                    f"peft has no choice of target_modules for model type {model_type!r}; give target_modules, "
-                    'such as "all-linear"'
-                )
+                raise UserError(f"peft has no target_modules for {model_type!r}; give them, such as 'all-linear'")
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
@@ -134,18 +128,14 @@ class AdapterModel(BaseTuner):
             base = module
             if isinstance(module, BaseTunerLayer):
                 if not isinstance(module, AdapterLayer) or not module.adapter_layer_names[0].startswith(self.prefix):
-                    raise UserError(
-                        f"{name} has an adapter of another method; call unload() or merge_and_unload() first"
-                    )
+                    raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
                 base = module.get_base_layer()
             self.check_target(name, base, peft_config.resolve(name))
         for pattern in peft_config.patterns.values():
             keys = getattr(peft_config, pattern)
             unused = [key for key in keys if all(get_pattern_key([key], name) != key for name in targets)]
             if unused:
-                raise UserError(
-                    f"{pattern} has {', '.join(map(repr, unused))}, which match none of the adapted modules"
-                )
+                raise UserError(f"{pattern} has {', '.join(map(repr, unused))}, which match no adapted module")
 
     def _acting(self, peft_config: Any, model: nn.Module, every: bool) -> dict[str, nn.Module]:
         """Return the targets, without those that the model's code does not call where every linear is asked for.
@@ -165,7 +155,7 @@ class AdapterModel(BaseTuner):
         warnings.warn(f"{len(dead)} linears get no adapter: it would have no effect ({name}: {why})", stacklevel=3)
         return self.targets(peft_config, model)
 
-    def _create_and_replace(
+    def _create_and_replace(  # type: ignore[override]
         self,
         peft_config: Any,
         adapter_name: str,
@@ -207,10 +197,8 @@ class AdapterModel(BaseTuner):
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> list[AdapterLayer]:
         if isinstance(adapter_names, str):
             raise UserError(f"adapter_names must be a list of names, such as [{adapter_names!r}]")
-        if unknown := sorted(set(adapter_names or []) - set(self.peft_config)):
-            raise UserError(
-                f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(self.peft_config)}"
-            )
+        if unknown := sorted({*(adapter_names or [])} - {*(known := self.peft_config)}):
+            raise UserError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
         self._check_merge_allowed()
         layers = [module for module in self.model.modules() if isinstance(module, AdapterLayer)]
         if safe_merge:
@@ -242,12 +230,9 @@ class AdapterModel(BaseTuner):
             return
         if self.training:
             raise UserError("adapter_names is for inference; call model.eval() first")
-        unknown = sorted({*names} - {BASE_ROWS} - set(self.peft_config))
-        if unknown:
-            raise UserError(
-                f"adapter_names has {', '.join(map(repr, unknown))}; there are {', '.join(self.peft_config)} "
-                f"and {BASE_ROWS!r}"
-            )
+        known = [*self.peft_config, BASE_ROWS]
+        if unknown := sorted({*names} - {*known}):
+            raise UserError(f"adapter_names has {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
         beams = kwargs.get("num_beams")
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
         two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)

@@ -1,30 +1,9 @@
 """Layers of all fine-tuning methods, so that a method's file holds only its formula.
 
-A method is three classes:
-
-    @dataclass
-    class MyConfig(AdapterConfig):                  # fields; see `config.AdapterConfig`
-        type_name: ClassVar[str] = "NLR_MINE"
-        r: int = 8
-        rank_pattern: dict[str, int] = field(default_factory=dict)
-        patterns: ClassVar[dict[str, str]] = {"r": "rank_pattern"}
-        def check_value(self, name, value, where): check_integer(where, value, minimum=1)
-
-    class MyLinear(WeightLayer):                    # or AdapterLayer, around modules that are no matrix
-        adapter_layer_names = ("nlr_mine_down", "nlr_mine_up")      # flat ParameterDicts, made by the base class
-        def add_parameters(self, name, config): self.nlr_mine_down[name] = self.parameter(config.r, self.d_in); ...
-        def reset_adapter(self, name): ...          # draws them, in place, also on meta
-        def adapted(self, x, names): ...            # forward with these adapters, in the order given
-        def merged_weight(self, weight, names): ... # (d_out, d_in) -> the same, formed in float32, rounded once
-
-    @register_adapter(MyConfig)
-    class MyModel(AdapterModel):                    # see `tuner.AdapterModel`
-        prefix = "nlr_mine_"
-        layer_classes = {"linear": MyLinear, "conv1d": MyLinear}
-
-in the module that its `Method.adapter` names. Several adapters, batches that mix them (`adapter_names`, with `__base__`
-rows), merging from a copy of the original, quantized bases, patterns per module, checks before anything is
-changed, saving and loading follow from that.
+A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `AdapterLayer` around modules that are no
+matrix) and a tuner (`tuner.AdapterModel`) in the module that its `Method.adapter` names; docs/add-a-method.md has an
+example. Several adapters, batches that mix them (`adapter_names`, with `__base__` rows), merging from a copy of the
+original, quantized bases, patterns per module, checks before anything is changed, saving and loading follow from that.
 
 Rules that peft's own machinery imposes:
 
@@ -133,16 +112,10 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         return sorted(name for name in names if name in self.configs)
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """Call the base module with the active adapters.
+        """Call the base module, on x with its batch first, with the active adapters.
 
-        Args:
-            x: the base module's input, batch first.
-            *args: for the base module.
-            adapter_names: one adapter a row of x, or "__base__" for none, instead of the active ones.
-            **kwargs: for the base module.
-
-        Raises:
-            UserError: adapter_names do not fit x, or adapters are merged.
+        `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
+        or adapters are merged.
         """
         if self.disable_adapters and self.merged:
             self.unmerge()
@@ -153,10 +126,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
     def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         if len(x) != len(adapter_names):
-            raise UserError(
-                f"adapter_names has {len(adapter_names)} names and {type(self).__name__} is given {len(x)} rows; "
-                "give one name a row"
-            )
+            raise UserError(f"adapter_names has {len(adapter_names)} names for {len(x)} rows; give one name a row")
         if self.merged:
             raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
         rows: dict[str, list[int]] = {}
@@ -189,11 +159,9 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
 
 class WeightLayer(AdapterLayer):
-    """Adapters around one matrix; subclasses give `adapted` and, where they can merge, `merged_weight`.
+    """Adapters around one matrix, quantized or not; subclasses give `adapted` and may give `merged_weight`.
 
-    Args:
-        base_layer: the module, quantized or not.
-        quantization: of the whole model, by peft's `get_quantization_kwargs`.
+    `quantization` is that of the whole model, by peft's `get_quantization_kwargs`.
     """
 
     def __init__(self, base_layer: nn.Module, quantization: Mapping[str, Any]) -> None:
@@ -214,9 +182,7 @@ class WeightLayer(AdapterLayer):
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """Return the matrix (d_out, d_in) with adapters in it, formed in float32 (float64 for float64), rounded once.
 
-        Args:
-            weight: (d_out, d_in), float, the original; not to be written to.
-            names: sorted, each present.
+        `weight` (d_out, d_in) is the original, not to be written to; `names` are sorted, each present.
         """
         raise NotImplementedError
 
@@ -244,16 +210,10 @@ class WeightLayer(AdapterLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
-        """Put adapters into the base weight; the original is kept until `unmerge`.
+        """Put adapters, by default the active ones, into the base weight beside those that are merged already.
 
-        Args:
-            safe_merge: check first that the result is finite.
-            adapter_names: which; None for the active ones. They join those that are merged already.
-            keep: False for a merge that is never undone.
-
-        Raises:
-            UserError: the result is not finite, or the base's format cannot be merged into. The weight is
-                unchanged then.
+        The original is kept until `unmerge`, unless the merge is never undone. With safe_merge the result is checked
+        first; UserError where it is not finite, or the base's format cannot be merged into; nothing is changed then.
         """
         names = self.present(check_adapters_to_merge(self, adapter_names))
         if names:
@@ -274,10 +234,7 @@ class WeightLayer(AdapterLayer):
         kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=copy_plain)
         merged = self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
         if check and not merged.isfinite().all():
-            raise UserError(
-                f"merging {', '.join(map(repr, names))} would give weights that are not finite (NaN or infinite): "
-                "the adapter is broken; nothing was merged"
-            )
+            raise UserError(f"merging {', '.join(map(repr, names))} gives weights that are not finite; none is merged")
         return kept, merged
 
     @torch.no_grad()

@@ -153,15 +153,9 @@ def _by_gradient(
 ) -> dict[str, float]:
     for name, module in linears.items():
         if module._parameters.get("weight") is None:  # the tensor read here is not the one that forward computes
-            raise UserError(
-                f"the weight of {name} is computed from others (a parametrization, weight_norm, pruning), so the loss "
-                "has no gradient by it; undo that first, or use score='activation'"
-            )
+            raise UserError(f"the weight of {name} is computed from others; undo that, or use score='activation'")
     if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
-        raise UserError(
-            "the model was made inside torch.inference_mode() and has no gradients; make it outside, "
-            "or use score='activation'"
-        )
+        raise UserError("the model was made inside torch.inference_mode() and has no gradients; use score='activation'")
     weights = [module.weight for module in linears.values()]
     frozen = [weight for weight in weights if not weight.requires_grad]
     sums, count = dict.fromkeys(linears, 0.0), 0
@@ -215,10 +209,7 @@ def _by_activation(
 def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for batch in batches:
         if not isinstance(batch, Mapping):
-            raise UserError(
-                f"a batch holds the model's keyword arguments by name, as in {{'input_ids': tokens}}, "
-                f"and cannot be a {type(batch).__name__}"
-            )
+            raise UserError(f"a batch is the model's keyword arguments, and cannot be a {type(batch).__name__}")
         yield batch
 
 

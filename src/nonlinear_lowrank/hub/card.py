@@ -59,7 +59,8 @@ def write_card(folder: Path, origin: Origin) -> None:
     architecture = (config.get("architectures") or [""])[0]
     methods = _methods(config, adapter)
 
-    data, tagged = card.data, "base_model:adapter:"
+    data: Any = card.data
+    tagged = "base_model:adapter:"
     data.library_name = "peft" if adapter else "transformers"
     pipelines = (pipeline for head, pipeline in _PIPELINES.items() if architecture.endswith(head))
     data.pipeline_tag = data.pipeline_tag or next(pipelines, None)

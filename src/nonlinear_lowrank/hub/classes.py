@@ -38,10 +38,8 @@ from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 class DenseNames(WeightRenaming):
     """Renaming, between files and memory, of what belongs to the dense part of the layers of one model.
 
-    Args:
-        layers: by whole name: the child that is the dense part, and the names of the layer's own tensors.
-        prefix: of the backbone within a model with a head, which a file may have or lack.
-        saving: from memory to files.
+    `layers` has, by whole name, the child that is the dense part and the names of the layer's own tensors; `prefix` is
+    the backbone's within a model with a head, which a file may have or lack.
     """
 
     __slots__ = ("layers", "prefix", "saving")
@@ -183,14 +181,9 @@ class AugmentedModel:
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
             if unable := sorted({method.name for method in _methods_in(model) if not method.tensor_parallel}):
-                raise UserError(
-                    f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use data parallelism "
-                    "(DDP, FSDP) instead"
-                )
+                raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")
             if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
-                raise UserError(
-                    f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}; upgrade it"
-                )
+                raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:
@@ -244,19 +237,18 @@ def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
                 layer.get_submodule(dense)._is_hf_initialized = True
 
 
-def _entries_for(model: Any, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _entries_for(model: Any, entries: Any) -> list[dict[str, Any]]:
     """Return the saved entries with the module names of this model.
 
     Another head changes the prefix ("model.layers.0" in a language model is "layers.0" in its backbone), and modules of
     a head are absent under another one. That no tensor is lost by it is checked when the checkpoint is loaded.
     """
-    # A classifier builds its backbone by AutoModel, which has put the layers in already.
-    # Places that share a module are places of their own.
+    # A classifier's backbone, built by AutoModel, has its layers already. Places that share a module are their own.
     plain = {name for name, each in model.named_modules(remove_duplicate=False) if method_of_layer(each) is None}
     prefix = model.base_model_prefix + "."
     resolved = []
     for entry in entries if isinstance(entries, list) else [entries]:
-        modules = entry.get("modules") if isinstance(entry, dict) else None
+        modules: Any = entry.get("modules") if isinstance(entry, dict) else None
         listed = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
         if not listed or not {"method", "config"} <= entry.keys():
             raise UserError(f"the config field {FIELD!r} must list method, config and modules, got {entry!r}")
@@ -335,10 +327,7 @@ def _config_twin(base: Any) -> Any:
 def twin_of(base: Any, config_class: type | None = None) -> Any:
     """Return the augmented twin of a plain model class (a twin is its own twin).
 
-    Args:
-        base: subclass of transformers.PreTrainedModel.
-        config_class: plain config class; default: the one the model class names. They differ where one
-            model class serves several configs.
+    Its plain config class differs from the one that it names where one model class serves several configs.
     """
     return base if issubclass(base, AugmentedModel) else _twin_of(base, config_class or base.config_class)
 

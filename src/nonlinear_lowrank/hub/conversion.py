@@ -28,7 +28,16 @@ from .registration import TYPE_PREFIX
 from .storage import MANIFEST, check_folder, check_model_folder, check_new_or_empty, staged_output
 
 # What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
-_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_COMPANIONS: tuple[str, ...] = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 # Of image tokens also their tokenizer, as `nlr_lab.tasks.images.tokenizers` saves it: mean patches, or a VQModel whole.
 _COMPANIONS += ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
@@ -98,9 +107,7 @@ def convert(
     check_choice("up_init", up_init, ("zero", "paper"))
     method = method_of_config(config)
     if method is not None and (method.replaces_weights or method.wraps):
-        raise UserError(
-            f"{method.name} discards trained weights, which convert keeps; use NobleConfig or RationalConfig"
-        )
+        raise UserError(f"{method.name} discards trained weights; use NobleConfig or RationalConfig")
     draws_up = method is not None and method.draws_up
     if up_init == "paper" and not draws_up:
         raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
@@ -174,10 +181,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
         outputs = model(**inputs)
     except (RuntimeError, ValueError, TypeError) as error:
         given = " and ".join(inputs) or "nothing: its input is neither tokens nor pixels"
-        raise UserError(
-            f"cannot measure {type(model).__name__} on random {given} ({one_line(error)}); "
-            "use augment and save_pretrained instead"
-        ) from error
+        raise UserError(f"cannot measure {type(model).__name__} on random {given}: {one_line(error)}") from error
     name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))
     return value.cpu(), f"{name} {tuple(value.shape)}"
 

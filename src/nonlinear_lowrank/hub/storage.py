@@ -49,14 +49,9 @@ def describe_file(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; on leaving, it is at `path`, replacing what was there.
+    """Yield an empty folder to fill; on leaving, it is at `path`, replacing what was there, or on an error nowhere.
 
-    Args:
-        path: the final place. Its parent exists.
-        manifest: if given, a manifest of these entries and the hashes of all files but the card is added.
-
-    Raises:
-        OSError: it could not be written; then nothing of it is left.
+    If a manifest is given, one of its entries and the hashes of all files but the card is added.
     """
     staged, old = (path.with_name(f"{TEMPORARY}{kind}{path.name}") for kind in ("", "old-"))
     remove(staged)
@@ -223,18 +218,12 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise UserError(
-            f"{path} is not a whole safetensors file ({size:,} bytes: {one_line(error)}); copy or download it again"
-        ) from error
+        why = f"{path.stat().st_size:,} bytes: {one_line(error)}"
+        raise UserError(f"{path} is not a whole safetensors file ({why}); copy it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the whole safetensors files of a folder, as its index says where there is one.
-
-    Raises:
-        UserError: there are none, or one is missing or not whole.
-    """
+    """Return the safetensors files of a folder, by its index if it has one; UserError unless all are whole."""
     files = sorted(folder.glob("*.safetensors"))
     if (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]

@@ -56,11 +56,8 @@ class Verification:
 def verify(path: str | Path) -> Verification:
     """Check everything under a path; see this file's table. No more than a piece of a tensor is held in memory.
 
-    Args:
-        path: a checkpoint, a run or comparison folder, a model's, an adapter's, or one file of them.
-
-    Raises:
-        UserError: there is nothing at the path that could be checked.
+    The path is a checkpoint, a run or comparison folder, a model's, an adapter's, or one file of them. UserError where
+    there is nothing that could be checked.
     """
     path = Path(path).expanduser()
     if not path.exists():

@@ -37,15 +37,10 @@ _STYLES = {"colwise": COLWISE, "rowwise": ROWWISE}
 
 
 def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[str, str]:
-    """Return a plan of concrete names in which layers with a branch, and their tensors, have our styles.
-
-    Args:
-        model: with layers that `augment` put in.
-        plan: {module or parameter: style}, as transformers resolved it.
-        devices: P, over which tensors are split.
+    """Return a plan, {module or parameter: style}, in which layers with a branch, and their tensors, have our styles.
 
     Raises:
-        UserError: a layer of the plan cannot be split; the message names it and why.
+        UserError: a layer of the plan cannot be split over so many devices; the message names it and why.
     """
     changed = dict(plan)
     for name, layer in model.named_modules():
@@ -199,5 +194,6 @@ class _Sum(torch.autograd.Function):
         return dy, None
 
 
-for _name, _style in ((COLWISE, NobleColwise()), (ROWWISE, NobleRowwise())):
+_OURS: dict[str, Any] = {COLWISE: NobleColwise(), ROWWISE: NobleRowwise()}
+for _name, _style in _OURS.items():
     ALL_PARALLEL_STYLES.register(_name, _style)

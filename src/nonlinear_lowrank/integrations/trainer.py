@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 from nonlinear_lowrank.errors import UserError
@@ -29,10 +30,7 @@ class TrainerMixin(_Trainer):
     """
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer, unless the user gave one.
-
-        Args:
-            model: what is trained, where it was wrapped first; default: the Trainer's model.
+        """Create the optimizer for the Trainer's model, or one that was wrapped first, unless the user gave one.
 
         Raises:
             UserError: FSDP1, which flattens tensors.
@@ -42,9 +40,7 @@ class TrainerMixin(_Trainer):
             return super().create_optimizer(*of_model)
         trained: Any = self.model if model is None else model
         if isinstance(trained, FullyShardedDataParallel):
-            raise UserError(
-                "FSDP1 flattens matrices, so that their roles are lost; use FSDP2 (fsdp_config={'version': 2})"
-            )
+            raise UserError("FSDP1 flattens matrices and loses their roles; use FSDP2 (fsdp_config={'version': 2})")
         kind, settings = self.get_optimizer_cls_and_kwargs(self.args, trained)
         if _takes_groups(kind, settings):
             groups = param_groups(trained, self.args.learning_rate, self.args.weight_decay, verbose=False)
@@ -88,22 +84,15 @@ class LearningRateCallback(TrainerCallback):
     ) -> None:
         optimizer = _unwrapped(optimizer)
         name = type(optimizer).__name__
-        branch = [
-            tensor
-            for layer in model.modules()
-            if (roles := multiplier_roles(layer))
-            for local, tensor in layer.named_parameters()
-            if local in roles and tensor.requires_grad
-        ]
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if branch and not any(id(each) in held for each in branch):
+        layers = [(layer, roles) for layer in model.modules() if (roles := multiplier_roles(layer))]
+        named = [(*pair, roles) for layer, roles in layers for pair in layer.named_parameters()]
+        branch = {id(tensor) for local, tensor, roles in named if local in roles and tensor.requires_grad}
+        if branch and branch.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
             raise UserError(f"LearningRateCallback finds no branch tensor in {name}; use nlr.TrainerMixin")
         self._found = {id(each.tensor): each for each in mismatches(optimizer.param_groups)}
-        if self._found and any(_optimizers_in(value) for value in vars(optimizer).values()):
-            raise UserError(
-                f"LearningRateCallback cannot change the groups of {name}, which steps by others; make it with "
-                "nlr.param_groups"
-            )
+        inside = tree_leaves(list(vars(optimizer).values()))
+        if self._found and any(isinstance(each, torch.optim.Optimizer) for each in inside):
+            raise UserError(f"LearningRateCallback cannot change the groups of {name}, which steps by others")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if not self._found:
@@ -155,8 +144,3 @@ def _unwrapped(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
-
-
-def _optimizers_in(value: Any) -> bool:
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(each, torch.optim.Optimizer) for each in values)

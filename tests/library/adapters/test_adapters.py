@@ -93,11 +93,10 @@ def test_saving_and_loading_under_another_name(row, tmp_path):
     assert "import nonlinear_lowrank" in (tmp_path / "README.md").read_text()
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text().count("import nonlinear_lowrank") == 1
-    for name in ("default", "mine"):
-        again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, adapter_name=name).eval()
-        assert torch.equal(logits(again, inputs), expected)
-        assert not any(value.requires_grad for value in again.parameters())
-        assert again.peft_config[name].peft_type == row.config().peft_type
+    again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, adapter_name="mine").eval()
+    assert torch.equal(logits(again, inputs), expected)
+    assert not any(value.requires_grad for value in again.parameters())
+    assert again.peft_config["mine"].peft_type == row.config().peft_type
     sparing = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True, is_trainable=True)
     assert torch.equal(logits(sparing.eval(), inputs), expected)
     assert all(value.requires_grad for value in adapter_parameters(sparing).values())
@@ -147,16 +146,11 @@ def test_mixing_adapters_in_a_batch(row):
     names = ["other", "__base__", "default", "other"]
     mixed = logits(model, inputs, adapter_names=names)
     for i, name in enumerate(names):
-        if name == "__base__":
-            expected = before[i]
-        else:
-            model.set_adapter(name)
-            expected = logits(model, inputs)[i]
-        assert_close_by_norm(mixed[i], expected)
-    with pytest.raises(UserError, match="nobody"):
-        logits(model, inputs, adapter_names=["nobody"] * 4)
-    with pytest.raises(UserError, match="one name a row"):
-        logits(model, inputs, adapter_names=["default"] * 3)
+        model.set_adapter("default" if name == "__base__" else name)
+        assert_close_by_norm(mixed[i], before[i] if name == "__base__" else logits(model, inputs)[i])
+    for bad, word in ((["nobody"] * 4, "nobody"), (["default"] * 3, "one name a row")):
+        with pytest.raises(UserError, match=word):
+            logits(model, inputs, adapter_names=bad)
     with pytest.raises(UserError, match="inference"):
         model.train()(**inputs, adapter_names=names)
 
@@ -183,10 +177,9 @@ def test_merging_and_unmerging(row):
 
 
 @merging_rows
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merging_one_by_one_is_merging_together(row, dtype):
+def test_merging_one_by_one_is_merging_together(row):
     _, model, _ = two_adapters(row)
-    model.to(dtype)
+    model.to(torch.bfloat16)
     model.merge_adapter(["default", "other"])
     together = {name: value.clone() for name, value in model.state_dict().items()}
     model.unmerge_adapter()

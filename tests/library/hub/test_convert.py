@@ -28,6 +28,10 @@ def trained(make):
     return randomised(make().eval())
 
 
+def names_of(folder):
+    return {path.name for path in folder.iterdir()}
+
+
 def logits(model, inputs):
     with torch.no_grad():
         return model(**inputs).logits
@@ -59,17 +63,19 @@ def test_converting_with_zero_init_is_bit_equal(name, tmp_path):
     assert loaded.config.nonlinear_lowrank[0]["config"]["init"] == "pretrained"
 
 
-@pytest.mark.parametrize("name", ["llama", "vit"])
-def test_converting_writes_shared_down_projections_once(name, tmp_path):
-    model = trained(FAMILIES[name])
-    model.save_pretrained(tmp_path / "plain")
-    report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=3, share_down="qkv"))
+def test_converting_takes_options_and_writes_shared_down_projections_once(plain, tmp_path):
+    config = nlr.NobleConfig(rank=3, activation="gelu", depth=1, share_down="qkv")
+    report = convert(plain, tmp_path / "out", config, exclude=r".*mlp.up_proj", dtype=torch.bfloat16)
     assert report.bit_equal
     written = load_file(tmp_path / "out" / "model.safetensors")
-    loaded = load_model(tmp_path / "out")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
     downs = [key for key in written if key.endswith("noble_down")]
-    assert len(downs) == len(report.augmented.swapped) - 2 * 2
+    assert len(downs) == len(report.augmented.swapped) - 2 * 2 == 2 * 6 - 2 * 2
+    loaded = load_model(tmp_path / "out")
     assert sum(each.numel() for each in written.values()) == sum(each.numel() for each in loaded.parameters())
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["dtype"] == "bfloat16"
+    assert saved["nonlinear_lowrank"][0]["config"]["activation"] == "gelu"
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
@@ -149,33 +155,6 @@ def test_converting_copies_companions_and_no_code(plain, tmp_path):
     assert all((tmp_path / "out" / name).read_text() == text for name, text in kept.items())
 
 
-def test_converting_takes_include_and_load_options(plain, tmp_path):
-    config = nlr.NobleConfig(rank=3, activation="gelu", depth=1)
-    report = convert(plain, tmp_path / "out", config, include=r".*mlp.*", dtype=torch.bfloat16)
-    assert report.bit_equal
-    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-    assert len(report.augmented.swapped) == 6
-    saved = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert saved["dtype"] == "bfloat16"
-    assert saved["nonlinear_lowrank"][0]["config"]["activation"] == "gelu"
-
-
-def names_of(folder):
-    return {path.name for path in folder.iterdir()}
-
-
-def test_converting_into_a_full_folder_needs_overwrite(plain, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("precious")
-    with pytest.raises(nlr.UserError, match="not an empty folder; choose another or pass overwrite"):
-        convert(plain, out, nlr.NobleConfig(rank=3))
-    assert names_of(out) == {"mine.txt"}
-    convert(plain, out, nlr.NobleConfig(rank=3), overwrite=True)
-    assert "mine.txt" not in names_of(out)
-    assert names_of(tmp_path) == {"plain", "out"}
-
-
 def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
     out = tmp_path / "deep" / "out"
     convert(plain, tmp_path / "augmented", nlr.NobleConfig(rank=3))
@@ -200,9 +179,15 @@ def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
     load_model(plain)
 
 
-def test_converting_on_a_full_disk_keeps_the_old_output(plain, tmp_path, monkeypatch):
+def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    convert(plain, out, nlr.NobleConfig(rank=3))
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    with pytest.raises(nlr.UserError, match="not an empty folder; choose another or pass overwrite"):
+        convert(plain, out, nlr.NobleConfig(rank=3))
+    assert names_of(out) == {"mine.txt"}
+    convert(plain, out, nlr.NobleConfig(rank=3), overwrite=True)
+    assert "mine.txt" not in names_of(out)
     before = (out / "model.safetensors").read_bytes()
 
     def fail(*_):

@@ -5,6 +5,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from functools import partial
 
 import peft
 import pytest
@@ -68,25 +69,60 @@ def test_copies_are_known_too(copied):
     assert len(warned(model, SGD(model.parameters(), lr=0.1))) == 1
 
 
-def test_a_warm_up_that_begins_at_zero_hides_nothing():
-    for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
-        model = augmented()
-        optimizer = AdamW(groups(model), lr=1e-3, weight_decay=0.0)
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-        assert {group["lr"] for group in optimizer.param_groups} == {0.0}
-        assert len(warned(model, optimizer)) == expected
+def adapted(config, **settings):
+    return peft.get_peft_model(nn.Sequential(nn.Linear(16, 12)), config(r=2, target_modules=["0"], **settings))
 
 
-def test_groups_of_ours_are_not_warned_of():
-    for settings in ({}, {"fusion": "gated", "up_bias": True}, {"activation": "tanh"}):
-        model = augmented(nlr.NobleConfig(rank=2, **settings))
-        assert not warned(model, AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=0.1, verbose=False)))
+def frozen():
+    model = augmented()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("noble" not in name)
+    return model
+
+
+ONES = {"up_lr_power": 0, "mix_lr_power": 0, "frequency_lr": 1, "phase_lr": 1}
+CALM = {
+    "plain": lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)),
+    "sine": lambda: augmented(nlr.SineLowRankConfig(rank=2, omega=100)),
+    "no multipliers": lambda: augmented(nlr.NobleConfig(rank=2, **ONES)),
+    "frozen": frozen,
+    "sine-LoRA": lambda: adapted(nlr.SineLoraConfig, omega=100),
+}
+
+
+@pytest.mark.parametrize("make", CALM.values(), ids=CALM)
+def test_what_has_no_multipliers_is_not_warned_of(make):
+    model = make()
+    assert not warned(model, AdamW([each for each in model.parameters() if each.requires_grad]))
+
+
+GATED = {"fusion": "gated", "up_bias": True}
+OURS = {
+    **{str(i): partial(augmented, nlr.NobleConfig(rank=2, **each)) for i, each in enumerate(({}, GATED))},
+    "adapter": lambda: adapted(nlr.NobleAdapterConfig),
+}
+
+
+@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+def test_groups_of_ours_are_not_warned_of(make):
+    model = make()
+    assert not warned(model, AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=0.1, verbose=False)))
+    model = make()
+    assert len(warned(model, AdamW([each for each in model.parameters() if each.requires_grad]))) == 1
+
+
+def test_muon_and_a_ratio_of_ones_own_are_not_warned_of():
     model = augmented()
     assert not warned(model, nlr.MuonAdamW(nlr.param_groups(model, lr=1e-3, muon=True, verbose=False)))
     model = augmented()
     groups = by_role(model, muon=True)
     muon = torch.optim.Muon(groups.pop("dense")["params"], lr=0.02)
     assert not warned(model, muon, AdamW(groups.values()))
+    model = augmented()
+    groups = by_role(model)
+    for role in ("noble.frequency", "noble.phase", "noble.up", "noble.mix"):
+        groups[role]["lr"] = 2e-3
+    assert not warned(model, SGD(groups.values()))
 
 
 def test_rates_are_compared_within_a_layer():
@@ -97,12 +133,17 @@ def test_rates_are_compared_within_a_layer():
         groups += [group | {"lr": group["lr"] * factor} for group in by_role(model[place]).values()]
     assert not warned(model, SGD(groups))
     model = augmented()
-    assert len(warned(model, SGD([{"params": each.parameters(), "lr": 0.1 + i} for i, each in enumerate(model)]))) == 1
-    model = augmented()
-    groups = by_role(model)
-    for role in ("noble.frequency", "noble.phase", "noble.up", "noble.mix"):
-        groups[role]["lr"] = 2e-3
-    assert not warned(model, SGD(groups.values())), "a ratio of one's own is meant"
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.3}]
+    assert len(warned(model, SGD(groups))) == 1
+
+
+def test_a_warm_up_that_begins_at_zero_hides_nothing():
+    for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
+        model = augmented()
+        optimizer = AdamW(groups(model), lr=1e-3, weight_decay=0.0)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+        assert len(warned(model, optimizer)) == expected
 
 
 def test_decay_alone_is_warned_of():
@@ -125,42 +166,6 @@ def test_a_shared_down_projection_is_compared_with_by_all():
         messages = warned(model, SGD(groups(model), lr=0.1))
         assert len(messages) == expected
         assert all("18 tensors" in each for each in messages)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        None,
-        nlr.SineLowRankConfig(rank=2, omega=100),
-        nlr.NobleConfig(rank=2, up_lr_power=0, mix_lr_power=0, frequency_lr=1, phase_lr=1),
-    ],
-    ids=["plain", "sine", "no multipliers"],
-)
-def test_what_has_no_multipliers_is_not_warned_of(config):
-    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)) if config is None else augmented(config)
-    assert not warned(model, AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"), [(nlr.SineLoraConfig, 0), (nlr.NobleAdapterConfig, 1)], ids=["sine-LoRA", "NOBLE"]
-)
-def test_adapters_by_their_roles(config, expected):
-    def adapted():
-        settings = {"omega": 100} if config is nlr.SineLoraConfig else {}
-        return peft.get_peft_model(nn.Sequential(nn.Linear(16, 12)), config(r=2, target_modules=["0"], **settings))
-
-    model = adapted()
-    trained = [each for each in model.parameters() if each.requires_grad]
-    assert len(warned(model, AdamW(trained))) == expected
-    model = adapted()
-    assert not warned(model, AdamW(nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)))
-
-
-def test_frozen_branches_are_not_warned_of():
-    model = augmented()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("noble" not in name)
-    assert not warned(model, AdamW(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

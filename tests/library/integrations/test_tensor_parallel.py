@@ -138,7 +138,7 @@ def test_an_older_transformers_is_named(monkeypatch):
 
     (owner,) = (each for each in PreTrainedModel.__mro__ if "_resolve_parallel_plans" in vars(each))
     monkeypatch.delattr(owner, "_resolve_parallel_plans")
-    with pytest.raises(UserError, match=r"needs transformers>=5.23, got .*upgrade"):
+    with pytest.raises(UserError, match=r"needs transformers>=5.23, got "):
         type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2))
 
 

@@ -186,34 +186,6 @@ def test_groups_have_the_multipliers_of_param_groups(tied, checkpointing, tmp_pa
     assert len({group["lr"] for optimizer in container for group in optimizer.param_groups}) > 5
 
 
-def test_a_patterns_own_settings_stay_and_are_multiplied():
-    kwargs = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-    base = OptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(pattern="feed_forward", optimizer_name="Adam", optimizer_kwargs={**kwargs, "lr": 2e-3}),
-            ParamGroupConfig(pattern="^tok|head", optimizer_name="AdamW", optimizer_kwargs={**kwargs, "lr": 5e-4}),
-            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=kwargs),
-        ],
-        implementation="for-loop",
-    )
-    kept = copy.deepcopy(base)
-    spec = augmented()
-    model = kit.built(spec)
-    config = titan.optimizer_config(base, spec.model)
-    assert base == kept
-    assert config.implementation == "for-loop"
-    roles = nlr.optim.parameter_roles(model)
-    container = config.build(model_parts=[model])
-    assert [type(optimizer).__name__ for optimizer in container] == ["Adam", "AdamW"]
-    for optimizer in container:
-        for group in optimizer.param_groups:
-            for name in group["param_names"]:
-                lr = 2e-3 if "feed_forward" in name else 5e-4 if name.startswith(("tok", "lm_head")) else 1e-3
-                assert group["lr"] == pytest.approx(lr * roles[name].lr), name
-                assert group["weight_decay"] == (0.1 if roles[name].decay else 0.0), name
-                assert group["betas"] == (0.9, 0.95)
-
-
 # Hugging Face
 
 GATED = nlr.NobleConfig(rank=3, fusion="gated", up_bias=True, activation="silu", depth=1)

@@ -5,8 +5,8 @@ import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -293,8 +293,7 @@ def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: b
         raise UserError(f"{path} is no checkpoint of torch.distributed: it has no .metadata")
     if not allow_torch_checkpoints:
         raise UserError(
-            f"{path}/.metadata is a pickle, which can run code when it is read; if the checkpoint is your own, pass "
-            "allow_torch_checkpoints=True"
+            f"{path}/.metadata is a pickle, which can run code; to read it, pass allow_torch_checkpoints=True"
         )
     try:
         with warnings.catch_warnings():

@@ -64,10 +64,7 @@ class Layer(Module):
     def parallelize(self, parallel_dims: Any) -> None:
         """Parallelize as torchtitan does; tensors that a plain linear does not have are replicated."""
         if parallel_dims.tp_enabled:
-            raise UserError(
-                "layers with branches cannot be split by torchtitan's tensor parallelism; set "
-                "--parallelism.tensor_parallel_degree 1 and shard by FSDP"
-            )
+            raise UserError("layers with branches need --parallelism.tensor_parallel_degree 1; shard them by FSDP")
         if (sharding := self._sharding_config) is not None:
             states = sharding.state_shardings
             whole = {name: dense_param_placement(tp=spmd.R) for name, _ in self.named_parameters(recurse=False)}
@@ -111,10 +108,7 @@ class TitanSineLowRankLinear(Layer, SineLowRankLinear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         if self.sine_up.dtype in (torch.bfloat16, torch.float16):  # a phase of 30 rad would be off by 0.1 rad
-            raise UserError(
-                "FSDP has rounded the factors of sine low-rank weights to 16 bits, and their phases with them; set "
-                "--training.mixed_precision_param float32"
-            )
+            raise UserError("FSDP has rounded sine factors to 16 bits; set --training.mixed_precision_param float32")
         return super().forward(input)
 
 
@@ -158,9 +152,7 @@ class AugmentConverter(ModelConfigConverter):
             named = type(config).__name__ if method is None else method.name
             raise UserError(f"{named} is not for torchtitan; use NobleConfig or SineLowRankConfig")
         if getattr(config, "share_down", "none") != "none" or getattr(config, "fuse_shared_inputs", False):
-            raise UserError(
-                "share_down and fuse_shared_inputs join layers, which are separate in torchtitan; omit them"
-            )
+            raise UserError("share_down and fuse_shared_inputs are not for torchtitan: omit them")
         config = method.initial(config, pretrained=False)
         spread = copy.deepcopy(model_config)
         _unfuse(spread, lambda fqn: True)
