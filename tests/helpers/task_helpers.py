@@ -99,21 +99,13 @@ def _row(test: str) -> dict:
         right = ["false", "true"][int(torch.randint(2, ()))]
         text = f"Please answer the following question with true or false, question: {question}?"
         return _with_parts(f"{text}\n\nAnswer format: true/false", right, question + "?", ["no", "yes"])
+    ask, blank = "Please choose the correct", "to fill in the blank to complete the given sentence: "
     word, count, opening, gap, before = {
-        "piqa": ("Solution", 2, "Please choose the correct solution to the question: ", "\n\n", "\n\n"),
-        "social_i_qa": ("Answer", 3, "Please choose the correct answer to the question: ", " ", "\n\n"),
-        "hellaswag": ("Ending", 4, "Please choose the correct ending to complete the given sentence: ", " ", "\n\n"),
-        "winogrande": (
-            "Option",
-            2,
-            "Please choose the correct answer to fill in the blank to complete the given sentence: ",
-            " ",
-            " ",
-        ),
-    }.get(
-        test,
-        ("Answer", int(torch.randint(3, 6, ())), "Please choose the correct answer to the question: ", " ", "\n\n"),
-    )
+        "piqa": ("Solution", 2, f"{ask} solution to the question: ", "\n\n", "\n\n"),
+        "social_i_qa": ("Answer", 3, f"{ask} answer to the question: ", " ", "\n\n"),
+        "hellaswag": ("Ending", 4, f"{ask} ending to complete the given sentence: ", " ", "\n\n"),
+        "winogrande": ("Option", 2, f"{ask} answer {blank}", " ", " "),
+    }.get(test, ("Answer", int(torch.randint(3, 6, ())), f"{ask} answer to the question: ", " ", "\n\n"))
     if test == "winogrande":
         question = f"{question} _ {words()}."
     choices = [words(1, 6) for _ in range(count)]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import datasets
@@ -69,23 +70,23 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
         assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
 
 
-def test_folder_and_saved_dataset_and_streamed_folder(tmp_path):
-    documents = make_documents(6)
-    folder = tmp_path / "data"
-    folder.mkdir()
+def test_folders_saved_datasets_and_the_standard_library(tmp_path):
+    documents, folder = make_documents(6), tmp_path / "data"
+    (folder / ".hidden").mkdir(parents=True)
     for index, document in enumerate(documents):
         (folder / f"{index}.txt").write_text(document, encoding="utf-8")
     (folder / "picture.png").write_bytes(b"\0\1")
-    (folder / ".hidden").mkdir()
     (folder / ".hidden" / "notes.txt").write_text("not for training")
-    assert list(Corpus(source=str(folder)).documents()) == documents
     datasets.Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "saved")
-    assert list(Corpus(source=str(tmp_path / "saved")).documents()) == documents
-    rows = tmp_path / "rows"
-    write(rows, "jsonl", documents)
-    assert list(Corpus(source=str(rows), streaming=True).documents()) == documents
+    write(rows := tmp_path / "rows", "jsonl", documents)
+    for source, streaming in ((folder, False), (tmp_path / "saved", False), (rows, True)):
+        assert list(Corpus(source=str(source), streaming=streaming).documents()) == documents
     limit = len("".join(documents[:2]).encode()) + 1
     assert list(Corpus(source=str(rows), streaming=True, max_bytes=limit).documents()) == documents[:2]
+    files = Corpus(source="stdlib").files()
+    assert len(files) > 300
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
+    assert "def dumps(" in next(path for path in files if path.parts[-2:] == ("json", "__init__.py")).read_text()
 
 
 def test_datasets_by_name_configuration_and_split(tmp_path, monkeypatch):
@@ -151,20 +152,16 @@ def test_byte_order_mark_is_no_text(tmp_path, kind):
     assert list(Corpus(source=str(marked), max_bytes=5).documents()) == [first]
 
 
-def test_separators(tmp_path):
+def test_separators_and_max_bytes(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(f"one\r\n{END_OF_TEXT}\r\ntwo {END_OF_TEXT} two\n{END_OF_TEXT}  \nthree\n%%\nfour".encode())
     read = [each.strip() for each in Corpus(source=str(path)).documents()]
     assert read == ["one", f"two {END_OF_TEXT} two", "three\n%%\nfour"]
-    read = [each.strip() for each in Corpus(source=str(path), separator="%%").documents()]
-    assert len(read) == 2
-    assert read[1] == "four"
+    assert [each.strip() for each in Corpus(source=str(path), separator="%%").documents()][1:] == ["four"]
     assert list(Corpus(source=str(path), separator="").documents()) == [path.read_bytes().decode()]
-
-
-def test_max_bytes_keeps_documents_whole_but_cuts_a_first_that_is_longer(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("ab\u4e2d", "cde", "f")), encoding="utf-8")
+    # Documents stay whole, but a first one that is longer is cut.
     for limit, expected in ((9, ["ab\u4e2d", "cde", "f"]), (8, ["ab\u4e2d", "cde"]), (7, ["ab\u4e2d"]), (4, ["ab"])):
         assert list(Corpus(source=str(path), max_bytes=limit).documents()) == expected
 
@@ -190,22 +187,19 @@ def test_packing_keeps_every_token_and_marks_every_document(tmp_path):
 def test_bytes_per_token_are_the_bytes_that_predicted_tokens_decode_to(tmp_path):
     documents = make_documents()
     packed = prepare_text(small(write(tmp_path, "jsonl", documents), valid_fraction=0.3), progress=False)
-    text = "\0".join(documents).encode()
     # GPT-2's alphabet: printable bytes stand for themselves, the others come after 255 in order.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    size = count = 0
-    for index in range(len(packed.valid)):
-        predicted = packed.valid[index]["input_ids"][1:].tolist()
-        names = packed.tokenizer.convert_ids_to_tokens(predicted)
+    text, size = "\0".join(documents).encode(), 0
+    for item in packed.valid:
+        names = packed.tokenizer.convert_ids_to_tokens(item["input_ids"][1:].tolist())
         for run in "\0".join(names).split(END_OF_TEXT):
             run = bytes(byte_of[character] for character in run.replace("\0", ""))
             assert run in text
             size += len(run)
-        count += len(predicted)
     assert len(packed.valid) == 8
-    assert packed.valid_bytes_per_token == size / count
+    assert packed.valid_bytes_per_token == size / (8 * 15)
 
 
 def test_bytes_per_token_of_a_tokenizer_that_drops_white_space(tmp_path):
@@ -361,13 +355,6 @@ def test_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
     assert max(np.diff([0, *numbers, 5000])) < 500
 
 
-def test_the_standard_library_is_real_code():
-    files = Corpus(source="stdlib").files()
-    assert len(files) > 300
-    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
-    assert "def dumps(" in next(path for path in files if path.parts[-2:] == ("json", "__init__.py")).read_text()
-
-
 def _flip(data):
     """Damage in the middle of it."""
     middle = len(data) // 2
@@ -477,16 +464,12 @@ def test_tokenizers_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize("packed", ["gz", "xz", "zst"])
 def test_bombs_stop_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed):
     """One document, in one line or in many, that unpacks to a thousand times its file."""
-
-    class Memory:
-        available = 16 << 20
-
     line = b"a" * (1 << 20)
     whole = b'{"text": "' + line * 10 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 10
     path = bad_file(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
     assert path.stat().st_size < 100_000
     assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=16 << 20))
     with pytest.raises(UserError, match="unpacks to more than 8,388,608 bytes"):
         list(Corpus(source=str(path)).documents())
 
