@@ -26,7 +26,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .errors import LearningRateWarning, UserError
 from .methods.base import MultiplierLayer, Role, layers_alive, method_of_layer
 from .surgery.targets import is_linear, output_head_names
-from .validation import check_number
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
@@ -90,8 +89,10 @@ def param_groups(
 
     Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
     """
-    check_number("lr", lr, above=0)
-    check_number("weight_decay", weight_decay, minimum=0)
+    if not 0 < lr < math.inf:
+        raise UserError(f"lr must be a finite number above 0, got {lr!r}")
+    if not 0 <= weight_decay < math.inf:
+        raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
     roles, parameters = parameter_roles(model), dict(model.named_parameters())
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")
