@@ -6,8 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from noble_helpers import BOTTLENECKS, changed, leaf, make_branch, make_linear, outputs_and_gradients, tensors
 from nonlinear_lowrank import NobleConfig, NobleLinear
+from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import op
-from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_branch, noble_linear, noble_linear_reference, noble_linears
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 
@@ -178,3 +179,54 @@ def test_down_projection_is_in_the_kernel_where_it_fills_a_gpu(monkeypatch, toke
         branch = changed(lambda each: [torch.empty(each[0].shape, dtype=dtype)], make_branch(d_in=d_in, r=r))
         found = op._down_kernel(torch.empty(tokens, d_in, dtype=dtype), branch)
     assert bool(found) == fused
+
+
+# --- several linears that read one input ---------------------------------------------------------------------------
+
+WIDTHS = (10, 6, 14)
+
+
+def make_linears(activation="cosine", depth=2, shared=False, biases=True, dtype=torch.float64):
+    """Return x, weights, biases and branches."""
+    return (
+        leaf(3, 5, 12, dtype=dtype),
+        [leaf(width, 12, scale=0.5, dtype=dtype) for width in WIDTHS],
+        [leaf(width, dtype=dtype) if biases else None for width in WIDTHS],
+        [
+            make_branch(activation, depth, d_out=width, dtype=dtype, down=not (shared and place))
+            for place, width in enumerate(WIDTHS)
+        ],
+    )
+
+
+def reference(x, weights, biases, branches):
+    """Return `noble_linear_reference` of each layer."""
+    downs = [branches[0].down if branch.down is None else branch.down for branch in branches]
+    return [
+        noble_linear_reference(x, weight, bias, branch._replace(down=down))
+        for weight, bias, branch, down in zip(weights, biases, branches, downs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "depth"), [("cosine", 2), ("cosine", 1), ("cosine", 3), ("tanh", 2), ("silu", 1)]
+)
+def test_group_equals_the_plain_formula_in_float64(activation, depth, shared, biases):
+    arguments = make_linears(activation, depth, shared, biases)
+    dys = [torch.randn(3, 5, width, dtype=torch.float64) for width in WIDTHS]
+    expected = outputs_and_gradients(reference, arguments, dys)
+    for found, want in zip(outputs_and_gradients(noble_linears, arguments, dys), expected, strict=True):
+        torch.testing.assert_close(found, want)
+    with torch.no_grad():
+        for found, want in zip(noble_linears(*arguments), expected, strict=False):
+            torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_group_saves_x_and_h_alone(shared, compile):
+    x, *rest = make_linears(shared=shared, dtype=torch.float32)
+    kept = saved_bytes(compiled(noble_linears) if compile else noble_linears, x, *rest, parameters=tensors(rest))
+    assert kept == x.nbytes + 15 * 4 * (1 if shared else 3) * 4
