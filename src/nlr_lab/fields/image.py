@@ -56,11 +56,7 @@ def prepare(settings: ImageSettings) -> "ImageProblem":
 
 
 def read_image(source: str) -> Image.Image:
-    """Read an embedded photograph or an image file, in red, green and blue: upright, clear pixels before white.
-
-    Raises:
-        UserError: there is no such file, it is no image or an empty one, or its values have more than 16 bits.
-    """
+    """Read an embedded photograph or an image file, in red, green and blue: upright, clear pixels before white."""
     if source in EMBEDDED:
         from sklearn.datasets import load_sample_image
 

@@ -7,9 +7,8 @@
 | .npz                  | v or vertices (N, 3), f or faces (M, 3)                                       |
 
 Points that coincide, to a 10^8th of the mesh's size, become one, so that the seams of textures and the loose triangles
-of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces. Where a ray crosses the surface does
-not depend on how faces are turned, but the volume that they enclose does: they are turned alike within each body (what
-hangs together by edges), and bodies outwards but for cavities.
+of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces. Faces are turned alike within each
+body (what hangs together by edges), and bodies outwards but for cavities, so that their volumes add up.
 """
 
 import io
@@ -42,13 +41,10 @@ def import_trimesh() -> Any:
 
 
 def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
-    """Read the mesh of a source; see the table of this file.
+    """Read the mesh of a source; with `repair` holes are closed, each by a fan of triangles to its middle.
 
-    With `repair` holes are closed, each by a fan of triangles to its middle.
-
-    Raises:
-        UserError: there is no such file, it cannot be read, it has no faces, it has points that are not finite, it has
-            one side only, or it is not watertight; the message says whether `repair` would close it.
+    UserError for no such file, one that cannot be read, and what bounds no volume; the message says whether `repair`
+    would close it.
     """
     trimesh = import_trimesh()
     if str(source) == "knot":
@@ -95,10 +91,7 @@ def unit_of(points: np.ndarray) -> float:
 
 
 def signed_volumes(triangles: np.ndarray) -> np.ndarray:
-    """Volumes (M,) of the tetrahedra over triangles (M, 3, 3) with their tips at the origin.
-
-    trimesh's own sum divides by it for the centre of mass, and so cannot give a volume of 0.
-    """
+    """Volumes (M,) of the tetrahedra over triangles (M, 3, 3) to the origin; trimesh's own sum cannot give 0."""
     return np.einsum("ij,ij->i", triangles[:, 0], np.cross(triangles[:, 1], triangles[:, 2])) / 6
 
 

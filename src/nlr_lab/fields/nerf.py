@@ -86,10 +86,7 @@ class NerfProblem:
         return torch.stack([(each - colours).square().mean() for each in passes]).sum()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """PSNR (dB) and SSIM, each the mean over the held-out views.
-
-        SSIM with the Gaussian window of sigma 1.5 of Wang et al. 2004, on colours in [0, 1].
-        """
+        """PSNR (dB) and SSIM (the Gaussian window of Wang et al. 2004), each the mean over the held-out views."""
         metrics = require("fields", "skimage.metrics")
         scores = []
         for view in self.scene.held_out:
@@ -129,9 +126,9 @@ class NerfProblem:
     @torch.no_grad()
     def view(self, model: nn.Module, cameras: Cameras, number: int) -> np.ndarray:
         """Render what a camera sees, samples at the middles of their bins: (height, width, 3) float32 in [0, 1]."""
-        parameter = next(model.parameters())
-        row, column = torch.meshgrid(torch.arange(cameras.height), torch.arange(cameras.width), indexing="ij")
-        row, column = row.reshape(-1), column.reshape(-1)
+        parameter, width = next(model.parameters()), cameras.width
+        place = torch.arange(cameras.height * width)
+        row, column = place // width, place % width
         rays = self._rays(cameras, torch.full_like(row, number), row, column)
         at_once, colours = max(1, _POINTS // sum(self._counts)), []
         for start in range(0, len(row), at_once):

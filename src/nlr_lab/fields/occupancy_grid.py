@@ -68,10 +68,8 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
     """Find the occupancy of a watertight mesh at the n = `resolution` points along each axis of a lattice.
 
     With `jitter` column (i, j) is at a random place of its cell, and its points are as far up each cell as a random
-    number of the column says: points off the lattice, evenly over the box.
-
-    Raises:
-        UserError: the grid does not fit memory, the faces enclose no volume, or rays find the mesh open.
+    number of the column says: points off the lattice, evenly over the box. UserError where the grid does not fit
+    memory, the faces enclose no volume, or rays find the mesh open.
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 

@@ -3,8 +3,7 @@
 LLFF: pictures taken by hand from one side. A row of `poses_bounds.npy` is 3 x 5 `[R | t | (height, width, focal
 length)]`, R's columns down, right and backwards, then the nearest and the farthest depth of the view. The world is
 scaled to a nearest depth of 4/3, and moved so that the average camera is at the origin and looks along -z.
-Blender: rendered objects. A frame has `file_path` (".png" is added where it has no suffix) and `transform_matrix`,
-camera-to-world. Sources: Mildenhall et al. 2019, "Local light field fusion"; 2020, "NeRF"; instant-ngp.
+Blender: rendered objects; `transform_matrix` is camera-to-world. Source: Mildenhall et al. 2019 and 2020.
 """
 
 import hashlib

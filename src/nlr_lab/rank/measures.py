@@ -70,10 +70,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
 
     By an SVD in float64 where min(m, n) is at most `DIRECT`, by the eigenvalues of the float64 Gram matrix up to
     `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32, drawn by `seed`
-    (Halko, Martinsson, Tropp, SIAM Review 53, 2011, algorithm 4.4).
-
-    Raises:
-        UserError: a number that is not finite, no number at all, or not two dimensions.
+    (Halko, Martinsson, Tropp, SIAM Review 53, 2011, algorithm 4.4). UserError where a number is not finite.
     """
     if matrix.ndim != 2 or matrix.numel() == 0:
         raise UserError(f"a spectrum needs a matrix with numbers in it, not shape {tuple(matrix.shape)}")
@@ -236,11 +233,7 @@ class SineBounds:
 
 
 def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
-    """Evaluate the bounds in float64; above `largest_omega` the lower ones need not hold.
-
-    Raises:
-        UserError: the matrix is zero or not finite, or omega is not above 0.
-    """
+    """Evaluate the bounds in float64; above `largest_omega` the lower ones need not hold."""
     if matrix.ndim != 2 or not matrix.isfinite().all() or not (matrix != 0).any():
         raise UserError("the bounds need a matrix that is finite and not zero")
     check_number("omega", omega, above=0)
