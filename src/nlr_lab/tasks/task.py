@@ -164,13 +164,8 @@ class Task:
         raise NotImplementedError
 
     def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
-        """Return the model without the arm's change, on the CPU: float32, or as its checkpoint says.
-
-        Args:
-            prepared: gives vocabulary, special tokens and classes.
-            dense_init: overrides the backbone's; for models that are trained from scratch.
-            seed: of every draw. What is no dense linear is the same for every dense_init.
-        """
+        """Return the model without the arm's change, on the CPU: float32, or as its checkpoint says. Every draw is from
+        the seed; what is no dense linear is the same for every dense_init, which overrides the backbone's."""
         raise NotImplementedError
 
     def build_on_meta(self) -> Any:

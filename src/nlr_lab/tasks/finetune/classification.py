@@ -230,19 +230,13 @@ def find_task(source: str) -> str:
         return found[0]
     if found:
         raise UserError(f"{source} may be {' or '.join(found)}; choose one, e.g. --glue.task {found[0]}")
-    raise UserError(
-        f"{source} holds no task of GLUE that is known by its name or columns; known are {', '.join(GLUE)}: give the "
-        "folder of one, or name it (--glue.task)"
-    )
+    what = f"{source} holds no task of GLUE that is known by its name or columns; known are {', '.join(GLUE)}"
+    raise UserError(f"{what}: give the folder of one, or name it (--glue.task)")
 
 
 def read_split(task: str, source: str, split: str) -> Rows:
-    """Read one split, "train", "dev" or "test", of a task of GLUE out of its folder, the folder above, or a dataset.
-
-    Raises:
-        UserError: no such file or dataset, the folder of another task, other columns than the task's, a row that
-            does not fit (with its line), or a split without labels.
-    """
+    """Read one split, "train", "dev" or "test", of a task of GLUE out of its folder, the folder above, or a dataset;
+    raise UserError where there is none, or columns or a row (with its line) do not fit."""
     info, path = GLUE[task], Path(source).expanduser()
     if not path.is_dir():
         return _from_hub(task, source, split)
@@ -250,10 +244,8 @@ def read_split(task: str, source: str, split: str) -> Rows:
     for file in (folder / name for folder in (*own, path) for name in _FILES[split]):
         if file.is_file():
             if (other := _plain(file.parent)) in GLUE and other != task:
-                raise UserError(
-                    f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}: choose --glue.task "
-                    f"{other}, or give {info.folder}'s folder"
-                )
+                what = f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}"
+                raise UserError(f"{what}: choose --glue.task {other}, or give {info.folder}'s folder")
             return read_tsv(file, task)
     raise UserError(f"no {split} split of {info.folder} in {source}: it has no {' or '.join(_FILES[split])}")
 
@@ -268,11 +260,12 @@ def read_tsv(path: Path, task: str, most: int | None = None) -> Rows:
     if not rows:
         raise UserError(f"{path} is empty")
     info, head = GLUE[task], [name.strip() for name in rows[0][1]]
+    bare = False
     if _places(info, head) is None and len(head) == len(info.bare):  # perhaps a layout without a header
         with contextlib.suppress(UserError):
             _read_label(info, head[info.bare.index(info.label[0])], "")
-            return _rows(info, str(path), list(info.bare), rows)
-    return _rows(info, str(path), head, rows[1:])
+            bare = True
+    return _rows(info, str(path), list(info.bare), rows) if bare else _rows(info, str(path), head, rows[1:])
 
 
 def _from_hub(task: str, source: str, split: str) -> Rows:
@@ -283,12 +276,11 @@ def _from_hub(task: str, source: str, split: str) -> Rows:
     try:
         data: Any = load_dataset(source, task, split=name)
     except Exception as error:  # the hub, the network and the builder each have errors of their own
-        raise UserError(
-            f"cannot read {task} from the dataset {source!r} ({one_line(error, 200)}); give a folder with GLUE's files "
-            "(--source)"
-        ) from error
-    where, columns = f"{source}/{task} {name}", list(data.column_names)
-    return _rows(GLUE[task], where, columns, [(where, [str(row[each]) for each in columns]) for row in data])
+        what = f"cannot read {task} from the dataset {source!r} ({one_line(error, 200)})"
+        raise UserError(f"{what}; give a folder with GLUE's files (--source)") from error
+    where, columns = f"{source}/{task} {name}", data.to_dict()
+    rows = [(where, [str(each) for each in row]) for row in zip(*columns.values(), strict=True)]
+    return _rows(GLUE[task], where, list(columns), rows)
 
 
 def _rows(info: GlueInfo, where: str, head: list[str], rows: list[tuple[str, list[str]]]) -> Rows:
@@ -301,8 +293,8 @@ def _rows(info: GlueInfo, where: str, head: list[str], rows: list[tuple[str, lis
     for place, fields in rows:
         if len(fields) != len(head):
             raise UserError(f"{place}: {len(fields)} fields where the file has {len(head)} columns")
-        *found, label = (fields[each] for each in places)
-        texts.append(tuple(found))
+        *sentences, label = (fields[each] for each in places)
+        texts.append(tuple(sentences))
         labels.append(_read_label(info, label.strip(), place))
     if not texts:
         raise UserError(f"{where} has a header and no rows")

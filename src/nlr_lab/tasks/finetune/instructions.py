@@ -25,12 +25,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from nlr_lab.runtime.bounds import read_bytes
-from nlr_lab.tasks.task import Measure, Prepared, fingerprint, hold_out
+from nlr_lab.tasks.task import Examples, Measure, Prepared, fingerprint, hold_out
 from nlr_lab.tasks.text.data import library_sources
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, one_line, require
@@ -105,11 +105,8 @@ class InstructionTask(FinetuneTask):
         return self.instructions.max_length
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Read, tokenize and mask, and print what was read; nothing is cached.
-
-        Raises:
-            UserError: a file or the tokenizer cannot be used, or nothing is left to learn.
-        """
+        """Read, tokenize and mask, and print what was read; nothing is cached. Raise UserError where a file or the
+        tokenizer cannot be used, or nothing is left to learn."""
         from .sequences import PackedExamples, PadRight
 
         data = self.instructions
@@ -127,7 +124,7 @@ class InstructionTask(FinetuneTask):
             valid = valid.select(range(min(len(valid), data.eval_rows)))
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
-        lines, rows = [f"instructions: {summary(facts)}"], train
+        lines, rows = [f"instructions: {summary(facts)}"], cast(Examples, train)
         if "valid" in facts:
             lines.append(f"instructions (evaluated): {summary(facts['valid'])}")
         if pack is not None:
@@ -171,16 +168,8 @@ class Example:
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
-    """Yield the examples of a source, in its order; of an empty record, the reason it is none.
-
-    Args:
-        source: see `InstructionData`.
-        template: of Alpaca records; "chat" makes one message of a user.
-        rows: at most so many records.
-
-    Raises:
-        UserError: no such file or dataset, no JSON, or a record without the fields of any form.
-    """
+    """Yield the examples of at most so many records of a source (see `InstructionData`), in its order; of an empty one,
+    the reason it is none. Raise UserError where there is no such source, or a record has no fields of any form."""
     path = Path(source).expanduser()
     if source == "stdlib":
         records: Iterator[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
@@ -258,10 +247,8 @@ def _example(record: Any, template: str, where: str) -> Example | str:
             return "empty answer"
         return Example(prompt, answer) if prompt.strip() else "empty prompt"
     if "instruction" not in record and "output" not in record:
-        fields = ", ".join(map(str, record)) or "no fields"
-        raise UserError(
-            f"{where}: a record needs instruction and output, prompt and completion, or messages; it has {fields}"
-        )
+        what = f"{where}: a record needs instruction and output, prompt and completion, or messages"
+        raise UserError(f"{what}; it has {', '.join(map(str, record)) or 'no fields'}")
     instruction, answer = _field(record, "instruction", where), _field(record, "output", where)
     context = _field(record, "input", where) if record.get("input") is not None else ""
     if not instruction.strip() and not context.strip():
@@ -309,10 +296,8 @@ class Tokens:
         self.tokenizer, self.max_length = tokenizer, max_length
 
     def read(self, source: str, template: str, rows: int | None) -> tuple["TokenExamples", dict[str, Any]]:
-        """Return the examples of a source, and how many rows were read, empty, cut and dropped.
-
-        An example that is cut within its prompt has nothing to learn, and is dropped.
-        """
+        """Return the examples of a source, and how many rows were read, empty, cut and dropped: an example that is cut
+        within its prompt has nothing to learn."""
         from .sequences import TokenExamples
 
         found: list[tuple[np.ndarray, np.ndarray]] = []

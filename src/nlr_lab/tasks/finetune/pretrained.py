@@ -80,10 +80,8 @@ class Pretrained:
             if (folder / "adapter_config.json").is_file():
                 raise UserError(f"{folder} is an adapter; merge it into its base first, or name the base")
         if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-            raise UserError(
-                f"no model in {name}: neither config.json nor model/config.json is there; "
-                "train one there first, or give another folder or a hub name (--checkpoint)"
-            )
+            what = f"no model in {name}: neither config.json nor model/config.json is there"
+            raise UserError(f"{what}; train one there first, or give another folder or a hub name (--checkpoint)")
         return name
 
     def config(self) -> Any:
@@ -144,10 +142,8 @@ class Pretrained:
                 return _auto(kind).from_config(config)
             except ValueError as error:  # transformers' list of all types is pages long
                 what = "language model" if kind == "causal" else f"{kind} classifier"
-                raise UserError(
-                    f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}; "
-                    "give another checkpoint (--checkpoint)"
-                ) from error
+                fault = f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}"
+                raise UserError(f"{fault}; give another checkpoint (--checkpoint)") from error
 
     def _new_head(self, kind: str, labels: int) -> Any:
         from transformers import AutoConfig
@@ -207,7 +203,6 @@ class FinetuneTask(Task):
         return self.load_model(prepared, seed)
 
     def load_model(self, prepared: Any, seed: int) -> Any:
-        """Return the model of `build_model`."""
         raise NotImplementedError
 
     def adapter_setup(self, model: "nn.Module") -> AdapterSetup:

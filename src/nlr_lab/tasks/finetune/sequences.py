@@ -44,7 +44,7 @@ class TokenExamples(Examples):
 
     def by_length(self) -> "TokenExamples":
         """Return the same examples, longest first: batches of equal lengths need little padding."""
-        return self.select(sorted(range(len(self)), key=lambda index: -self.lengths[index]))
+        return self.select(sorted(range(len(self)), key=lambda index: -len(self.ids[index])))
 
 
 class PackedExamples(Examples):

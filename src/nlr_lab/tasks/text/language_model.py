@@ -62,9 +62,8 @@ class Backbone:
             check_integer(name, getattr(self, name), minimum=1)
         if self.width % (step := self._head_multiple * self.heads):
             even = " of even size" if self._head_multiple == 2 else ""
-            raise UserError(
-                f"width {self.width} does not split into {self.heads} heads{even}; choose a multiple of {step}"
-            )
+            what = f"width {self.width} does not split into {self.heads} heads{even}"
+            raise UserError(f"{what}; choose a multiple of {step}")
         check_number("embedding_std", self.embedding_std, above=0)
         check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
@@ -142,7 +141,7 @@ class OptBackbone(Backbone):
 class EncoderBackbone(Backbone):
     """A EuroBERT: the GLM's block with attention to both sides, every linear separate."""
 
-    def config(self, vocab_size: int, sequence_length: int, **tokens: int | None) -> "EuroBertConfig":
+    def config(self, vocab_size: int, sequence_length: int, **tokens: Any) -> "EuroBertConfig":
         """Return the transformers config of these sizes and of the tokens mask_token_id and pad_token_id."""
         from transformers import EuroBertConfig
 
@@ -150,7 +149,7 @@ class EncoderBackbone(Backbone):
             **self._rotary_sizes(vocab_size, sequence_length),
             mlp_bias=False,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            **{"bos_token_id": None, "eos_token_id": None, "mask_token_id": 0, "pad_token_id": None, **tokens},
+            **{"bos_token_id": None, "eos_token_id": None, "mask_token_id": 0, "pad_token_id": None} | tokens,
         )
 
 

@@ -200,10 +200,8 @@ def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
     for side, what in (("train", "training"), ("valid", "held-out")):
         hint = "raise valid_fraction, " if side == "valid" and facts["valid_source"] is None else ""
         if (tokens := facts[side]["tokens"]) < sequence_length:
-            raise UserError(
-                f"the {what} text has {tokens} tokens, fewer than one sequence of {sequence_length}; {hint}"
-                "give more text or lower sequence_length"
-            )
+            fault = f"the {what} text has {tokens} tokens, fewer than one sequence of {sequence_length}"
+            raise UserError(f"{fault}; {hint}give more text or lower sequence_length")
 
 
 def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None:
@@ -283,11 +281,8 @@ class _Split:
 
 
 def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split:
-    """Read the documents once and decide which are held out; `source` gives them again.
-
-    By the hash of the content, so that equal documents land on one side, and by rank among the hashes, which gives the
-    wanted number however few documents there are.
-    """
+    """Read the documents once and decide which are held out; `source` gives them again. By the hash of the content, so
+    that equal documents land on one side, and by rank among the hashes, which gives the wanted number."""
     hashes, sizes = array("Q"), array("Q")
     for document in documents:
         hashes.append(_hash(document))
@@ -306,9 +301,8 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split
         if len(unique) == 1:
             copies = f"{len(hashes):,} copies of one document" if len(hashes) > 1 else "one document"
             why = "too few to hold some out" if sizes[0] <= 2 * divide else "the same lines again and again"
-            raise UserError(
-                f"{config.source} is {copies} of {sizes[0]:,} characters, {why}; give other text too, or a valid_source"
-            )
+            what = f"{config.source} is {copies} of {sizes[0]:,} characters, {why}"
+            raise UserError(f"{what}; give other text too, or a valid_source")
     # A document that is most of the text is for training, whatever its hash.
     eligible = unique[unique_sizes <= unique_sizes.sum() / 2]
     count = max(1, math.ceil(config.valid_fraction * len(unique)))

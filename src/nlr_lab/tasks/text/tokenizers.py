@@ -34,15 +34,11 @@ def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Pre
         backend, specials = _wordpiece(models.WordPiece(unk_token=_BERT["unk_token"])), _BERT
         # Each may stand at the start of a word and inside it; the rest is for pieces of words.
         settings = {"limit_alphabet": max(64, vocab_size // 8)}
-    first = list(specials.values())
-    backend.train_from_iterator(
-        documents, make(vocab_size=vocab_size, special_tokens=first, show_progress=False, **settings)
-    )
+    settings |= {"vocab_size": vocab_size, "special_tokens": list(specials.values()), "show_progress": False}
+    backend.train_from_iterator(documents, make(**settings))
     if (size := backend.get_vocab_size()) < vocab_size:
-        raise UserError(
-            f"the text is too small, or repeats itself too much, for a vocabulary of {vocab_size} (it gives {size}); "
-            "lower vocab_size"
-        )
+        what = f"the text is too small, or repeats itself too much, for a vocabulary of {vocab_size} (it gives {size})"
+        raise UserError(f"{what}; lower vocab_size")
     return PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
 
 
@@ -55,19 +51,16 @@ def load_tokenizer(name: str) -> Any:
         raise
     except Exception as error:  # the Rust side raises plain Exception
         why = one_line(error).split(". ")[0]
-        raise UserError(
-            f"no tokenizer {name!r} could be loaded ({why}); give a folder with GPT-2's or BERT's files or a "
-            "tokenizer.json, a hub name, or 'bpe' to train one"
-        ) from error
+        hint = "give a folder with GPT-2's or BERT's files or a tokenizer.json, a hub name, or 'bpe' to train one"
+        raise UserError(f"no tokenizer {name!r} could be loaded ({why}); {hint}") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
         raise UserError(f"the tokenizer {name!r} is written in Python; give one with a tokenizer.json")
     if boundary_id(tokenizer) is None:
         known = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _ENDS if token in known), None)
         if tokenizer.eos_token is None:
-            raise UserError(
-                f"the tokenizer {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
-            )
+            what = f"the tokenizer {name!r} has no end-of-text token"
+            raise UserError(f"{what}; set eos_token in its tokenizer_config.json")
     return tokenizer
 
 
