@@ -9,12 +9,11 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 from torch import nn
 
-from nlr_lab.fields import mesh_picture
+from nlr_lab.fields import occupancy
 from nlr_lab.fields import occupancy_grid as module
 from nlr_lab.fields.fit import FitConfig, fit
 from nlr_lab.fields.mesh_files import knot, read_mesh
-from nlr_lab.fields.mesh_picture import render
-from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, surface
+from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, render, surface
 from nlr_lab.fields.occupancy_grid import LatticePoints, occupancy_grid
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig
@@ -167,7 +166,7 @@ def test_pictures_do_not_depend_on_units_or_on_how_many_rays_run_at_once(monkeyp
         small = mesh.copy()
         small.vertices = small.vertices * scale
         assert np.array_equal(render(small, wide * scale, height=40), whole)
-    monkeypatch.setattr(mesh_picture, "_AT_ONCE", 500)
+    monkeypatch.setattr(occupancy, "_AT_ONCE", 500)
     parts = render(mesh, wide, height=40)
     assert np.array_equal((parts < 255).any(-1), (whole < 255).any(-1))
     assert abs(parts.astype(int) - whole).mean() < 3  # the sky is drawn in another order
