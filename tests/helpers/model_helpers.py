@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"vocab_size": 67, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
 _SEPARATE = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 4}
 _GLM = {**_SEPARATE, "head_dim": 8, "attention_bias": False, "hidden_act": "gelu"}
-_PICTURES = {"image_size": 16, "num_labels": 5}
+_PICTURES = AutoModelForImageClassification
 
 
 def build(model_type: str, auto: Any = AutoModelForCausalLM, **settings: Any) -> PreTrainedModel:
@@ -32,22 +32,25 @@ def image_tokens() -> PreTrainedModel:
 
 
 llama = partial(build, "llama", **{**_SEPARATE, **TOKENS, "num_key_value_heads": 2})
-gpt2 = partial(build, "gpt2", **TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64)
 glm = partial(build, "glm", **_GLM, **TOKENS)
+gpt2 = partial(build, "gpt2", **TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+opt = partial(build, "opt", **SIZES, **TOKENS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
+eurobert = partial(build, "eurobert", AutoModelForMaskedLM, **_SEPARATE, **TOKENS, mask_token_id=1)
+vit = partial(build, "vit", _PICTURES, **SIZES, image_size=16, num_labels=5, intermediate_size=48, patch_size=4)
+_STAGES = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 2], "patch_size": 2, "drop_path_rate": 0.2}
+convnext = partial(build, "convnext", _PICTURES, **_STAGES, image_size=16, num_labels=5)
+
 FAMILIES = {
     "llama": llama,
     "glm": glm,
     "gpt2": gpt2,
-    "opt": partial(build, "opt", **SIZES, **TOKENS, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
-    "eurobert": partial(build, "eurobert", AutoModelForMaskedLM, **_SEPARATE, **TOKENS, mask_token_id=1),
-    "vit": partial(
-        build, "vit", AutoModelForImageClassification, **SIZES, **_PICTURES, intermediate_size=48, patch_size=4
-    ),
+    "opt": opt,
+    "eurobert": eurobert,
+    "vit": vit,
     "image_tokens": image_tokens,
 }
 """Transformers: every method fits every one of them."""
-_STAGES = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 2], "patch_size": 2, "drop_path_rate": 0.2}
-ALL = {**FAMILIES, "convnext": partial(build, "convnext", AutoModelForImageClassification, **_PICTURES, **_STAGES)}
+ALL = {**FAMILIES, "convnext": convnext}
 """And a model without attention, whose linears work on the last of four dimensions."""
 
 

@@ -68,7 +68,7 @@ class QKNormProjection(nn.Module):
         *,
         config: QKNormConfig,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__()
         assert config.head_width is not None

@@ -95,9 +95,7 @@ class NonlinearQuery(nn.Module):
     query_out_weight: nn.Parameter
     query_out_bias: nn.Parameter
 
-    def __init__(
-        self, width: int, *, config: NonlinearQueryConfig, device: Any = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, width: int, *, config: NonlinearQueryConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.width, self.query_config = width, config
         self.linear_shape = (width, width)
@@ -164,7 +162,7 @@ class NonlinearQKV(NonlinearQuery):
         *,
         config: NonlinearQueryConfig,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
     ) -> None:
         self.others, self.has_model_values = others, False
         super().__init__(width, config=config, device=device, dtype=dtype)

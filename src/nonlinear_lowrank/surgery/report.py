@@ -92,21 +92,17 @@ _ACTIVE = (
 
 def own_flops(module: nn.Module, model: nn.Module) -> int:
     """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
-    method = method_of_layer(module)
-    if method is not None:
+    if (method := method_of_layer(module)) is not None:
         plain = method.plain(module)
         return method.flops(module) + (plain.flops if plain else 0)
     if expert_tensors(module):
         return _expert_flops(module, model)
-    if isinstance(module, nn.Linear | Conv1D):
-        return 2 * module.weight.numel()
     if isinstance(module, nn.MultiheadAttention):
         # It reads these tensors itself and never calls its out_proj, whose weight is counted there.
         own = [module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
         return 2 * sum(weight.numel() for weight in own if weight is not None)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride:
-        return 2 * module.weight.numel()
-    return 0
+    patches = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride
+    return 2 * module.weight.numel() if patches or isinstance(module, nn.Linear | Conv1D) else 0  # type: ignore[operator]
 
 
 def _expert_flops(module: nn.Module, model: Any) -> int:

@@ -340,35 +340,27 @@ def _text(code: CodeType) -> str:
 def why_bypassed(name: str, attribute: str, parent: nn.Module, grandparent: nn.Module | None) -> str:
     """Return why swapping an activation would do nothing, with the fix; empty: a module around it calls it."""
     if isinstance(parent, nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
-        return (
-            f"{name} is bypassed in inference by nn.TransformerEncoderLayer's fused path; set activation_relu_or_gelu "
-            "= 0 on the layer"
-        )
-    readers = [parent] if grandparent is None else [parent, grandparent]
+        why = "is bypassed in inference by nn.TransformerEncoderLayer's fused path"
+        return f"{name} {why}; set activation_relu_or_gelu = 0 on the layer"
+    readers = [each for each in (parent, grandparent) if each is not None]
     if isinstance(parent, _CONTAINERS) or any(attribute in _names_read(reader) for reader in readers):
         return ""
-    return (
-        f"{name} is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?); use the unfused "
-        "model"
-    )
+    why = f"is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?)"
+    return f"{name} {why}; use the unfused model"
 
 
 def functions_called(module: nn.Module) -> str:
     """Return the activations that a module's forward calls as functions, as the end of a sentence; empty: none."""
     if type(module).__module__.startswith("nonlinear_lowrank."):
         return ""  # the functions of other methods' layers are theirs
-    holds = [
-        f"holds the function {_FUNCTIONS[value]} as .{key}"
-        for key, value in vars(module).items()
-        if inspect.isroutine(value) and value in _FUNCTIONS
-    ]
+    own = [(key, value) for key, value in vars(module).items() if inspect.isroutine(value) and value in _FUNCTIONS]
+    holds = [f"holds the function {_FUNCTIONS[value]} as .{key}" for key, value in own]
     if type(module).__module__.startswith("torch.nn."):
         return ", ".join(holds)
     read = _names_read(module) - set(module._modules)
     called = sorted(read & _ACTIVATIONS)
     words = [f"calls {', '.join(called)}"] if called else []
-    if read & _TABLES:
-        words.append("looks its activation up in its forward")
+    words += ["looks its activation up in its forward"] if read & _TABLES else []
     return " and ".join(words + holds)
 
 

@@ -210,9 +210,7 @@ def reference(x, weights, biases, branches):
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    ("activation", "depth"), [("cosine", 2), ("cosine", 1), ("cosine", 3), ("tanh", 2), ("silu", 1)]
-)
+@pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
 def test_group_equals_the_plain_formula_in_float64(activation, depth, shared, biases):
     arguments = make_linears(activation, depth, shared, biases)
     dys = [torch.randn(3, 5, width, dtype=torch.float64) for width in WIDTHS]

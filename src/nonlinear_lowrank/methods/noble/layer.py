@@ -210,7 +210,7 @@ class NobleLinear(_NobleBranch):
         *,
         config: NobleConfig,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
     ) -> None:
         _require_low(config, in_features, out_features)
         super().__init__()
@@ -223,9 +223,7 @@ class NobleLinear(_NobleBranch):
 class NobleConv1D(_NobleBranch):
     """The same for transformers' `Conv1D` (GPT-2), whose `weight` is (d_in, d_out)."""
 
-    def __init__(
-        self, nf: int, nx: int, *, config: NobleConfig, device: Any = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, nf: int, nx: int, *, config: NobleConfig, device: Any = None, dtype: Any = None) -> None:
         _require_low(config, nx, nf)
         super().__init__()
         self.nf, self.nx = nf, nx
