@@ -33,8 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import MultiplierLayer, Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
-from nonlinear_lowrank.ops.sine import effective_weights, sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors, effective_weights, sine_layer
 
 from .config import BASE_ROWS, AdapterConfig
 from .quantized import Kept, backend_of, keep_unpacked, unpack

@@ -19,7 +19,7 @@ find that both need `up @ down`, and save it. On NVIDIA GPUs one delta is formed
 kernels of `methods.sine.kernel`, with no d_out x d_in tensor beside the sum and its gradient; several are PyTorch's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,22 +28,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import as_one_op, kernels, reshaped
-from .precision import autocast_input, no_autocast
-from .sine_delta import (
-    Delta,
-    SineFactors,
-    added,
-    as_matrix,
-    compute_type,
-    delta_gradients,
-    flatten,
-    in_order,
-    split,
-    stochastic_bfloat16,
-    unflatten,
-)
+from .precision import autocast_input, no_autocast, product, wide_dtype
 
 Weight = Tensor | Callable[[], Tensor] | None
+
+
+class SineFactors(NamedTuple):
+    """One delta: its factors and settings."""
+
+    up: Tensor
+    down: Tensor
+    omega: float
+    gain: float
+    scale: float = 1.0
+    magnitude: Tensor | None = None
+    """Given: the delta of sine-DoRA."""
+
+    @property
+    def amplitude(self) -> float:
+        """Amplitude of the sine."""
+        return self.scale / self.gain
+
+
+def dora_norm(weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return the norms (d_out) of a plain weight's rows in float32 or wider: a magnitude that changes nothing."""
+    with torch.no_grad():
+        matrix = _as_matrix(weight, transposed)
+        return torch.linalg.vector_norm(matrix.to(wide_dtype(matrix)), dim=0 if transposed else 1)
 
 
 def sine_delta(weight: Tensor | None, factors: SineFactors, *, transposed: bool = False) -> Tensor:
@@ -55,33 +66,26 @@ def sine_delta(weight: Tensor | None, factors: SineFactors, *, transposed: bool 
         transposed: the layout is (d_in, d_out).
     """
     with torch.no_grad(), no_autocast(factors.up):
-        matrix = None if weight is None else as_matrix(weight, transposed)
+        matrix = None if weight is None else _as_matrix(weight, transposed)
         value = Delta(matrix, factors, transposed=transposed, dtype=compute_type(matrix, [factors])).value()
         return value if weight is None else value.view(weight.shape)
 
 
-def effective_weights(
-    weight: Tensor, factors: Sequence[SineFactors], *, transposed: bool = False, seed: int | None = None
-) -> Tensor:
+def effective_weights(weight: Tensor, factors: Sequence[SineFactors], *, transposed: bool = False) -> Tensor:
     """Return the weight with deltas in it, formed in float32 and rounded once to the weight's type; no gradient.
 
     Args:
         weight: the plain weight in its own layout.
         factors: the deltas, added in this order.
         transposed: the layout is (d_in, d_out).
-        seed: rounds to bfloat16 up or down at random, in proportion: deltas below half a step are kept in the mean.
-            None, and every other type: to nearest, the bits that training and evaluation use.
     """
-    total = None
     with torch.no_grad():
         if (fast := _kernel(weight, factors)) is not None:
-            layout = Layout(base=True, transposed=transposed)
-            matrix = as_matrix(weight, transposed)
-            return _formed(fast, matrix, factors[0], weight.dtype, layout, seed)[0].view(weight.shape)
+            matrix, layout = _as_matrix(weight, transposed), Layout(base=True, transposed=transposed)
+            return _formed(fast, matrix, factors[0], weight.dtype, layout)[0].view(weight.shape)
+        total = None
         for each in factors:
             total = added(total, sine_delta(weight, each, transposed=transposed), weight)
-        if total is not None and seed is not None and weight.dtype == torch.bfloat16:
-            return stochastic_bfloat16(total, seed)
         return weight.clone() if total is None else total.to(weight.dtype)
 
 
@@ -122,10 +126,183 @@ def sine_layer(
     if callable(weight) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
         weight = weight()
     flat, settings = flatten(factors)
-    layout = (int(base), int(transposed), *(stride or ()))
-    if torch.is_grad_enabled():
-        return _SineLayer.apply(x, weight, bias, settings, layout, *flat)
-    return _run(x, weight, bias, settings, layout, *flat)
+    run = _SineLayer.apply if torch.is_grad_enabled() else _run
+    return run(x, weight, bias, settings, (int(base), int(transposed), *(stride or ())), *flat)
+
+
+class _SineLayer(torch.autograd.Function):
+    """Saves x and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
+
+    @staticmethod
+    def forward(x: Any, weight: Any, *rest: Any) -> Any:
+        return _run(x, weight() if callable(weight) else weight, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        x, weight, _bias, ctx.settings, ctx.layout, *flat = inputs
+        ctx.source, weight = (weight, None) if callable(weight) else (None, weight)
+        ctx.save_for_backward(x, weight, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "second derivatives through sine_layer are not defined; use methods.sine.reference for them"
+            )
+        x, weight, *flat = ctx.saved_tensors
+        weight = weight if ctx.source is None else ctx.source()
+        wanted = [bool(need) for need in (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])]
+        run = _backward_op if torch.compiler.is_compiling() else _backward_body
+        found = run(dy, x, weight, *split(flat, ctx.settings), list(ctx.settings), list(ctx.layout), wanted)
+        dx, dweight, dbias, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]
+        return dx, dweight, dbias, None, None, *others
+
+
+def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Tensor:
+    run = _forward_op if as_one_op() else _forward_body
+    return run(x, weight, bias, *split(flat, settings), list(settings), list(layout))
+
+
+# One delta and its gradients.
+
+
+class Delta:
+    """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
+
+    All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed.
+
+    Args:
+        weight: the plain weight as a matrix in its layout; needed with a magnitude.
+        factors: the delta's.
+        transposed: whether the layout is (d_in, d_out).
+        dtype: float32 or wider; everything is computed in it.
+        multiply: the product of (d_out, r) and (r, d_in).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        factors: SineFactors,
+        *,
+        transposed: bool,
+        dtype: torch.dtype,
+        multiply: Callable[[Tensor, Tensor], Tensor] = product,
+    ) -> None:
+        self.up, self.down = factors.up.to(dtype), factors.down.to(dtype)
+        self.omega, self.amplitude, self.transposed = factors.omega, factors.amplitude, transposed
+        scaled = self.up * self.omega  # on the narrow side: one pass over the wide one less
+        self.phase = multiply(self.down.t(), scaled.t()) if transposed else multiply(scaled, self.down)
+        self.dora = factors.magnitude is not None
+        if factors.magnitude is not None:
+            assert weight is not None
+            self.weight, self.dim = weight, 0 if transposed else 1
+            self.direction = self.phase.sin().mul_(self.amplitude).add_(weight)
+            self.norm = torch.linalg.vector_norm(self.direction, dim=self.dim)
+            # a row of zeros (a padding token's, a pruned one) has no direction and stays as it is
+            self.ratio = torch.where(self.norm > 0, factors.magnitude.to(self.norm.dtype) / self.norm, 1.0)
+
+    def rows(self, per_row: Tensor) -> Tensor:
+        """Return (d_out) so that it multiplies rows in the layout."""
+        return per_row if self.transposed else per_row[:, None]
+
+    def value(self, *, keep_phase: bool = False) -> Tensor:
+        """Return the delta, a new tensor; it takes the phase's memory unless that is still needed."""
+        sine = (self.phase.sin() if keep_phase else self.phase.sin_()).mul_(self.amplitude)
+        if not self.dora:
+            return sine
+        # ratio * (W + D') - W, written so that ratio = 1 and D' = 0 give an exact 0
+        return sine.mul_(self.rows(self.ratio)).add_(self.weight * self.rows(self.ratio - 1))
+
+    def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of up and down, by the gradient of the weight; overwrites the phase."""
+        dphase = self.phase.cos_().mul_(gradient)
+        if self.dora:
+            dphase.mul_(self.rows(self.ratio))
+        if self.transposed:
+            dphase = dphase.t()
+        chain = self.omega * self.amplitude
+        return product(dphase, self.down.t()).mul_(chain), product(self.up.t(), dphase).mul_(chain)
+
+    def magnitude_gradient(self, gradient: Tensor) -> Tensor:
+        """Return that of m (d_out), by the gradient of the weight; overwrites the direction.
+
+        The norm is a constant (DoRA, arXiv:2402.09353, section 4.3).
+        """
+        projection = self.direction.mul_(gradient).sum(self.dim)
+        return torch.where(self.norm > 0, projection / self.norm, 0.0)
+
+
+def compute_type(weight: Tensor | None, factors: Sequence[SineFactors]) -> torch.dtype:
+    """Return the type in which a weight with these deltas is formed."""
+    return wide_dtype(weight, *(tensor for each in factors for tensor in (each.up, each.down)))
+
+
+def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
+    """Return the running sum ((base + first) + second) + ..., in the first delta's memory."""
+    if total is not None:
+        return total.add_(value)
+    return value if base is None else value.add_(base)
+
+
+def delta_gradients(
+    deltas: Iterable[Delta], n: int, gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
+) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
+    """Return wanted gradients by their place, the slope of base and n deltas by the weight, and with `value` their sum.
+
+    The gradient is that of the sum; places are those among ups, downs, and the magnitudes of deltas that have one.
+    """
+    gradients, total, dora = dict[int, Tensor](), None, 2 * n
+    slope = torch.tensor(float(base is not None))
+    for up, delta in enumerate(deltas):
+        down = up + n
+        if value:
+            total = added(total, delta.value(keep_phase=wanted[up] or wanted[down]), base)
+        if delta.dora:
+            if wanted[dora]:
+                gradients[dora] = delta.magnitude_gradient(gradient)
+            slope = slope + delta.rows(delta.ratio - 1)
+            dora += 1
+        if wanted[up] or wanted[down]:
+            gradients[up], gradients[down] = delta.factor_gradients(gradient)
+    return gradients, slope, total
+
+
+# How a list of deltas passes autograd's border, which takes no lists, and an op's.
+
+
+def flatten(factors: Sequence[SineFactors]) -> tuple[list[Tensor], tuple[float, ...]]:
+    """Return ups, downs, magnitudes (of those that have one) in one list, and three settings for each delta."""
+    flat = [each.up for each in factors] + [each.down for each in factors]
+    flat += [each.magnitude for each in factors if each.magnitude is not None]
+    settings = [(float(each.omega), each.amplitude, float(each.magnitude is not None)) for each in factors]
+    return flat, tuple(value for each in settings for value in each)
+
+
+def split(flat: Sequence[Tensor], settings: Sequence[float]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return ups, downs, magnitudes out of the one list."""
+    n = len(settings) // 3
+    return list(flat[:n]), list(flat[n : 2 * n]), list(flat[2 * n :])
+
+
+def unflatten(ups: Any, downs: Any, magnitudes: Any, settings: Sequence[float]) -> list[SineFactors]:
+    """Return the deltas; their scale is the amplitude, their gain 1."""
+    rest, triples = iter(magnitudes), zip(settings[::3], settings[1::3], settings[2::3], strict=True)
+    return [
+        SineFactors(up, down, omega, 1.0, amplitude, next(rest) if dora else None)
+        for up, down, (omega, amplitude, dora) in zip(ups, downs, triples, strict=True)
+    ]
+
+
+def in_order(gradients: dict[int, Tensor], parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Return wanted gradients in their parameters' types, new empty tensors (an op returns none twice) for the rest."""
+    device = next(each.device for each in parameters if each is not None)
+    return [
+        gradients[index].to(parameter.dtype) if want and parameter is not None else torch.empty(0, device=device)
+        for index, (parameter, want) in enumerate(zip(parameters, wanted, strict=True))
+    ]
+
+
+# Forward and backward of `sine_layer`.
 
 
 class Layout(NamedTuple):
@@ -138,52 +315,18 @@ class Layout(NamedTuple):
     stride: Sequence[int] = ()
     """Of a convolution."""
 
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> "Layout":
-        """Return that of an op's numbers: base, transposed, stride."""
-        return cls(bool(numbers[0]), bool(numbers[1]), numbers[2:])
+    def turned(self, *matrices: Tensor | None) -> list[Any]:
+        """Return matrices in this layout as (d_out, d_in)."""
+        return [each.t() if self.transposed and each is not None else each for each in matrices]
 
     def shaped(self, matrix: Tensor) -> Tensor:
         """Return a matrix as x meets it."""
         return matrix[:, :, None, None] if self.stride else matrix
 
 
-class _SineLayer(torch.autograd.Function):
-    """Saves x and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
-
-    @staticmethod
-    def forward(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Any:
-        return _run(x, weight() if callable(weight) else weight, bias, settings, layout, *flat)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        x, weight, _bias, settings, layout, *flat = inputs
-        ctx.settings, ctx.layout, ctx.source = settings, layout, None
-        if callable(weight):
-            ctx.source, weight = weight, None
-        ctx.save_for_backward(x, weight, *flat)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through sine_layer are not defined; use methods.sine.reference for them"
-            )
-        x, weight, *flat = ctx.saved_tensors
-        weight = weight if ctx.source is None else ctx.source()
-        needs = ctx.needs_input_grad
-        wanted = [bool(need) for need in (*needs[:3], *needs[5:])]
-        run = _backward_op if torch.compiler.is_compiling() else _backward_body
-        gradients = run(dy, x, weight, *split(flat, ctx.settings), list(ctx.settings), list(ctx.layout), wanted)
-        dx, dweight, dbias, *others = [
-            gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)
-        ]
-        return dx, dweight, dbias, None, None, *others
-
-
-def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Tensor:
-    run = _forward_op if as_one_op() else _forward_body
-    return run(x, weight, bias, *split(flat, settings), list(settings), list(layout))
+def _as_matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a weight of any shape as (d_out, d_in), or (d_in, d_out) where transposed."""
+    return weight if transposed else weight.reshape(weight.shape[0], -1)
 
 
 def _kernel(weight: Tensor | None, factors: Sequence[SineFactors], *others: Tensor) -> ModuleType | None:
@@ -196,12 +339,7 @@ def _kernel(weight: Tensor | None, factors: Sequence[SineFactors], *others: Tens
 
 
 def _formed(
-    fast: ModuleType,
-    matrix: Tensor | None,
-    factors: SineFactors,
-    dtype: torch.dtype,
-    layout: Layout,
-    seed: int | None = None,
+    fast: ModuleType, matrix: Tensor | None, factors: SineFactors, dtype: torch.dtype, layout: Layout
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum by the kernel, a new matrix in the weight's layout, and sine-DoRA's ratios and norms.
 
@@ -209,8 +347,8 @@ def _formed(
     """
     d_out, d_in = factors.up.shape[0], factors.down.shape[1]
     out = torch.empty((d_in, d_out) if layout.transposed else (d_out, d_in), dtype=dtype, device=factors.up.device)
-    plain, written = (each.t() if layout.transposed and each is not None else each for each in (matrix, out))
-    return out, fast.form(plain, factors, base=layout.base, out=written, seed=seed)
+    plain, written = layout.turned(matrix, out)
+    return out, fast.form(plain, factors, base=layout.base, out=written)
 
 
 def _rounded(total: Tensor, weight: Tensor | None, x: Tensor, layout: Layout) -> Tensor:
@@ -223,16 +361,22 @@ def _rounded(total: Tensor, weight: Tensor | None, x: Tensor, layout: Layout) ->
 
 def _sum_type(weight: Tensor | None, x: Tensor, base: bool) -> torch.dtype:
     """Return what the sum is rounded to first: x's type, unless a 16-bit weight's comes before it."""
-    if base and weight is not None and weight.dtype != torch.float32:
-        return weight.dtype
-    return x.dtype
+    return weight.dtype if base and weight is not None and weight.dtype != torch.float32 else x.dtype
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, factors: Sequence[SineFactors], layout: Layout
+def _forward_body(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    ups: Any,
+    downs: Any,
+    magnitudes: Any,
+    settings: Any,
+    how: Any,
 ) -> Tensor:
+    factors, layout = unflatten(ups, downs, magnitudes, settings), Layout(bool(how[0]), bool(how[1]), how[2:])
     with torch.no_grad(), no_autocast(x):
-        matrix = None if weight is None else as_matrix(weight, layout.transposed)
+        matrix = None if weight is None else _as_matrix(weight, layout.transposed)
         if (fast := _kernel(weight, factors, x)) is not None:
             total, _ = _formed(fast, matrix, factors[0], _sum_type(weight, x, layout.base), layout)
             total = layout.shaped(total.to(x.dtype))
@@ -253,11 +397,27 @@ def _forward(
         return reshaped(y_TO, (*x.shape[:-1], total.shape[1]))
 
 
+def _backward_body(
+    dy: Tensor, x: Tensor, weight: Tensor | None, ups: Any, downs: Any, magnitudes: Any, settings: Any, how: Any,
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
+    factors, layout = unflatten(ups, downs, magnitudes, settings), Layout(bool(how[0]), bool(how[1]), how[2:])
+    with torch.no_grad(), no_autocast(x):
+        if (fast := _kernel(weight, factors, x, dy)) is not None:
+            gradients = _backward_by_kernel(fast, dy, x, weight, factors[0], layout, wanted)
+        else:
+            gradients = _backward(dy, x, weight, factors, layout, wanted)
+        if wanted[2]:
+            gradients[2] = dy.sum((0, 2, 3)) if layout.stride else dy.reshape(-1, dy.shape[-1]).sum(0)
+    return in_order(gradients, [x, weight, dy, *ups, *downs, *magnitudes], wanted)
+
+
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, factors: Sequence[SineFactors], layout: Layout, wanted: Sequence[bool]
 ) -> dict[int, Tensor]:
     """Return wanted gradients by their place among x, weight, bias, ups, downs, magnitudes."""
-    matrix = None if weight is None else as_matrix(weight, layout.transposed)
+    matrix = None if weight is None else _as_matrix(weight, layout.transposed)
     dtype = compute_type(matrix, factors)
     # of the sum; tokens x d_out x d_in operations, so only where something needs it
     gradient = _sum_gradient(dy, x, layout, factors[0]) if wanted[1] or any(wanted[3:]) else dy
@@ -274,17 +434,11 @@ def _backward(
 
 
 def _backward_by_kernel(
-    fast: ModuleType,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    factors: SineFactors,
-    layout: Layout,
-    wanted: Sequence[bool],
+    fast: ModuleType, dy: Tensor, x: Tensor, weight: Tensor | None, factors: SineFactors, layout: Layout, wanted: Any
 ) -> dict[int, Tensor]:
     """Run `_backward` of one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
     gradients = dict[int, Tensor]()
-    matrix = None if weight is None else as_matrix(weight, layout.transposed)
+    matrix = None if weight is None else _as_matrix(weight, layout.transposed)
     ratios: Tensor | None = None
     if wanted[0] or factors.magnitude is not None:
         total, ratios = _formed(fast, matrix, factors, _sum_type(weight, x, layout.base), layout)
@@ -294,8 +448,7 @@ def _backward_by_kernel(
     if wanted[1] or any(wanted[3:]):
         gradient = _sum_gradient(dy, x, layout, factors)
         if any(wanted[3:]):
-            plain = [one.t() if layout.transposed and one is not None else one for one in (gradient, matrix)]
-            found = fast.factor_gradients(*plain, factors, ratios)
+            found = fast.factor_gradients(*layout.turned(gradient, matrix), factors, ratios)
             gradients |= {3 + index: one for index, one in enumerate(found) if one is not None}
         if weight is not None and wanted[1]:
             coefficient: float | Tensor = float(layout.base)
@@ -324,51 +477,12 @@ def _input_gradient(dy: Tensor, x: Tensor, applied: Tensor, layout: Layout) -> T
 
 
 def _convolution_backward(dy: Tensor, x: Tensor, kernel: Tensor, stride: Sequence[int], mask: list[bool]) -> Any:
-    return torch.ops.aten.convolution_backward(
-        dy, x, kernel, None, list(stride), [0, 0], [1, 1], False, [0, 0], 1, mask
-    )
+    rest = list(stride), [0, 0], [1, 1], False, [0, 0], 1, mask
+    return torch.ops.aten.convolution_backward(dy, x, kernel, None, *rest)
 
 
 # Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is
 # `_SineLayer`'s.
-
-
-def _forward_body(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    ups: list[Tensor],
-    downs: list[Tensor],
-    magnitudes: list[Tensor],
-    settings: list[float],
-    layout: list[int],
-) -> Tensor:
-    return _forward(x, weight, bias, unflatten(ups, downs, magnitudes, settings), Layout.of(layout))
-
-
-def _backward_body(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    ups: list[Tensor],
-    downs: list[Tensor],
-    magnitudes: list[Tensor],
-    settings: list[float],
-    layout: list[int],
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Return gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
-    factors, how = unflatten(ups, downs, magnitudes, settings), Layout.of(layout)
-    with torch.no_grad(), no_autocast(x):
-        if (fast := _kernel(weight, factors, x, dy)) is not None:
-            gradients = _backward_by_kernel(fast, dy, x, weight, factors[0], how, wanted)
-        else:
-            gradients = _backward(dy, x, weight, factors, how, wanted)
-        if wanted[2]:
-            gradients[2] = dy.sum((0, 2, 3)) if how.stride else dy.reshape(-1, dy.shape[-1]).sum(0)
-    return in_order(gradients, [x, weight, dy, *ups, *downs, *magnitudes], wanted)
-
-
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _FACTORS = "Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings, int[] layout"
 _LIBRARY.define(f"sine_forward(Tensor x, Tensor? weight, Tensor? bias, {_FACTORS}) -> Tensor")
@@ -388,15 +502,13 @@ def _(x: Any, weight: Any, bias: Any, ups: Any, downs: Any, magnitudes: Any, set
 
 
 @torch.library.register_fake("nonlinear_lowrank::sine_backward")
-def _(
-    dy: Any, x: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, layout: Any, wanted: Any
-) -> Any:
+def _(dy: Any, x: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, how: Any, wanted: Any) -> Any:
     gradients = {}
     parameters = [x, weight, dy.new_empty(ups[0].shape[0]), *ups, *downs, *magnitudes]
     for index, (each, want) in enumerate(zip(parameters, wanted, strict=True)):
-        if want and index == 0 and len(layout) > 2:  # whose strides the kernel decides
+        if want and index == 0 and len(how) > 2:  # whose strides the kernel decides
             kernel = x.new_empty(ups[0].shape[0], x.shape[1], 1, 1)
-            gradients[index] = _convolution_backward(dy, x, kernel, layout[2:], [True, False, False])[0]
+            gradients[index] = _convolution_backward(dy, x, kernel, how[2:], [True, False, False])[0]
         elif want:
             gradients[index] = each.new_empty(each.shape)
     return in_order(gradients, parameters, wanted)

@@ -8,8 +8,7 @@ from nonlinear_lowrank.methods.noble import op as noble_op
 from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational_gated
 from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels, use_kernels
-from nonlinear_lowrank.ops.sine import sine_layer
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors, sine_layer
 
 pytestmark = pytest.mark.gpu
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

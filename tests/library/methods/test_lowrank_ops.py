@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.sine.lowrank import (
+from nonlinear_lowrank.methods.sine.op import (
     WEIGHT_ACTIVATIONS,
     lowrank_linear,
     lowrank_weight,

@@ -30,11 +30,10 @@ from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import SineDeltaLayer, WeightLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.sine import sine_delta
-from nonlinear_lowrank.ops.sine_delta import SineFactors, added, dora_norm
+from nonlinear_lowrank.ops.sine import SineFactors, added, dora_norm, sine_delta
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
-from .embedding import embedding_delta, sine_embedding
+from .op import embedding_delta, sine_embedding
 
 
 @dataclass

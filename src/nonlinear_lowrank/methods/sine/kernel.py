@@ -3,11 +3,11 @@
 Shapes: up (m, r), down (r, n), weight and the gradient of the sum (m, n) with any strides, so that a weight stored
 (n, m) is read as it lies. m = d_out, n = d_in; D = amplitude * sin(omega * up @ down).
 
-`form_kernel` forms W + D (or D alone) and rounds it once, to nearest or stochastically, into a buffer that the caller
-gives: no other m x n tensor exists. For sine-DoRA the same kernel first walks over its rows for their norms, then
-forms (ratio * D + W (ratio - 1)) + W; the second reading of W comes from the cache. `gradient_kernel` reads the
-weight's gradient once and forms the phase again: every program owns a block of columns and some rows, keeps its part
-of d down in registers, and writes one partial d up for each row tile. No atomics; one sum over parts in a fixed order.
+`form_kernel` forms W + D (or D alone) and rounds it once into a buffer that the caller gives: no other m x n tensor
+exists. For sine-DoRA the same kernel first walks over its rows for their norms, then forms (ratio * D + W (ratio - 1))
++ W; the second reading of W comes from the cache. `gradient_kernel` reads the weight's gradient once and forms the
+phase again: every program owns a block of columns and some rows, keeps its part of d down in registers, and writes one
+partial d up for each row tile. No atomics; one sum over parts in a fixed order.
 
 Numbers: product, phase and sine are float32. For a 16-bit weight products are three TF32 ones ("tf32x3": 22 of
 float32's 24 bits), for a float32 weight float32 multiply-adds; likewise sine and cosine, see `ops.triton`.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors
 from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, sine
 
 RANK = 256
@@ -48,19 +48,9 @@ def _weight(weight, rows, columns, inside, row_stride, column_stride):
 
 
 @triton.jit
-def _rounded(value, seed, rows, columns, n):
-    """Round float32 to a bfloat16 number, in float32: 16 random bits are added and 16 cut off."""
-    noise = tl.randint(seed, rows[:, None] * n + columns[None, :])
-    bits = value.to(tl.uint32, bitcast=True)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    random = (bits + (noise.to(tl.uint32, bitcast=True) & 0xFFFF)) & 0xFFFF0000
-    return tl.where(finite, random, bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def form_kernel(up, down, weight, magnitude, ratios, out, m, n, row_stride, column_stride, out_row, out_column, omega,
-                amplitude, seed, R: tl.constexpr, BR: tl.constexpr, BASE: tl.constexpr, DORA: tl.constexpr,
-                STOCHASTIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+                amplitude, R: tl.constexpr, BR: tl.constexpr, BASE: tl.constexpr, DORA: tl.constexpr,
+                FAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Rows of W + D; without DORA a program forms a tile, with it all columns of its rows, and writes their ratios."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -89,8 +79,6 @@ def form_kernel(up, down, weight, magnitude, ratios, out, m, n, row_stride, colu
             value = ratio[:, None] * value + base * (ratio[:, None] - 1.0)
         if BASE:
             value += _weight(weight, rows, columns, inside, row_stride, column_stride)
-        if STOCHASTIC:
-            value = _rounded(value, seed, rows, columns, n)
         place = out + (rows.to(tl.int64)[:, None] * out_row + columns.to(tl.int64)[None, :] * out_column)
         tl.store(place, value.to(out.dtype.element_ty), mask=inside)
 
@@ -134,15 +122,15 @@ def _accuracy(rank: int, dtype: torch.dtype) -> dict[str, object]:
 
 
 def form_variant(
-    rank: int, dtype: torch.dtype, factors: torch.dtype, *, base: bool, dora: bool, stochastic: bool, out: torch.dtype
+    rank: int, dtype: torch.dtype, factors: torch.dtype, *, base: bool, dora: bool, out: torch.dtype
 ) -> Variant:
     """Return `form_kernel` as it is launched; dtype is the weight's (out's where there is none)."""
     own, factor = pointer(dtype), pointer(factors)
     arguments = {"up": factor, "down": factor, "weight": own, "magnitude": "*fp32", "ratios": "*fp32"}
     arguments |= {"out": pointer(out), "m": "i32", "n": "i32", "row_stride": "i32", "column_stride": "i32"}
-    arguments |= {"out_row": "i32", "out_column": "i32", "omega": "fp32", "amplitude": "fp32", "seed": "i32"}
+    arguments |= {"out_row": "i32", "out_column": "i32", "omega": "fp32", "amplitude": "fp32"}
     constants = _accuracy(rank, dtype) | {"BR": min(power_of_2(rank, 16), 32), "BASE": base, "DORA": dora}
-    constants |= {"STOCHASTIC": stochastic, "BM": 16 if dora else 64, "BN": 64}
+    constants |= {"BM": 16 if dora else 64, "BN": 64}
     return Variant(
         "sine weight", form_kernel, arguments, constants, 4 if dora else 8, 1, 1 if dtype != torch.float32 else 0
     )
@@ -170,14 +158,11 @@ def variants() -> Iterator[Variant]:
     bf16, fp32 = torch.bfloat16, torch.float32
     for rank in (4, 16, 32):
         for dora in (False, True):
-            yield form_variant(rank, bf16, fp32, base=True, dora=dora, stochastic=False, out=bf16)
+            yield form_variant(rank, bf16, fp32, base=True, dora=dora, out=bf16)
             yield gradient_variant(rank, bf16, fp32, bf16, dora=dora)
-    yield form_variant(16, bf16, fp32, base=True, dora=False, stochastic=True, out=bf16)
 
 
-def form(
-    weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor, seed: int | None = None
-) -> Tensor | None:
+def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor) -> Tensor | None:
     """Write W + D (D alone without base) into `out`; with a magnitude return ratio and norm (2, m).
 
     Args:
@@ -185,18 +170,16 @@ def form(
         factors: of the delta.
         base: whether W is part of the sum.
         out: (m, n), any strides.
-        seed: rounds stochastically to bfloat16, by the seed and the place; None rounds to nearest.
     """
     up, down, dora = factors.up, factors.down, factors.magnitude is not None
     (m, rank), n = up.shape, down.shape[1]
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
     read = out if weight is None else weight
-    stochastic = seed is not None and out.dtype == torch.bfloat16
-    variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, stochastic=stochastic, out=out.dtype)
+    variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, out=out.dtype)
     grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
     length = ratios if factors.magnitude is None else factors.magnitude.float().contiguous()
     tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
-    numbers = *read.stride(), *out.stride(), factors.omega, factors.amplitude, seed or 0
+    numbers = *read.stride(), *out.stride(), factors.omega, factors.amplitude
     variant.launch(grid, *tensors, m, n, *numbers)
     return ratios if dora else None
 

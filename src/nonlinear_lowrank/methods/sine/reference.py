@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.sine_delta import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors
 
-from .lowrank import lowrank_weight
+from .op import lowrank_weight
 
 
 def sine_layer_reference(

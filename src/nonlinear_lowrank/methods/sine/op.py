@@ -1,0 +1,337 @@
+"""Linear maps and embeddings whose weight is a function of a low-rank product (sine_lowrank.txt, (2) and (3)).
+
+    lowrank_linear    W = phi(omega * up @ down) / gain        y = x W^T + bias
+    sine_embedding    y[t] = (W + D1 + D2 + ...)[indices[t]]   D as in `ops.sine`
+
+Shapes: x (..., d_in), up (d_out, r), down (r, d_in), bias (d_out) or None, y (..., d_out); an embedding's W is
+(tokens, d), its up (tokens, r), its down (r, d), and sine-DoRA's magnitude (tokens), so that one row needs no other.
+
+| phi                 | how it is computed                                                | saved for backward   |
+|---------------------|-------------------------------------------------------------------|----------------------|
+| identity            | x through down, then through up; W is never formed                | x, x down^T (r wide) |
+| sine, sigmoid, relu | W is formed in float32 or wider, rounded once to x's type, and    | x                    |
+|                     | formed again in backward; on a GPU the sine is `ops.sine`'s       |                      |
+| an embedding        | looked-up rows only; the same bits alone or merged with all       | the indices          |
+
+No d_out x d_in tensor is saved between forward and backward, eager or compiled. The compiler's partitioner would
+find that both need `up @ down`, and save it. So a linear's product is an opaque op for it, and backward's has the
+output's gradient as a third argument: it is another value then, and none that forward could have made. The rest is
+plain formulas, which the compiler fuses (with forward and backward opaque, a small field's step took some 4 % longer).
+Second derivatives are refused with a RuntimeError, but for the identity (use `reference`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product, wide_dtype
+from nonlinear_lowrank.ops.sine import (
+    Delta,
+    SineFactors,
+    added,
+    compute_type,
+    delta_gradients,
+    flatten,
+    in_order,
+    sine_layer,
+    split,
+    unflatten,
+)
+
+
+class _Phi(NamedTuple):
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    """The derivative at the phase."""
+
+
+def _sigmoid_slope(phase: Tensor) -> Tensor:
+    value = phase.sigmoid()
+    return value * (1 - value)
+
+
+_PHI = {
+    "identity": _Phi(lambda phase: phase, torch.ones_like),
+    "sine": _Phi(torch.sin, torch.cos),
+    "sigmoid": _Phi(torch.sigmoid, _sigmoid_slope),
+    "relu": _Phi(torch.relu, lambda phase: (phase > 0).to(phase.dtype)),
+}
+
+WEIGHT_ACTIVATIONS = tuple(_PHI)
+"""Names of phi."""
+
+
+def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> Tensor:
+    """Return the weight itself, differentiable: (d_out, d_in), float32 or wider."""
+    dtype = wide_dtype(up, down)
+    with no_autocast(up):
+        return _PHI[activation].value(omega * (up.to(dtype) @ down.to(dtype))) / gain
+
+
+def lowrank_linear(
+    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
+) -> Tensor:
+    """Return `x (phi(omega * up @ down) / gain)^T + bias`: (..., d_out), in x's type.
+
+    Under autocast x and the rounded weight are in the autocast type.
+
+    Args:
+        x: (..., d_in).
+        up: (d_out, r).
+        down: (r, d_in).
+        bias: (d_out) or None.
+        activation: phi, one of `WEIGHT_ACTIVATIONS`.
+        omega: frequency, phi's argument per unit of the product.
+        gain: divisor of phi.
+
+    Source: sine_lowrank.txt, section 3.2.1.
+    """
+    if activation == "sine" and x.is_cuda:
+        return sine_layer(x, None, bias, [SineFactors(up, down, omega, gain)], base=False)
+    x = autocast_input(x)
+    bias = None if bias is None else bias.to(x.dtype)
+    if activation == "identity":
+        with no_autocast(x):
+            narrow = F.linear(x, down.to(x.dtype))
+            return F.linear(narrow if omega == gain else narrow * (omega / gain), up.to(x.dtype), bias)
+    run = _LowRankLinear.apply if torch.is_grad_enabled() else _run
+    return run(x, up, down, bias, activation, float(omega), float(gain))
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """Saves x and the factors."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _run(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        x, up, down, _bias, *ctx.settings = inputs
+        ctx.save_for_backward(x, up, down)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        _refuse_second("lowrank_linear")
+        wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
+        return *_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted), None, None, None
+
+
+def _refuse_second(name: str) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"second derivatives through {name} are not defined; use the reference for them")
+
+
+def _run(*inputs: Any) -> Tensor:
+    run = _forward_op if as_one_op() and not torch.compiler.is_compiling() else _forward
+    return run(*inputs)
+
+
+def _forward(
+    x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
+) -> Tensor:
+    with torch.no_grad(), no_autocast(x):
+        weight = _formed(_product(up, down, omega, None), activation, gain, x.dtype)
+        return reshaped(F.linear(x, weight, bias), (*x.shape[:-1], up.shape[0]))
+
+
+def _backward(
+    dy: Tensor, x: Tensor, up: Tensor, down: Tensor, activation: str, omega: float, gain: float, wanted: list[bool]
+) -> list[Tensor | None]:
+    """Return gradients of x, up, down, bias; None where `wanted` says no."""
+    dx = dup = ddown = dbias = None
+    with torch.no_grad(), no_autocast(x):
+        phase = _product(up, down, omega, dy)
+        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        if wanted[0]:
+            dx = (dy_TO @ _formed(phase, activation, gain, x.dtype)).view(x.shape)
+        if wanted[1] or wanted[2]:
+            dphase, chain = _PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI), omega / gain
+            dup = _product(dphase, down.t(), 1.0, None).mul_(chain).to(up.dtype)
+            ddown = _product(up.t(), dphase, 1.0, None).mul_(chain).to(down.dtype)
+        if wanted[3]:
+            dbias = dy_TO.sum(0)
+    return [each if want else None for each, want in zip((dx, dup, ddown, dbias), wanted, strict=True)]
+
+
+def _formed(phase: Tensor, activation: str, gain: float, dtype: torch.dtype) -> Tensor:
+    """Return the weight by its phase, rounded once."""
+    return _PHI[activation].value(phase).mul_(1 / gain).to(dtype)
+
+
+def _product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
+    """Return scale * left @ right in float32 or wider; to the compiler, one op that needs `after` too.
+
+    Nothing has a default: with dynamic shapes dynamo takes a default float for an input, and fails in backward.
+    """
+    run = _product_op if torch.compiler.is_compiling() else _wide_product
+    return run(left, right, scale, after)
+
+
+def _wide_product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
+    dtype = wide_dtype(left, right)
+    with no_autocast(left):
+        return product(left.to(dtype) if scale == 1 else left.to(dtype) * scale, right.to(dtype))
+
+
+# Embeddings.
+
+
+def embedding_delta(weight: Tensor, factors: SineFactors) -> Tensor:
+    """Return one delta of the whole table (tokens, d) in float32 or wider; no gradient."""
+    with torch.no_grad(), no_autocast(weight):
+        dtype = compute_type(weight, [factors])
+        return Delta(weight, factors, transposed=False, dtype=dtype, multiply=_row_product).value()
+
+
+def sine_embedding(
+    indices: Tensor,
+    weight: Tensor,
+    factors: Sequence[SineFactors],
+    *,
+    padding_idx: int | None = None,
+    base: bool = True,
+) -> Tensor:
+    """Return rows of a table with sine deltas: (*indices.shape, d) in its type, formed in float32, rounded once.
+
+    Args:
+        indices: integers of any shape.
+        weight: (tokens, d), frozen or trained.
+        factors: the deltas, at least one, added in this order.
+        padding_idx: a token that gives no gradient, as in nn.Embedding.
+        base: whether the table's own rows are part of the sum.
+    """
+    flat, settings = flatten(factors)
+    run = _SineEmbedding.apply if torch.is_grad_enabled() else _run_rows
+    return run(indices, weight, settings, padding_idx, base, *flat)
+
+
+class _SineEmbedding(torch.autograd.Function):
+    """Saves indices and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _run_rows(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        indices, weight, ctx.settings, ctx.padding_idx, ctx.base, *flat = inputs
+        ctx.save_for_backward(indices, weight, *flat)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        _refuse_second("sine_embedding")
+        indices, weight, *flat = ctx.saved_tensors
+        wanted = [bool(need) for need in (ctx.needs_input_grad[1], *ctx.needs_input_grad[5:])]
+        run = _rows_backward_op if torch.compiler.is_compiling() else _rows_backward
+        deltas = *split(flat, ctx.settings), list(ctx.settings)
+        found = run(dy, indices, weight, *deltas, ctx.padding_idx, ctx.base, wanted)
+        dweight, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]
+        return None, dweight, None, None, None, *others
+
+
+def _run_rows(indices: Any, weight: Any, settings: Any, _padding_idx: Any, base: Any, *flat: Any) -> Tensor:
+    run = _rows_forward_op if as_one_op() else _rows_forward
+    return run(indices, weight, *split(flat, settings), list(settings), base)
+
+
+def _row_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, each element summed in the same order however many rows there are."""
+    total = left[:, :1] * right[:1]
+    for k in range(1, left.shape[1]):
+        total.addcmul_(left[:, k : k + 1], right[k : k + 1])
+    return total
+
+
+def _deltas(rows: Tensor, weight: Tensor, factors: Sequence[SineFactors], weight_rows: Tensor) -> Iterator[Delta]:
+    """Yield the deltas of the rows alone."""
+    dtype = compute_type(weight, factors)
+    for each in factors:
+        magnitude = None if each.magnitude is None else each.magnitude[rows]
+        chosen = each._replace(up=each.up[rows], magnitude=magnitude)
+        yield Delta(weight_rows, chosen, transposed=False, dtype=dtype, multiply=_row_product)
+
+
+def _rows_forward(
+    indices: Tensor, weight: Tensor, ups: Any, downs: Any, magnitudes: Any, settings: Any, base: bool
+) -> Tensor:
+    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
+    with torch.no_grad(), no_autocast(weight):
+        weight_rows = F.embedding(rows, weight)  # raises on indices out of range, as nn.Embedding does
+        total: Tensor | None = None
+        for delta in _deltas(rows, weight, factors, weight_rows):
+            total = added(total, delta.value(), weight_rows if base else None)
+        assert total is not None
+        return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
+
+
+def _rows_backward(
+    dy: Tensor, indices: Tensor, weight: Tensor, ups: Any, downs: Any, magnitudes: Any, settings: Any,
+    padding_idx: int | None, base: bool, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
+    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
+    with torch.no_grad(), no_autocast(weight):
+        gradient = dy.reshape(-1, dy.shape[-1]).to(compute_type(weight, factors))
+        if padding_idx is not None:
+            gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
+        weight_rows = F.embedding(rows, weight)
+        deltas, base_rows = _deltas(rows, weight, factors, weight_rows), weight_rows if base else None
+        found, slope, _ = delta_gradients(deltas, len(ups), gradient, base_rows, wanted[1:], value=False)
+        parameters, whole = [*ups, *downs, *magnitudes], range(len(ups), 2 * len(ups))  # downs are no rows
+        gradients = {
+            1 + place: each if place in whole else _scattered(each, rows, parameters[place])
+            for place, each in found.items()
+        }
+        if wanted[0]:
+            gradients[0] = _scattered(gradient * slope, rows, weight)
+    return in_order(gradients, [weight, *parameters], wanted)
+
+
+def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """Return the sums of values that belong to one row, in a tensor like the parameter."""
+    return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, rows, values)
+
+
+# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is the
+# functions' above.
+_ROWS = "Tensor indices, Tensor weight, Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings"
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+for _signature, _body in (
+    ("lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, str phi, float omega, float gain)", _forward),
+    ("wide_product(Tensor left, Tensor right, float scale, Tensor? after)", _wide_product),
+    (f"sine_rows_forward({_ROWS}, bool base)", _rows_forward),
+):
+    _LIBRARY.define(f"{_signature} -> Tensor")
+    _LIBRARY.impl(_signature.partition("(")[0], _body, "CompositeExplicitAutograd")
+_LIBRARY.define(f"sine_rows_backward(Tensor dy, {_ROWS}, int? padding_idx, bool base, bool[] wanted) -> Tensor[]")
+_LIBRARY.impl("sine_rows_backward", _rows_backward, "CompositeExplicitAutograd")
+_forward_op = torch.ops.nonlinear_lowrank.lowrank_forward.default
+_product_op = torch.ops.nonlinear_lowrank.wide_product.default
+_rows_forward_op = torch.ops.nonlinear_lowrank.sine_rows_forward.default
+_rows_backward_op = torch.ops.nonlinear_lowrank.sine_rows_backward.default
+
+
+@torch.library.register_fake("nonlinear_lowrank::lowrank_forward")
+def _(x: Any, up: Any, down: Any, bias: Any, phi: Any, omega: Any, gain: Any) -> Any:
+    return x.new_empty(*x.shape[:-1], up.shape[0])
+
+
+@torch.library.register_fake("nonlinear_lowrank::wide_product")
+def _(left: Any, right: Any, scale: Any, after: Any) -> Any:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=wide_dtype(left, right))
+
+
+@torch.library.register_fake("nonlinear_lowrank::sine_rows_forward")
+def _(indices: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, base: Any) -> Any:
+    return weight.new_empty(*indices.shape, weight.shape[1])
+
+
+@torch.library.register_fake("nonlinear_lowrank::sine_rows_backward")
+def _(dy: Any, indices: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, *rest: Any) -> Any:
+    parameters = zip([weight, *ups, *downs, *magnitudes], rest[-1], strict=True)
+    return [each.new_empty(each.shape) if want else torch.empty(0, device=dy.device) for each, want in parameters]
