@@ -12,8 +12,8 @@ The places are the same in every fit, and what is inside is asked of the mesh th
 The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussian. 132,865 parameters dense; 2,817 /
 3,841 / 6,913 / 22,273 at rank 1 / 2 / 5 / 20 (table 13 prints 22.8K for the last).
 
-Pictures of meshes are by parallel rays: clay under a lamp from the upper left and an even sky, with shadows of both. The
-same view gives the same pixels for every mesh.
+Pictures of meshes are by parallel rays: clay under a lamp from the upper left and an even sky, with shadows of both.
+The same view gives the same pixels for every mesh.
 """
 
 import hashlib

@@ -86,12 +86,12 @@ class FieldRecipe:
     name: str
     description: str = ""
     problem: Any
-    """Settings with `prepare()` (`problem.ProblemSettings`)."""
+    """One of `settings`, or another dataclass whose `prepare()` gives a `problem.Problem`."""
     method: str
     """Short form of the method that `nlr fit` fits by default (`problem.FieldMethod`)."""
     train: FitConfig
     arms: tuple[str, ...] = ()
-    """Short forms of the methods that are compared (`arm.FieldArm`)."""
+    """Short forms of the methods that are compared (`problem.FieldArm`)."""
     seeds: int = 3
     tune_lr: tuple[float, ...] = ()
     """Learning rates that every arm is tuned over; empty: the recipe's."""
