@@ -53,15 +53,10 @@ _UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
 
 
 class TokenBlocks(Examples):
-    """Sequences out of a file of tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64.
+    """Sequences of T tokens out of an .npy file of one axis, at most so many; a rest shorter than T is dropped.
 
-    Labels equal the inputs: transformers' language models shift them. The file is mapped, not read; each
-    data-loading worker maps it anew.
-
-    Args:
-        path: an .npy file of one axis.
-        length: of a sequence, T.
-        most: sequences at most; None: all that the file holds. A rest shorter than T is dropped.
+    Item i is {"input_ids": (T,), "labels": (T,)}, int64. Labels equal the inputs: transformers' language models shift
+    them. The file is mapped, not read; each data-loading worker maps it anew.
     """
 
     def __init__(self, path: Path, length: int, most: int | None = None) -> None:
@@ -92,15 +87,8 @@ class TokenBlocks(Examples):
 
 class MaskedBlocks(Examples):
     """Sequences with hidden tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64; labels are -100 but where a
-    token is predicted.
-
-    Args:
-        blocks: the sequences.
-        masking: what is hidden.
-        mask: id of the mask token.
-        special: ids that are never hidden.
-        vocab_size: V; random tokens are drawn from 0 to V - 1.
-        seed: of training's draws, an index beyond the sequences being a later pass; None: one draw for ever.
+    token is predicted. Tokens in `special` are never hidden, random ones are drawn from 0 to V - 1. `seed` is of
+    training's draws, an index beyond the sequences being a later pass; None: one draw for ever.
     """
 
     def __init__(
@@ -208,8 +196,8 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
     """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training text."""
     count: int | None = None
 
-    def shown(documents: Iterable[str], what: str) -> Iterable[str]:
-        return tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
+    def shown(documents: Iterable[str], what: str) -> Iterator[str]:
+        yield from tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
 
     with staged_folder(place) as folder:
         source, spool = config.corpus(config.source), folder / "documents.jsonl.zst"
