@@ -197,27 +197,21 @@ class Problem(Protocol):
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """The network for this problem, drawn from the generator."""
-        ...
 
     def batch(self, step: int, generator: torch.Generator) -> Any:
         """Draw what training step `step` (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
 
         The generator is seeded by the fit's seed and the step: no state is carried from step to step.
         """
-        ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return what is minimised: a scalar."""
-        ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Numbers by name, e.g. {"psnr": 31.2, "ssim": 0.93}."""
-        ...
 
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """Return what a comparison shows, (height, width, 3) uint8, one size for all; None: the ground truth."""
-        ...
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write pictures, meshes, frames into an existing folder; return their paths, the most telling first."""
-        ...
