@@ -4,9 +4,8 @@ import itertools
 import json
 from dataclasses import astuple
 
-from nonlinear_lowrank.methods.rational.fit import KINDS, TABLE
+from nonlinear_lowrank.methods.rational.fit import KINDS, TABLE, solve
 from nonlinear_lowrank.methods.rational.op import FORMS
-from nonlinear_lowrank.methods.rational.solver import solve
 
 rows = [
     json.dumps(astuple(solve(kind, form, (5, 4), (-size, size))))

@@ -10,7 +10,7 @@ from nonlinear_lowrank.methods.rational.reference import rational_gated_referenc
 from nonlinear_lowrank.ops.kernels import load
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
-CALLERS = ("methods.noble.op", "methods.rational.gpu", "ops.sine")
+CALLERS = ("methods.noble.op", "methods.rational.op", "ops.sine")
 """Modules that ask for kernels."""
 
 

@@ -15,7 +15,6 @@ import model_helpers
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
-from nonlinear_lowrank.methods.rational import adapter_config as nora_config
 from nonlinear_lowrank.methods.rational.fit import fit_rational
 from nonlinear_lowrank.methods.rational.op import LinearTails
 from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
@@ -268,7 +267,7 @@ def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
     def other(*args, **kwargs):
         raise AssertionError("fitted anew")
 
-    monkeypatch.setattr(nora_config.RationalConfig, "fit", other)
+    monkeypatch.setattr(RationalConfig, "fit", other)
     again = PeftModel.from_pretrained(base, tmp_path).eval()
     assert torch.equal(logits(again, inputs), expected)
     saved["fits"]["silu"]["numerator"].pop()

@@ -7,18 +7,7 @@ from peft import get_peft_model
 from torch import nn
 
 import model_helpers
-from activation_helpers import (
-    BERT_MLP,
-    FOUND,
-    IMAGES,
-    LAYOUTS,
-    SKIPPED,
-    TEXT,
-    fast_path,
-    inputs_of,
-    liger_like,
-    two,
-)
+from activation_helpers import BERT_MLP, FOUND, IMAGES, SKIPPED, TEXT, fast_path, inputs_of, liger_like, two
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
 from nonlinear_lowrank.methods.rational.adapter import NoraActivation
@@ -99,20 +88,6 @@ def test_an_activation_that_layers_share_is_one_adapter():
     merged = model.merge_and_unload()
     assert merged[0][1] is merged[1][1]
     torch.testing.assert_close(merged(x), y)
-
-
-@pytest.mark.parametrize(("make", "shape", "dim"), LAYOUTS.values(), ids=LAYOUTS)
-def test_the_channels_are_where_the_neighbours_say(make, shape, dim):
-    model = get_peft_model(make().eval(), NoraConfig(groups=4, anchor="exact"))
-    (layer,) = (each for each in model.modules() if isinstance(each, NoraActivation))
-    assert (layer.width, layer.channel_dim) == (8, dim)
-    caught = {}
-    layer.register_forward_hook(lambda _, args, y: caught.update(x=args[0], y=y))
-    with torch.no_grad():
-        layer.nlr_nora_numerator_b["default"][1] = 5.0
-        model(*([torch.randn(2, 4, 16)] * 2 if shape is None else [torch.randn(shape)]))
-    moved = (caught["y"] != layer.base_layer(caught["x"])).movedim(dim, 0).flatten(1).any(1)
-    assert moved.tolist() == [False, False, True, True, *[False] * 4]
 
 
 # Refusals, before anything is changed.

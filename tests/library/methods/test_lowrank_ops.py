@@ -5,11 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.methods.sine.op import (
-    WEIGHT_ACTIVATIONS,
-    lowrank_linear,
-    lowrank_weight,
-)
+from nonlinear_lowrank.methods.sine.op import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 from nonlinear_lowrank.methods.sine.reference import lowrank_linear_reference
 
 D_IN, D_OUT, RANK = 40, 28, 3

@@ -13,7 +13,6 @@ from transformers import activations as hf
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.rational import op
-from nonlinear_lowrank.methods.rational.formulas import FORMULAS, activation, activation_slope
 from nonlinear_lowrank.methods.rational.op import (
     FORMS,
     LinearTails,
@@ -23,6 +22,9 @@ from nonlinear_lowrank.methods.rational.op import (
     rational_gated,
 )
 from nonlinear_lowrank.methods.rational.reference import (
+    FORMULAS,
+    activation,
+    activation_slope,
     rational_anchored_reference,
     rational_gated_reference,
     rational_reference,

@@ -2,7 +2,7 @@
 
     P' / Q' with coefficients theta + A B, by groups of channels; theta is fitted to the activation that is replaced
 
-The layers are in `adapter_layers`, the settings in `adapter_config`. NoRA++ (lora_r > 0) adds LoRA on linears. Merging
+Settings and layers are in `adapter_layers`. NoRA++ (lora_r > 0) adds LoRA on linears. Merging
 makes an activation a `RationalActivation` with the shift in its coefficients, and the model one that `save_pretrained`
 and the Auto classes know (`hub`).
 """
@@ -25,8 +25,7 @@ from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.targets import output_head_names
 
-from .adapter_config import ALL_ACTIVATIONS, ALL_LINEAR, NoraConfig
-from .adapter_layers import NoraActivation, NoraLoraLinear, NoraSineLinear
+from .adapter_layers import ALL_ACTIVATIONS, ALL_LINEAR, NoraActivation, NoraConfig, NoraLoraLinear, NoraSineLinear
 from .layer import RationalActivation, RationalConfig
 from .sites import Survey, survey
 

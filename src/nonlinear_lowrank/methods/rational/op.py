@@ -24,18 +24,17 @@ stay in cache. On NVIDIA GPUs R(x) and R(gate) * up are the kernels of `kernel`,
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.kernels import reshaped
+from nonlinear_lowrank.ops.kernels import kernels, reshaped
 from nonlinear_lowrank.ops.precision import wide_dtype
 
-from .formulas import activation, activation_slope
-from .gpu import gradients_on_gpu, kernel, on_gpu, opaque
-from .ratio import FORMS, LinearTails, Ratio, anchor, check, denominator_size
+from .reference import FORMS, LinearTails, Ratio, activation, activation_slope, anchor, check, denominator_size
 
 __all__ = ["FORMS", "LinearTails", "denominator_size", "rational", "rational_anchored", "rational_gated"]
 
@@ -98,7 +97,7 @@ def rational_anchored(
         denominator: as the form wants it.
         base_numerator: (G or 1, m + 1), the fit of f; no gradient.
         base_denominator: likewise.
-        formula: f, one of `formulas.FORMULAS`.
+        formula: f, one of `reference.FORMULAS`.
         form: of both denominators.
         tails: limits; outside them the difference stays what it is at the limit.
 
@@ -146,10 +145,10 @@ class _Rational(torch.autograd.Function):
 def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     """Return the function's values, times up where given."""
     if ratio.formula is None:
-        if opaque(x):
+        if _opaque(x):
             return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
-        if (fast := kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
-            return on_gpu(fast, x, up, ratio)
+        if (fast := _kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
+            return _on_gpu(fast, x, up, ratio)
     y = _in_pieces(_forward, x, ratio)[0]
     assert y is not None
     return y if up is None else y * up
@@ -158,11 +157,11 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
 def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return gradients of x, up, numerator and denominator; None where not wanted."""
     if ratio.formula is None:
-        if opaque(x):
+        if _opaque(x):
             found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
             return [each if want else None for each, want in zip(found, wanted, strict=True)]
-        if (fast := kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
-            found = gradients_on_gpu(fast, dy, x, up, ratio, wanted[2] or wanted[3])
+        if (fast := _kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
+            found = _gradients_on_gpu(fast, dy, x, up, ratio, wanted[2] or wanted[3])
             return [each if want else None for each, want in zip(found, wanted, strict=True)]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
     mine = [wanted[0], *wanted[2:]]
@@ -170,6 +169,48 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
         return [None, dup, None, None]
     dx, *others = _in_pieces(_backward, x, ratio, dy if up is None else dy * up, mine)
     return [dx, dup, *others]
+
+
+# The kernels of `kernel`. `up` is the other factor of the gated form, None for R(x) alone.
+
+
+def _opaque(x: Tensor) -> bool:
+    """Return whether torch.compile is to see this as one call; Inductor fuses the PyTorch code elsewhere."""
+    return torch.compiler.is_compiling() and x.is_cuda and torch.version.cuda is not None
+
+
+def _kernel(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Return the module of kernels where all tensors are its own to read."""
+    given = [each for each in others if each is not None]
+    same = all(each.dtype == x.dtype for each in given if each.shape == x.shape)
+    return kernels("rational", x, *given) if same and not torch.compiler.is_compiling() else None
+
+
+def _on_gpu(fast: ModuleType, x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
+    """Return R(x), times up where given, by the kernel."""
+    rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
+    return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
+
+
+def _gradients_on_gpu(
+    fast: ModuleType, dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, sums: bool
+) -> list[Tensor | None]:
+    """Return gradients of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
+    rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+    dx, dup, da, db = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
+    if db is not None and ratio.form == "sum_of_abs":
+        db = torch.where(ratio.denominator < 0, -db, db)
+    return [
+        dx.view(x.shape),
+        None if dup is None else dup.view(x.shape),
+        None if da is None else da.to(ratio.numerator.dtype),
+        None if db is None else db.to(ratio.denominator.dtype),
+    ]
+
+
+def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:
+    a, b = ratio.numerator.float().contiguous(), ratio.denominator.float().contiguous()
+    return a, b.abs() if ratio.form == "sum_of_abs" else b
 
 
 # The formulas.

@@ -1,12 +1,164 @@
-"""The rational operators as plain formulas, differentiable as often as asked; shapes in `op`."""
+"""Rational functions and the activations that they stand for, as plain formulas; shapes in `op`.
+
+A name of an activation is a formula, not only a function: "gelu", "gelu_python" are both the erf GELU, evaluated in a
+different order of operations, because a network that must start bit-equal to the original needs the original's
+rounding. `KIND` gives the function that a formula computes. The rational functions may be differentiated twice.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.validation import check_choice
 
-from .formulas import activation
-from .ratio import LinearTails, anchor, check
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+_QUICK = 1.702
+
+
+def _gelu_python(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * torch.pow(x, 3.0))))
+
+
+def _gelu_fast(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + _CUBIC * x * x)))
+
+
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_python": _gelu_python,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": _gelu_new,
+    "gelu_fast": _gelu_fast,
+    "quick_gelu": lambda x: x * torch.sigmoid(_QUICK * x),
+    "silu": F.silu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+FORMULAS = tuple(_VALUES)
+"""Names that `activation` takes."""
+
+KIND: dict[str, str] = {name: name for name in FORMULAS} | {
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""The function each formula computes: gelu, gelu_tanh, quick_gelu, silu, relu, tanh or sigmoid."""
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """f(x) in the type of x, rounded as the module that uses this formula rounds it.
+
+    Args:
+        x: any shape.
+        name: one of `FORMULAS`.
+    """
+    return _VALUES[name](x)
+
+
+def activation_slope(x: Tensor, name: str) -> Tensor:
+    """f'(x) by the closed formula, in the type of x (give it float32 or wider)."""
+    kind = KIND[name]
+    if kind == "gelu":
+        density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
+        return torch.addcmul(0.5 * (1.0 + torch.erf(x * _SQRT_HALF)), x, density)
+    if kind == "gelu_tanh":
+        t = torch.tanh(_SQRT_2_OVER_PI * x * (1.0 + _CUBIC * x * x))
+        inner = _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    if kind in ("silu", "quick_gelu"):
+        rate = 1.0 if kind == "silu" else _QUICK
+        s = torch.sigmoid(rate * x)
+        return s * (1.0 + rate * x * (1.0 - s))
+    if kind == "relu":
+        return (x > 0).to(x.dtype)
+    if kind == "tanh":
+        t = torch.tanh(x)
+        return 1.0 - t * t
+    s = torch.sigmoid(x)
+    return s * (1.0 - s)
+
+
+Form = Literal["abs_of_sum", "sum_of_abs"]
+FORMS = get_args(Form)
+
+
+class LinearTails(NamedTuple):
+    """Straight lines outside [low, high]: R(high) + high_slope * (x - high) above, likewise below."""
+
+    low: float
+    high: float
+    low_slope: float
+    high_slope: float
+
+
+class Ratio(NamedTuple):
+    """A rational function, and with the last three what it is anchored to."""
+
+    numerator: Tensor
+    denominator: Tensor
+    form: str
+    limits: Sequence[float] | None
+    """`LinearTails`."""
+    base_numerator: Tensor | None = None
+    base_denominator: Tensor | None = None
+    formula: str | None = None
+    """f."""
+
+
+def denominator_size(degree: int, form: str) -> int:
+    """Return the number of stored coefficients of a denominator of this degree."""
+    return degree + 1 if form == "abs_of_sum" else degree
+
+
+def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
+    """Raise UserError; see `rational`."""
+    check_choice("denominator form", form, FORMS)
+    if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
+        raise UserError(
+            "coefficients must be (groups, terms) with as many groups above as below, got "
+            f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
+        )
+    if x.shape[-1] % numerator.shape[0]:
+        raise UserError(
+            f"{x.shape[-1]} channels do not divide into {numerator.shape[0]} groups; "
+            "choose groups that divide the width"
+        )
+
+
+def anchor(
+    numerator: Tensor,
+    denominator: Tensor,
+    base_numerator: Tensor,
+    base_denominator: Tensor,
+    formula: str,
+    tails: LinearTails | None,
+) -> tuple[tuple[Tensor, Tensor], LinearTails | None]:
+    """Return base coefficients and tails of `rational_anchored`; raise UserError where they do not fit.
+
+    Base coefficients take part like the shifted ones, row by row, so that the two round alike.
+    """
+    check_choice("activation", formula, FORMULAS)
+    for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
+        if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
+            raise UserError(
+                f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
+            )
+    base_rows = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
+    return base_rows, None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
 
 
 def rational_reference(

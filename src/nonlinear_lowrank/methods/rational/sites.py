@@ -27,10 +27,7 @@ from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 _NORMS_BEHIND_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm2d)
 
 _FORMULAS: dict[type[nn.Module], str] = {
@@ -63,7 +60,7 @@ class Site:
     module: nn.Module
     """The plain activation, or a `RationalActivation`."""
     formula: str
-    """One of `formulas.FORMULAS`; for a rational activation, what it stands for."""
+    """One of `reference.FORMULAS`; for a rational activation, what it stands for."""
     width: int | None
     """Channels of its input; None where nothing tells."""
     channel_dim: int
@@ -94,7 +91,7 @@ class Survey:
 
 
 def formula_of(module: nn.Module) -> str | None:
-    """Return the formula of `formulas` that a module computes; None if it is no activation with a fit."""
+    """Return the formula of `reference` that a module computes; None if it is no activation with a fit."""
     kind = type(module)
     if kind is hf.GELUActivation:
         return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"

@@ -216,7 +216,7 @@ class SineLowRankMethod(Method):
     tensor_parallel = False
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
-        return config.check_rank(*linear_shape(module))  # type: ignore[no-any-return]
+        return config.check_rank(*linear_shape(module))
 
     def check(self, name: str, module: nn.Module, config: Any) -> None:
         if (why := self.skip_reason(module, config)) is not None:

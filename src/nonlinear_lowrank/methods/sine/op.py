@@ -118,7 +118,9 @@ class _LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         _refuse_second("lowrank_linear")
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
-        return *_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted), None, None, None
+        x, up, down = ctx.saved_tensors
+        activation, omega, gain = ctx.settings
+        return *_backward(dy, x, up, down, activation, omega, gain, wanted), None, None, None
 
 
 def _refuse_second(name: str) -> None:
