@@ -193,8 +193,7 @@ def choose(count: int, most: int | None, seed: int) -> list[int]:
 
 
 def hold_out(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Split `count` examples into (kept, held out), always the same ones; at least one is held out unless the share
-    is 0."""
+    """Split `count` examples into (kept, held out), always the same; one is held out at least unless the share is 0."""
     if not share:
         return list(range(count)), []
     order = np.random.default_rng(0).permutation(count).tolist()
@@ -255,12 +254,8 @@ def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Score) -> dict[str, float]:
-    """Return the mean loss, in float64, and the scores.
-
-    Args:
-        logits: (N, C).
-        labels: (N,); floating for a regression. -100 marks an example that cannot be read, which is skipped.
-        score: of `scores`; left out where a logit is not finite, and the loss then is not a number.
+    """Return the mean loss, in float64, and the scores of logits (N, C); the loss alone, not a number, where one is not
+    finite. Labels (N,) are floating for a regression; -100 marks an example that cannot be read, which is skipped.
 
     Raises:
         UserError: no example can be read.
@@ -287,11 +282,8 @@ def cache_folder(given: str | None = None) -> Path:
 
 
 def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path], object]) -> T:
-    """Return what `read` finds in a folder, built first if it is absent or not whole; several processes build it once.
-
-    `read` gives None where the folder is not whole, or raises what reading a damaged file raises. Raise UserError where
-    the cache cannot be written.
-    """
+    """Return what `read` finds in a folder, built first if it is absent or not whole (`read` gives None, or raises what
+    damaged files raise); several processes build it once. Raise UserError where the cache cannot be written."""
     from filelock import FileLock
 
     def found() -> T | None:

@@ -369,7 +369,7 @@ def _saved(tmp_path, **splits):
 
 WORDS, ROW = b"word " * 900, b'{"text": "a"}\n'
 BROKEN = [
-    ("a.bin", b"abc", "unknown kind of file"),
+    ("a.bin", b"abc", "no file of a known kind"),
     ("a.txt", b"", "holds no text"),
     ("a.txt", b"   \n\n", "holds no text"),
     ("a.txt", b"abc\0def", "binary .*offset 3"),

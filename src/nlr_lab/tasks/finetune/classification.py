@@ -407,6 +407,5 @@ def vary_image(picture: Any, pixels: "Pixels", generator: np.random.Generator, *
     if crop:
         edge = max(1, size // 8)
         top, left = generator.integers(0, 2 * edge + 1, 2)
-        padded = np.pad(numbers, ((0, 0), (edge, edge), (edge, edge)))
-        numbers = padded[:, top : top + size, left : left + size]
+        numbers = np.pad(numbers, ((0, 0), (edge, edge), (edge, edge)))[:, top : top + size, left : left + size]
     return {"pixel_values": torch.from_numpy(np.ascontiguousarray(numbers))}

@@ -6,11 +6,11 @@ into the model and neither resumes bit-exactly nor gives every arm the same batc
 
 Records come out of JSON, JSON lines and `datasets`:
 
-| form     | fields                                                       | becomes                     |
-|----------|--------------------------------------------------------------|-----------------------------|
-| Alpaca   | instruction, output, and input where there is one            | prompt and answer           |
-| plain    | prompt, completion (texts or lists of messages)              | the same                    |
-| chat     | messages [{role, content}], or conversations [{from, value}] | a conversation              |
+| form   | fields                                                       |
+|--------|--------------------------------------------------------------|
+| Alpaca | instruction, output, and input where there is one            |
+| plain  | prompt, completion (texts or lists of messages)              |
+| chat   | messages [{role, content}], or conversations [{from, value}] |
 
 A record of the wrong form is refused with its place. Empty ones are not an error: they are counted.
 """
@@ -97,7 +97,6 @@ class InstructionTask(FinetuneTask):
     """The language model."""
 
     task_type = "CAUSAL_LM"
-
     measure = Measure(unit="nats per answer token")
 
     @property

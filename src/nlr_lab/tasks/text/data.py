@@ -105,14 +105,10 @@ class Corpus:
         if self.source == "stdlib":
             return library_sources()
         path = Path(self.source).expanduser()
-        if path.is_file():
-            if _kind(path) is None:
-                raise UserError(f"{path}: unknown kind of file; use {_KNOWN}")
-            return [path]
-        if path.is_dir() and not _is_saved_dataset(path) and not self.streaming:
-            files = [each for each in _visible_files(path) if _kind(each) is not None]
+        if path.is_file() or (path.is_dir() and not _is_saved_dataset(path) and not self.streaming):
+            files = [each for each in ([path] if path.is_file() else _visible_files(path)) if _kind(each) is not None]
             if not files:
-                raise UserError(f"{path} holds no file of a known kind ({_KNOWN})")
+                raise UserError(f"{path} is or holds no file of a known kind; use {_KNOWN}")
             return files
         if not path.exists() and (_kind(path) is not None or not _DATASET.fullmatch(self.source)):
             raise UserError(f"there is no file or folder {self.source!r}; give a path, 'stdlib' or a dataset's name")
