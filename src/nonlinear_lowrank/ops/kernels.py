@@ -32,12 +32,9 @@ def use_kernels(enabled: bool) -> Iterator[None]:
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
-    """Return the module `methods.<name>.kernel`, or None where these tensors are PyTorch's.
+    """Return the module `methods.<name>.kernel`, or None where these tensors, one or more, are PyTorch's.
 
-    Args:
-        name: "noble", "rational" or "sine".
-        *tensors: one or more that the kernel reads; all must be plain tensors (no DTensor, no fake one) of at most 32
-            bits on one NVIDIA GPU.
+    A kernel reads plain tensors (no DTensor, no fake one) of at most 32 bits on one NVIDIA GPU.
     """
     if not _ENABLED.get() or not all(map(_fits, tensors)):
         return None
@@ -81,13 +78,9 @@ def as_one_op() -> bool:
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a new tensor in another shape, without a copy, that is no view to autograd.
+    """Return a tensor that the caller made, and keeps no reference to, in another shape; no copy, no view to autograd.
 
     A view that leaves an `autograd.Function` refuses every in-place operation. `F.linear` with a bias returns one for
     an input of more than two dimensions, so its results pass through here too.
-
-    Args:
-        result: made by the caller, who keeps no other reference to it.
-        shape: of as many numbers.
     """
     return torch.ops.aten._unsafe_view.default(result, shape)

@@ -169,14 +169,8 @@ def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any)
 class Delta:
     """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
 
-    All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed.
-
-    Args:
-        weight: the plain weight as a matrix in its layout; needed with a magnitude.
-        factors: the delta's.
-        transposed: whether the layout is (d_in, d_out).
-        dtype: float32 or wider; everything is computed in it.
-        multiply: the product of (d_out, r) and (r, d_in).
+    All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed, and in `dtype`, float32 or
+    wider. The weight is needed with a magnitude; `multiply` forms (d_out, r) @ (r, d_in).
     """
 
     def __init__(

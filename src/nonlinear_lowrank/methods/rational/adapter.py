@@ -161,11 +161,7 @@ class NoraModel(AdapterModel):
         return isinstance(matched, _ExcludedModule) and matched
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
-        """See `AdapterModel`; activations and, in NoRA++, linears.
-
-        Raises:
-            UserError: a name matches nothing, or something that is no activation.
-        """
+        """See `AdapterModel`; activations and, in NoRA++, linears."""
         seen = self._survey
         found = {}
         for name, module in model.named_modules():

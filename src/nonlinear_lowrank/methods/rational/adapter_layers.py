@@ -213,12 +213,7 @@ _RANDOM = 0.3  # of init_weights=False, see `reset_adapter`
 
 
 class NoraActivation(AdapterLayer):
-    """An activation with shifted rational functions in its place: any shape -> the same.
-
-    Args:
-        base_layer: the activation, or a `RationalActivation`, whose own coefficients are then theta.
-        site: where it stands in the model.
-    """
+    """An activation, or a `RationalActivation` whose coefficients are then theta, with shifts; of any shape."""
 
     adapter_layer_names = tuple(f"nlr_nora_{side}{factor}" for side in _SIDES for factor in ("_a", "_b", ""))
 
@@ -328,11 +323,7 @@ class NoraActivation(AdapterLayer):
     # The function.
 
     def coefficients(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return numerator and denominator with the shifts of these adapters, (G, .), float32 or wider.
-
-        Raises:
-            UserError: the adapters shift different rational functions.
-        """
+        """Return numerator and denominator with the shifts of these adapters, (G, .), float32 or wider."""
         settings = [self.rational(name) for name in names]
         for name, other in zip(names[1:], settings[1:], strict=True):
             if replace(other, groups=1) != replace(settings[0], groups=1):
@@ -391,10 +382,6 @@ class NoraActivation(AdapterLayer):
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put a rational activation with the shifts of adapters in its coefficients in the activation's place.
-
-        Args:
-            safe_merge: check first that the coefficients are finite.
-            adapter_names: which; None takes the active ones. They join those that are merged already.
 
         Raises:
             UserError: not finite, or adapters that shift different functions. Nothing is changed then.

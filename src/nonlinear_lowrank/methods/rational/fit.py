@@ -234,14 +234,8 @@ def _differential_correction(
     """Return p, q that minimise max |f - (a p) / (b q)|, with b q > 0.
 
     From p_k / q_k with error e, the next is the p, q (|q| at most 1) with the smallest max of
-    (|f b q - a p| - e b q) / (b q_k): a linear programme.
-
-    Args:
-        f: (N,) values.
-        a: (N, .) basis of the numerator.
-        b: (N, .) basis of the denominator; its first column is constant.
-        nonnegative: whether the denominator's coefficients must be at least 0.
-        also_positive: (M, .) rows that b q must be at least 0 on as well.
+    (|f b q - a p| - e b q) / (b q_k): a linear programme. f (N,) are values, a and b (N, .) the bases, b's first column
+    constant; `also_positive` (M, .) has rows that b q must be at least 0 on as well.
     """
     optimize = require("lab", "scipy.optimize")
     n_p, n_q = a.shape[1], b.shape[1]

@@ -281,16 +281,7 @@ def _settings(limits: tuple[float, ...] | None) -> tuple[float, ...]:
 
 
 def forward(x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limits: tuple[float, ...] | None) -> Tensor:
-    """Return R(x) (T, C), times `up` where given.
-
-    Args:
-        x: (T, C), channels side by side.
-        up: likewise, or None.
-        a: numerator (G, m + 1), float32.
-        b: denominator (G, n'), float32; sizes with "sum_of_abs".
-        form: of the denominator.
-        limits: low, high, low_slope, high_slope of straight tails, or None.
-    """
+    """Return R(x) (T, C), times `up` (T, C) where given; a (G, m + 1) and b (G, n') float32, sizes in "sum_of_abs"."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         width, terms = x.shape[1] // a.shape[0], (a.shape[1], b.shape[1])

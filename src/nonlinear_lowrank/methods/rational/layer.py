@@ -111,13 +111,7 @@ class RationalConfig:
         return self.activation
 
     def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor, base: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Evaluate the activation with given coefficients.
-
-        Args:
-            x: any shape, with a multiple of G channels at channel_dim; the result is of its shape and type.
-            numerator: (G, m + 1).
-            denominator: (G, n').
-            base: coefficients of the fit, (G or 1, .), with anchor="exact".
+        """Evaluate it by coefficients (G, m + 1), (G, n'), those of the fit with anchor="exact"; shape and type of x.
 
         Raises:
             UserError: the groups do not divide the channels, or these are not where they should be.
@@ -143,10 +137,6 @@ class RationalConfig:
 
 class RationalActivation(nn.Module):
     """An activation that is a rational function: any shape with a multiple of G channels -> the same.
-
-    Args:
-        config: its settings.
-        device: of the coefficients, which are float32.
 
     Raises:
         UserError: the config does not say what it is fitted to.

@@ -148,7 +148,8 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         if _opaque(x):
             return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
         if (fast := _kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
-            return _on_gpu(fast, x, up, ratio)
+            rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
+            return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
     y = _in_pieces(_forward, x, ratio)[0]
     assert y is not None
     return y if up is None else y * up
@@ -161,8 +162,15 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
             found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
             return [each if want else None for each, want in zip(found, wanted, strict=True)]
         if (fast := _kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
-            found = _gradients_on_gpu(fast, dy, x, up, ratio, wanted[2] or wanted[3])
-            return [each if want else None for each, want in zip(found, wanted, strict=True)]
+            rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+            sums = wanted[2] or wanted[3]
+            found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
+            if found[3] is not None and ratio.form == "sum_of_abs":
+                found = *found[:3], torch.where(ratio.denominator < 0, -found[3], found[3])
+            like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
+            return [
+                each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like
+            ]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
     mine = [wanted[0], *wanted[2:]]
     if not any(mine):
@@ -184,28 +192,6 @@ def _kernel(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     given = [each for each in others if each is not None]
     same = all(each.dtype == x.dtype for each in given if each.shape == x.shape)
     return kernels("rational", x, *given) if same and not torch.compiler.is_compiling() else None
-
-
-def _on_gpu(fast: ModuleType, x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
-    """Return R(x), times up where given, by the kernel."""
-    rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
-    return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
-
-
-def _gradients_on_gpu(
-    fast: ModuleType, dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, sums: bool
-) -> list[Tensor | None]:
-    """Return gradients of x, up, numerator, denominator by the kernel; the last two None without `sums`."""
-    rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-    dx, dup, da, db = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
-    if db is not None and ratio.form == "sum_of_abs":
-        db = torch.where(ratio.denominator < 0, -db, db)
-    return [
-        dx.view(x.shape),
-        None if dup is None else dup.view(x.shape),
-        None if da is None else da.to(ratio.numerator.dtype),
-        None if db is None else db.to(ratio.denominator.dtype),
-    ]
 
 
 def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:

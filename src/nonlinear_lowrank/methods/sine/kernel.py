@@ -163,14 +163,7 @@ def variants() -> Iterator[Variant]:
 
 
 def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor) -> Tensor | None:
-    """Write W + D (D alone without base) into `out`; with a magnitude return ratio and norm (2, m).
-
-    Args:
-        weight: (m, n), any strides; needed with base or a magnitude.
-        factors: of the delta.
-        base: whether W is part of the sum.
-        out: (m, n), any strides.
-    """
+    """Write W + D (D alone without base) into `out` (m, n); with a magnitude return ratio and norm (2, m)."""
     up, down, dora = factors.up, factors.down, factors.magnitude is not None
     (m, rank), n = up.shape, down.shape[1]
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
@@ -187,14 +180,7 @@ def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor
 def factor_gradients(
     gradient: Tensor, weight: Tensor | None, factors: SineFactors, ratios: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return d up (m, r), d down (r, n) and, with the ratios of sine-DoRA, d magnitude (m), in float32.
-
-    Args:
-        gradient: of the sum, (m, n), any strides.
-        weight: (m, n), any strides; needed with ratios.
-        factors: of the delta.
-        ratios: what `form` returned.
-    """
+    """Return d up (m, r), d down (r, n) and, with the ratios that `form` returned, d magnitude (m), in float32."""
     up, down = factors.up, factors.down
     (m, rank), n = up.shape, down.shape[1]
     read = gradient if weight is None else weight
