@@ -40,7 +40,7 @@ from nonlinear_lowrank.validation import check_choice, check_integer, check_numb
 
 from .fit import RationalFit, check_range, fit_rational
 from .layer import Anchor, RationalActivation, RationalConfig, Tails
-from .reference import KIND, Form
+from .reference import KIND, Form, denominator_size
 from .sites import Site
 
 ALL_ACTIVATIONS = "all-activations"
@@ -187,25 +187,16 @@ class NoraConfig(AdapterConfig):
         coefficients = tuple(known["numerator"]), tuple(known["denominator"])
         return RationalFit(kind, self.form, check_range(self.fit_range), *coefficients, known["error"])
 
-    def _check_fit(self, kind: str, values: Any) -> None:
+    def _check_fit(self, kind: str, values: Mapping[str, Any]) -> None:
         m, n = self.degrees
-        sizes = {"numerator": m + 1, "denominator": n + (self.form == "abs_of_sum")}
-        good = (
-            kind in KIND.values()
-            and isinstance(values, dict)
-            and _are_numbers([values.get("error")], 1)
-            and all(_are_numbers(values.get(side), size) for side, size in sizes.items())
-        )
-        if not good:
+        sizes = {"numerator": m + 1, "denominator": denominator_size(n, self.form), "error": None}
+        given = values.items() if isinstance(values, dict) else ()
+        found = {side: len(value) if isinstance(value, list | tuple) else None for side, value in given}
+        if kind not in KIND.values() or found != sizes:
             raise UserError(
                 f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits, and it "
                 "is filled in"
             )
-
-
-def _are_numbers(values: Any, size: int) -> bool:
-    listed = isinstance(values, list | tuple) and len(values) == size
-    return listed and all(type(each) in (int, float) and math.isfinite(each) for each in values)
 
 
 _SIDES = ("numerator", "denominator")
