@@ -18,9 +18,8 @@ from pathlib import Path
 
 from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.images.augmentation import Augmentation
-from nlr_lab.tasks.images.backbones import VitBackbone
-from nlr_lab.tasks.images.data import ImageSource
-from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
+from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, VitBackbone
+from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.training import Arm, Recipe, TrainConfig
 
 HERE = Path(__file__).parent

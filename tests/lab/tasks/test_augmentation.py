@@ -7,21 +7,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from nlr_lab.tasks.images.files import Images
-from nlr_lab.tasks.images.mixing import mix_pairs
 from PIL import Image
 
 from nlr_lab.tasks.finetune.classification import vary_image
-from nlr_lab.tasks.images import randaugment
-from nlr_lab.tasks.images.augmentation import Augmentation
+from nlr_lab.tasks.images import augmentation
+from nlr_lab.tasks.images.augmentation import Augmentation, mix_pairs
 from nlr_lab.tasks.images.examples import Pixels, TrainingImages
 from nlr_lab.tasks.images.pretraining import classification_loss
+from nlr_lab.tasks.images.sources import Images
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import image_task
 from seeds import rng
 
 PLAIN = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
-NAMES = list(randaugment.OPERATIONS)
+NAMES = list(augmentation.OPERATIONS)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
@@ -30,7 +29,7 @@ def test_operations_keep_size_and_mode_and_do_nothing_at_zero(name, mode):
     shape = (12, 10) if mode == "L" else (12, 10, 3)
     picture = Image.fromarray(rng().integers(0, 256, shape, dtype=np.uint8))
     before = np.array(picture)
-    operation = randaugment.OPERATIONS[name]
+    operation = augmentation.OPERATIONS[name]
     changed = operation(picture, 0.3, -1)
     assert (changed.size, changed.mode) == (picture.size, mode)
     assert (np.array(picture) == before).all(), "the original is left alone"
@@ -50,20 +49,20 @@ def test_operations_move_by_what_the_table_says():
         return (array * np.arange(33)).sum(1) / np.maximum(array.sum(1), 1e-9), array.sum(1) > 0
 
     for sign in (1, -1):
-        moved, seen = centres(randaugment._translate_x(picture, 9 / 30, sign))
+        moved, seen = centres(augmentation.OPERATIONS["translate-x"](picture, 9 / 30, sign))
         assert moved[seen] == pytest.approx(16 - sign * 150 / 331 * 0.3 * 33, abs=0.05)
-        tilted, seen = centres(randaugment._shear_x(picture, 9 / 30, sign))
+        tilted, seen = centres(augmentation.OPERATIONS["shear-x"](picture, 9 / 30, sign))
         slope = np.polyfit(np.arange(33)[seen], tilted[seen], 1)[0]
         assert slope == pytest.approx(-sign * 0.09, abs=0.005)
         assert tilted[16] == pytest.approx(16, abs=0.1), "about the middle"
-        turned, seen = centres(randaugment._rotate(picture, 9 / 30, sign))
+        turned, seen = centres(augmentation.OPERATIONS["rotate"](picture, 9 / 30, sign))
         angle = math.degrees(math.atan(np.polyfit(np.arange(33)[seen], turned[seen], 1)[0]))
         assert abs(angle) == pytest.approx(9, abs=0.7)
     grey = Image.fromarray(np.array([[10, 100, 200]], dtype=np.uint8))
-    assert np.array(randaugment._solarize(grey, 9 / 30, 1)).tolist() == [[10, 100, 55]]
-    assert np.array(randaugment._posterize(grey, 9 / 30, 1)).tolist() == [[10, 100, 200]]
-    assert np.array(randaugment._posterize(grey, 1.0, 1)).tolist() == [[0, 96, 192]]
-    bright = randaugment.OPERATIONS["brightness"]
+    assert np.array(augmentation.OPERATIONS["solarize"](grey, 9 / 30, 1)).tolist() == [[10, 100, 55]]
+    assert np.array(augmentation.OPERATIONS["posterize"](grey, 9 / 30, 1)).tolist() == [[10, 100, 200]]
+    assert np.array(augmentation.OPERATIONS["posterize"](grey, 1.0, 1)).tolist() == [[0, 96, 192]]
+    bright = augmentation.OPERATIONS["brightness"]
     assert np.array(bright(grey, 9 / 30, -1)).tolist() == [[7, 73, 146]]
 
 
@@ -74,7 +73,7 @@ def test_operations_are_drawn_for_each_image(tmp_path, monkeypatch):
         return lambda picture, m, sign: seen.append((name, m, sign)) or picture
 
     for name in NAMES:
-        monkeypatch.setitem(randaugment.OPERATIONS, name, noting(name))
+        monkeypatch.setitem(augmentation.OPERATIONS, name, noting(name))
     prepared = image_task(tmp_path, {"magnitude": 12}, images={"held_out": 0.0}).prepare()
     for index in range(60 * 4):
         prepared.train[index]

@@ -15,7 +15,7 @@ import pytest
 
 from nlr_lab.runtime import bounds
 from nlr_lab.runtime.bounds import check_room, read_array, read_arrays, read_bytes
-from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.sources import read_images
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
 

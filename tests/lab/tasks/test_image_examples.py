@@ -6,15 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from nlr_lab.tasks.images.files import Images, read_images
 from PIL import Image
 
 import finetune_helpers as kit
 from image_helpers import damaged_folder, noise
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.tasks.images import digits_vit
+from nlr_lab.tasks.images import pretraining
 from nlr_lab.tasks.images.encoding import prepare_images
 from nlr_lab.tasks.images.examples import Pixels
+from nlr_lab.tasks.images.sources import Images, read_images
 from nlr_lab.tasks.images.tokens import ImageTokenData
 from nlr_lab.tasks.task import scores, scores_of_examples
 from nlr_lab.training import run_training
@@ -114,10 +114,10 @@ def test_head_is_new_whatever_the_checkpoint_had(tmp_path):
 
 def test_digits_vit_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NLR_CACHE", str(tmp_path))
-    monkeypatch.setattr(digits_vit, "_STEPS", 30)
-    folder = digits_vit.folder()
+    monkeypatch.setattr(pretraining, "_STEPS", 30)
+    folder = pretraining.digits_vit_folder()
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert digits_vit.folder() == folder
+    assert pretraining.digits_vit_folder() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     model = Pretrained(checkpoint="digits-vit").image_classifier(5, 0)
     assert model.config.image_size == 8

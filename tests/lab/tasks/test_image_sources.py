@@ -12,7 +12,7 @@ from image_helpers import noise, png
 from nlr_lab.cli.main import main
 from nlr_lab.tasks.images.encoding import as_square
 from nlr_lab.tasks.images.examples import Pixels
-from nlr_lab.tasks.images.files import read_images
+from nlr_lab.tasks.images.sources import read_images
 from nonlinear_lowrank.errors import UserError
 from seeds import rng
 
@@ -228,7 +228,7 @@ def test_dataset_gives_images_labels_and_names(monkeypatch):
         ({"train": [0, None]}, r"'label' of some/set \(train\) must be integers"),
         ({"train": [[0, 1], [1, 0]]}, "must be integers"),
         ({"train": [0, -1]}, "got -1"),
-        ({"train": [0, 1], "test": ["cat", "dog"]}, r"\(test\) must be integers from 0, got 'cat'"),
+        ({"train": [0, 1], "test": ["cat", "dog"]}, r"\(test\) must be integers from 0 to 999,999, got 'cat'"),
     ],
 )
 def test_datasets_that_do_not_fit(monkeypatch, splits, words):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from nlr_lab.tasks.images.data import ImageSource
+from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.task import (
     ACCURACY,
     Batch,

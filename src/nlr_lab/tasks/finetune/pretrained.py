@@ -66,9 +66,9 @@ class Pretrained:
         """Return the folder or hub name that transformers loads; raise UserError where there is no model."""
         name = self.checkpoint
         if name == "digits-vit":
-            from nlr_lab.tasks.images import digits_vit
+            from nlr_lab.tasks.images.pretraining import digits_vit_folder
 
-            return str(digits_vit.folder())
+            return str(digits_vit_folder())
         if name == "minilm":
             from nonlinear_lowrank.hub.pooled import find_encoder
 
@@ -91,9 +91,9 @@ class Pretrained:
         if self.checkpoint in _KNOWN:
             return AutoConfig.for_model(**_KNOWN[self.checkpoint])
         if self.checkpoint == "digits-vit":
-            from nlr_lab.tasks.images import digits_vit
+            from nlr_lab.tasks.images.pretraining import digits_vit_config
 
-            return digits_vit.config()
+            return digits_vit_config()
         return self._loaded(lambda where: AutoConfig.from_pretrained(where, trust_remote_code=False))
 
     def tokenizer(self) -> Any:

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from nlr_lab.runtime.pictures import eight_bits
+from nlr_lab.runtime.bounds import eight_bits
 from nlr_lab.tasks.task import Prepared, are_whole, cache_folder, cached, choose, fingerprint
 from nlr_lab.tasks.text.packed import NpyWriter, TokenBlocks
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder
 
-from .files import Images, ImageSplits, read_digits, read_images
+from .sources import Images, ImageSplits, read_digits, read_images
 from .tokenizers import ImageCodec, ImageTokenizer, PatchTokenizer, VQTokenizer, find_vq
 from .tokens import ImageTokenData
 

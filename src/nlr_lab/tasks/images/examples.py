@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from nlr_lab.runtime.pictures import eight_bits
+from nlr_lab.runtime.bounds import eight_bits
 from nlr_lab.tasks.task import Batch, Examples, Items, Prepared, commonest_share, fingerprint, scores
 from nonlinear_lowrank.errors import UserError
 
-from .data import FoundImages
-from .files import Images
-
-UNREADABLE = -100
-"""The label of an image that an evaluation skips."""
+from .augmentation import mix_pairs
+from .sources import FoundImages, Images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +43,13 @@ class Pixels:
 
     def fitted(self, picture: Any) -> Any:
         """Bring a PIL image to this size."""
-        from PIL import Image
-
+        whole = (self.size, self.size)
         if self.shorter is None:
-            whole = (self.size, self.size)
             return picture if picture.size == whole else picture.resize(whole, Image.Resampling.BILINEAR)
         short = min(picture.size)
-        width, height = (self.shorter if side == short else int(self.shorter * side / short) for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-        left, top = (width - self.size) // 2, (height - self.size) // 2
+        sides = tuple(self.shorter if side == short else int(self.shorter * side / short) for side in picture.size)
+        left, top = ((side - self.size) // 2 for side in sides)
+        picture = picture.resize(sides, Image.Resampling.BILINEAR)
         return picture.crop((left, top, left + self.size, top + self.size))
 
     def numbers(self, picture: Any) -> np.ndarray:
@@ -68,33 +64,27 @@ class Pixels:
     def collate(self, items: Items) -> Batch:
         """Items -> pixel_values (B, C, H, W) float32 and labels (B,)."""
         stacked = torch.stack([item["pixel_values"] for item in items]).float() / 255
-        shape = (1, self.channels, 1, 1)
-        mean, std = torch.tensor(self.mean).view(shape), torch.tensor(self.std).view(shape)
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (self.mean, self.std))
         return {"pixel_values": (stacked - mean) / std, "labels": torch.stack([item["labels"] for item in items])}
+
+    def collate_mixed(self, items: Items, classes: int) -> Batch:
+        """Items -> a batch for training, mixed in pairs; labels (B, classes) are probabilities."""
+        return mix_pairs(self.collate(items), torch.stack([item["mixing"] for item in items]), classes)
 
     def save_pretrained(self, folder: Any) -> None:
         """Write what AutoImageProcessor needs to do the same."""
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
         processor: Any = ViTImageProcessorPil  # its keywords are typed too narrowly
-        whole = {"height": self.size, "width": self.size}
-        cut = {"do_center_crop": True, "crop_size": whole}
-        processor(
-            size=whole if self.shorter is None else {"shortest_edge": self.shorter},
-            **({} if self.shorter is None else cut),
-            image_mean=list(self.mean),
-            image_std=list(self.std),
-            do_convert_rgb=self.channels == 3,
-        ).save_pretrained(folder)
+        size: dict[str, Any] = {"size": {"height": self.size, "width": self.size}}
+        if self.shorter is not None:
+            size = {"size": {"shortest_edge": self.shorter}, "do_center_crop": True, "crop_size": size["size"]}
+        means = {"image_mean": list(self.mean), "image_std": list(self.std)}
+        processor(**size, **means, do_convert_rgb=self.channels == 3).save_pretrained(folder)
 
 
 class ImageExamples(Examples):
-    """Item i is {"pixel_values": (C, H, W) uint8, "labels": ()}, as the image is; for evaluation.
-
-    Args:
-        images: labelled images.
-        pixels: how they become numbers.
-    """
+    """Item i is {"pixel_values": (C, H, W) uint8, "labels": ()}, as the image is; for evaluation."""
 
     def __init__(self, images: Images, pixels: Pixels) -> None:
         self.images, self.pixels = images, pixels
@@ -120,7 +110,7 @@ class ImageExamples(Examples):
         picture = self.read(index)
         if picture is None:
             nothing = torch.zeros(self.pixels.channels, self.pixels.size, self.pixels.size, dtype=torch.uint8)
-            return {"pixel_values": nothing, "labels": torch.tensor(UNREADABLE)}
+            return {"pixel_values": nothing, "labels": torch.tensor(-100)}
         numbers = torch.from_numpy(self.pixels.numbers(self.pixels.fitted(picture)))
         return {"pixel_values": numbers, "labels": torch.tensor(int(self.images.labels[index]))}
 
@@ -164,7 +154,7 @@ class TrainingImages(ImageExamples):
 
     def __getitem__(self, index: int) -> Batch:
         count = len(self.images)
-        for place in range(index % count, index % count + count):
+        for place in range(index, index + count):
             if (picture := self.read(place % count)) is not None:
                 break
         else:
@@ -189,13 +179,14 @@ def prepare_classification(
         kind: begins the fingerprint.
         **fields: of `Prepared`.
     """
-    pixels, held, test = train.pixels, found.train.select(found.held), found.test
+    pixels, test = train.pixels, found.test
     scored = ImageExamples(test, pixels)
     # Labels, the split, and an image of each side that can be read tell these images from others.
-    identity = [found.train.labels, test.labels, _sample(found.train, pixels), _sample(test, pixels), found.kept]
+    some = [pixels.array(each.first_readable()) for each in (found.train, test)]
+    identity = [found.train.labels, test.labels, *some, found.kept]
     return Prepared(
         train=train,
-        valid=ImageExamples(held, pixels) if found.held else scored,
+        valid=ImageExamples(found.train.select(found.held), pixels) if found.held else scored,
         test=scored if found.held else None,
         tokenizer=pixels,
         classes=found.classes,
@@ -211,12 +202,3 @@ def prepare_classification(
         },
         **fields,
     )
-
-
-def _sample(images: Images, pixels: Pixels) -> np.ndarray | None:
-    for place in range(min(len(images), 100)):
-        try:
-            return pixels.array(images.read(place))
-        except UserError:
-            continue
-    return None
