@@ -146,7 +146,7 @@ def _score_language_model(folder: Path, options: EvaluateOptions) -> dict[str, A
         print(f"{name}: {score}")
         results["text"] = {"source": name, **score.to_json()}
     if options.tasks:
-        from nlr_lab.evaluation.table import task_table
+        from nlr_lab.evaluation.harness import task_table
 
         kept = ["num_fewshot", "limit", "batch_size", "format"]
         kept += ["prompt", "beams"] if options.format == "generate" else []

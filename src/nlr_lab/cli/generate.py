@@ -81,8 +81,7 @@ def _draw(folder: Path, options: GenerateOptions) -> None:
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--out must end in .png, .jpg or .webp, got {out.name}")
 
-    from nlr_lab.evaluation.generation import Sampling
-    from nlr_lab.tasks.images.sampling import picture, sample_images
+    from nlr_lab.evaluation.generation import Sampling, picture, sample_images
     from nlr_lab.tasks.images.tokenizers import ImageCodec
 
     sampling = Sampling(

@@ -16,9 +16,9 @@ from jinja2 import Environment
 
 from nlr_lab.evaluation import find_local_tasks, score_tasks
 from nlr_lab.evaluation.commonsense import TESTS
+from nlr_lab.evaluation.harness import task_table
 from nlr_lab.evaluation.local import is_local
 from nlr_lab.evaluation.mmlu import CATEGORIES, PUBLISHED, SUBJECTS, TASK
-from nlr_lab.evaluation.table import task_table
 from nonlinear_lowrank import UserError
 from task_helpers import byte_tokenizer, commonsense_rows, likelihoods, mmlu_rows, tiny_model, write_lines
 

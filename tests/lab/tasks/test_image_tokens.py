@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 from image_helpers import noise
 from nlr_lab.cli.main import main
-from nlr_lab.evaluation.generation import Sampling
+from nlr_lab.evaluation.generation import Sampling, picture, sample_images
 from nlr_lab.tasks.images import encoding
 from nlr_lab.tasks.images.encoding import as_square, prepare_images
-from nlr_lab.tasks.images.sampling import picture, sample_images
 from nlr_lab.tasks.images.tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
 from nlr_lab.tasks.images.tokens import ImageTokenData
 from nlr_lab.training import Recipe, run_training
