@@ -103,14 +103,6 @@ def test_gives_no_interval_without_seeds_or_spread():
         assert not estimate.shown
 
 
-def test_geometric_mean_is_symmetric_under_inversion(rng):
-    ratios = rng.lognormal(0.2, 0.1, 4)
-    forward, backward = geometric_mean(ratios), geometric_mean(1 / ratios)
-    assert forward.value == pytest.approx(float(np.prod(ratios)) ** 0.25)
-    assert forward.low == pytest.approx(1 / backward.high)
-    assert forward.p_value == pytest.approx(backward.p_value)
-
-
 # --- Holm --------------------------------------------------------------------------------------------------
 
 

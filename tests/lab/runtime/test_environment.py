@@ -32,9 +32,6 @@ def test_deterministic_sets_every_switch_and_puts_all_back(monkeypatch):
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     with deterministic(False):
         assert determinism() == before
-
-
-def test_environment_keeps_its_choice(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic(True):
         assert determinism()["cublas_workspace"] == ":16:8"
@@ -51,22 +48,14 @@ def test_git_state_of_any_folder(tmp_path, monkeypatch):
     git(tmp_path, "commit", "-qm", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "untracked").write_text("1")
-    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
-    (tmp_path / "a").write_text("2")
-    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
-    assert git_state(tmp_path / "missing") is None
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
-    assert git_state(tmp_path) is None
-
-
-def test_git_state_starts_no_program_of_the_repository(tmp_path):
-    git(tmp_path, "init", "-q")
-    (tmp_path / "a").write_text("1")
-    git(tmp_path, "add", "a")
-    git(tmp_path, "commit", "-qm", "one")
     spy = tmp_path / "spy.sh"
     spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     spy.chmod(0o755)
     git(tmp_path, "config", "core.fsmonitor", str(spy))
-    assert git_state(tmp_path)["dirty"] is False
-    assert not (tmp_path / "ran").exists()
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
+    (tmp_path / "a").write_text("2")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+    assert not (tmp_path / "ran").exists(), "no program of the repository is started"
+    assert git_state(tmp_path / "missing") is None
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
+    assert git_state(tmp_path) is None

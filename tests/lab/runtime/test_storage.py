@@ -1,8 +1,5 @@
 """Folders are whole or absent; pruning deletes nothing before a newer one has been read back; one process at a time."""
 
-import errno
-import json
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders, write_json
+from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 
@@ -55,19 +52,6 @@ def test_staged_folder_is_whole_or_absent(tmp_path):
         (folder / "y").write_text("2")
     assert [path.name for path in sorted((tmp_path / "a").iterdir())] == [MANIFEST, "y"]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_write_json_keeps_the_old_file_if_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_json(path, {"a": 1})
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="full"):
-        write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_lock_lets_one_process_in_and_ends_with_it(tmp_path):
