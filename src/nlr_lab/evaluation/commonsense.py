@@ -18,8 +18,7 @@ from typing import Any
 
 from nonlinear_lowrank.errors import UserError
 
-from .rows import Row, find_file, read_rows
-from .task_file import LocalGroup, LocalTask, LocalTasks, read_task_file
+from .task_file import LocalGroup, LocalTask, LocalTasks, Row, find_file, read_rows, read_task_file
 
 ALL = "commonsense_local"
 TESTS: dict[str, dict[str, Any]] = read_task_file("commonsense.yaml")

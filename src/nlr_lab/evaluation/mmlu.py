@@ -12,8 +12,7 @@ from typing import Any
 
 from nonlinear_lowrank.errors import UserError
 
-from .rows import DataFile, Row, find_file, read_rows
-from .task_file import LocalGroup, LocalTask, LocalTasks, read_task_file
+from .task_file import DataFile, LocalGroup, LocalTask, LocalTasks, Row, find_file, read_rows, read_task_file
 
 ALL = "mmlu_local"
 SHOTS = 5
