@@ -35,6 +35,9 @@ init. Without these controls a gain of the init would be read as a gain of the b
 NOBLE_ARMS = (*BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256")
 """The ranks of noble.txt, beside the controls."""
 
+AS_PUBLISHED: dict[str, Any] = {"arm": "noble:rank=64", "arms": NOBLE_ARMS, "seeds": 1}
+"""How models of noble.txt's own sizes are compared."""
+
 FAST: dict[str, Any] = {"bf16": True, "compile": True, "log_every": 50}
 """How models of the papers' sizes train."""
 

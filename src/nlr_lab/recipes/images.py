@@ -15,10 +15,10 @@ from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingTask, VitBackbone
 from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
-from nlr_lab.tasks.text.language_model import GlmBackbone
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import BASELINES, EACH_EPOCH, EVERY_2000, FAST, NOBLE_ARMS
+from . import AS_PUBLISHED, BASELINES, EACH_EPOCH, EVERY_2000, FAST
+from .language import glm
 
 _IMAGENET: dict[str, Any] = {
     "source": "ILSVRC/imagenet-1k",
@@ -100,7 +100,7 @@ def image_tokens_demo() -> Recipe:
     return Recipe(
         task=ImageTokenTask(
             tokens=ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359),
-            backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
+            backbone=glm(4, 128, 4, 344),
         ),
         arm="noble:rank=16",
         train=TrainConfig(steps=300, batch_size=32, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
@@ -121,7 +121,7 @@ def image_tokens_cifar10() -> Recipe:
     return Recipe(
         task=ImageTokenTask(
             tokens=ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512),
-            backbone=GlmBackbone(layers=4, width=192, heads=6, hidden=512, embedding_std=1.0),
+            backbone=glm(4, 192, 6, 512),
         ),
         arm="noble:rank=24",
         train=TrainConfig(steps=1200, batch_size=16, lr=1e-3, warmup_steps=100, eval_every=60, save_every=300),
@@ -150,13 +150,9 @@ def image_tokens_base() -> Recipe:
         eval_images=2048,
     )
     return Recipe(
-        task=ImageTokenTask(
-            tokens=tokens, backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0)
-        ),
-        arm="noble:rank=64",
+        task=ImageTokenTask(tokens=tokens, backbone=glm(12, 1024, 8, 2752)),
         train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        arms=NOBLE_ARMS,
-        seeds=1,
+        **AS_PUBLISHED,
     )
 
 

@@ -25,7 +25,7 @@ from nlr_lab.tasks.text.language_model import (
 )
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import BASELINES, EVERY_2000, FAST, NOBLE_ARMS
+from . import AS_PUBLISHED, BASELINES, EVERY_2000, FAST
 
 _OPENWEBTEXT: dict[str, Any] = {"source": "Skylion007/openwebtext", "streaming": True}
 # GPT-2's byte-level BPE of 50,257 tokens, sequences of 1,024 (noble.txt, appendix B).
@@ -34,6 +34,11 @@ _OPENWEBTEXT_GPT2: dict[str, Any] = {**_OPENWEBTEXT, **_GPT2}
 
 _QUERY_ARMS = ("baseline", "identity-query", "residual-linear-query", "wide-mlp:ratio=4.75", "nonlinear-query")
 _STABILITY = ("baseline", "identity-query", "nonlinear-query")
+
+
+def glm(layers: int, width: int, heads: int, hidden: int, kind: Any = GlmBackbone) -> Any:
+    """Return the backbone of NOBLE's language models, with embeddings of standard deviation 1."""
+    return kind(layers=layers, width=width, heads=heads, hidden=hidden, embedding_std=1.0)
 
 
 def llm_demo() -> Recipe:
@@ -49,7 +54,7 @@ def llm_demo() -> Recipe:
     return Recipe(
         task=LanguageModelTask(
             text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
-            backbone=GlmBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
+            backbone=glm(4, 128, 4, 344),
         ),
         arm="noble:rank=16",
         train=TrainConfig(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
@@ -70,7 +75,7 @@ def llm_small() -> Recipe:
             text=TextData(
                 **_OPENWEBTEXT, max_bytes=2_000_000_000, vocab_size=16384, sequence_length=512, eval_sequences=512
             ),
-            backbone=GlmBackbone(layers=6, width=512, heads=8, hidden=1376, embedding_std=1.0),
+            backbone=glm(6, 512, 8, 1376),
         ),
         arm="noble:rank=32",
         train=TrainConfig(
@@ -98,14 +103,9 @@ def llm_base() -> Recipe:
     (+5.70 / 11.63 / 24.19 % parameters). Not repeated by us at this size.
     """
     return Recipe(
-        task=LanguageModelTask(
-            text=TextData(**_OPENWEBTEXT_GPT2),
-            backbone=GlmBackbone(layers=12, width=1024, heads=8, hidden=2752, embedding_std=1.0),
-        ),
-        arm="noble:rank=64",
+        task=LanguageModelTask(text=TextData(**_OPENWEBTEXT_GPT2), backbone=glm(12, 1024, 8, 2752)),
         train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        arms=NOBLE_ARMS,
-        seeds=1,
+        **AS_PUBLISHED,
     )
 
 
@@ -120,14 +120,9 @@ def llm_large() -> Recipe:
     (+4.04 / 8.17 / 16.68 % parameters). Not repeated by us at this size.
     """
     return Recipe(
-        task=LanguageModelTask(
-            text=TextData(**_OPENWEBTEXT_GPT2),
-            backbone=GlmBackbone(layers=24, width=2048, heads=16, hidden=5504, embedding_std=1.0),
-        ),
-        arm="noble:rank=64",
+        task=LanguageModelTask(text=TextData(**_OPENWEBTEXT_GPT2), backbone=glm(24, 2048, 16, 5504)),
         train=TrainConfig(steps=200_000, batch_size=128, lr=2.5e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        arms=NOBLE_ARMS,
-        seeds=1,
+        **AS_PUBLISHED,
     )
 
 
@@ -144,7 +139,7 @@ def mlm_demo() -> Recipe:
     return Recipe(
         task=MaskedLanguageModelTask(
             text=TextData(**text, sequence_length=128, eval_sequences=128),
-            backbone=EncoderBackbone(layers=4, width=128, heads=4, hidden=344, embedding_std=1.0),
+            backbone=glm(4, 128, 4, 344, EncoderBackbone),
         ),
         arm="noble:rank=16",
         train=TrainConfig(steps=400, batch_size=8, lr=2e-3, warmup_steps=40, eval_every=40, save_every=200),
@@ -167,12 +162,10 @@ def mlm_base() -> Recipe:
     return Recipe(
         task=MaskedLanguageModelTask(
             text=TextData(**text, sequence_length=1024, eval_sequences=2048),
-            backbone=EncoderBackbone(layers=12, width=768, heads=12, hidden=2048, embedding_std=1.0),
+            backbone=glm(12, 768, 12, 2048, EncoderBackbone),
         ),
-        arm="noble:rank=64",
         train=TrainConfig(steps=100_000, batch_size=64, lr=3e-4, warmup_steps=1000, **FAST, **EVERY_2000),
-        arms=NOBLE_ARMS,
-        seeds=1,
+        **AS_PUBLISHED,
     )
 
 

@@ -87,8 +87,8 @@ def _published(task: str, metric: str, lora: str, sine_lora: str, lr: float, epo
     Command: `nlr finetune glue-{task}`, or `nlr compare glue-{task}`; other ranks by `--arm sine-lora:r=1,omega=200`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us.
-    Expect: the paper's {metric}, LoRA {lora} at rank 1 / 2 / 4 / 8, sine-LoRA {sine_lora} (Table 1). Not repeated by
-    us.
+    Expect: the paper's {metric}, LoRA {lora} at rank 1 / 2 / 4 / 8, sine-LoRA
+    {sine_lora} (Table 1). Not repeated by us.
     """
     return recipe
 

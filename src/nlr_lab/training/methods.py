@@ -63,15 +63,8 @@ class ArmKind:
 _PATTERNS = ("include", "exclude")
 _CHOICES = (*_PATTERNS, "select", "budget")
 # How settings are written in the arm's name.
-_SHORT = {
-    "rank": "r",
-    "activation": "",
-    "depth": "d",
-    "omega": "w",
-    "include": "on-",
-    "exclude": "not-",
-    "select": "on-",
-}
+_SHORT = {"rank": "r", "activation": "", "depth": "d", "omega": "w", "include": "on-", "select": "on-"}
+_SHORT["exclude"] = "not-"
 
 
 @dataclass(frozen=True)
@@ -118,9 +111,8 @@ class Augmented(ArmKind):
             raise UserError(f"select={full['select']} names no part of a block; {parts}")
         for key in _PATTERNS:
             patterns = full.get(key, ())
-            if not all(
-                isinstance(each, str) for each in (patterns if isinstance(patterns, list | tuple) else [patterns])
-            ):
+            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
+            if not all(isinstance(each, str) for each in listed):
                 raise UserError(f"{key} must be a pattern of names, or a list of them, got {patterns!r}")
         self._config(full)
         return full
@@ -128,12 +120,8 @@ class Augmented(ArmKind):
     def label(self, settings: Settings) -> list[str]:
         parts = [self.name]
         for key, value in settings.items():
-            words = (
-                re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value))
-                if key in _CHOICES
-                else [as_text(value)]
-            )
-            parts.append(_SHORT.get(key, f"{key}-") + "-".join(words))
+            words = re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value))
+            parts.append(_SHORT.get(key, f"{key}-") + ("-".join(words) if key in _CHOICES else as_text(value)))
         return parts
 
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _SILENT = 20.0  # seconds after which a line is due, also without an evaluation
 _LABELS = {"eval_loss": "eval", "eval_bits_per_byte": "bits/byte", "plain_loss": "plain train"}
 
 
+@dataclass(eq=False)
 class EndlessShuffle(Sampler[int]):
     """Indices of one shuffle after another, `total` in all; they depend on the seed alone.
 
@@ -35,18 +37,12 @@ class EndlessShuffle(Sampler[int]):
     have similar ones: every 50 batches of the shuffle are sorted, cut into batches of `batch` and shuffled as such.
     """
 
-    def __init__(
-        self,
-        size: int,
-        total: int,
-        seed: int,
-        *,
-        passes: bool = False,
-        lengths: Sequence[int] | None = None,
-        batch: int = 1,
-    ) -> None:
-        self.size, self.total, self.seed, self.passes = size, total, seed, passes
-        self.lengths, self.batch = lengths, batch
+    size: int
+    total: int
+    seed: int
+    passes: bool = False
+    lengths: Sequence[int] | None = None
+    batch: int = 1
 
     def __len__(self) -> int:
         return self.total
@@ -148,10 +144,8 @@ class RunTrainer(CheckpointedTrainer):
     scored, as "test_..." on that; of training examples without their augmentation, as "plain_...".
     """
 
-    def __init__(
-        self, *args: Any, prepared: Any, group_by_length: bool = False, stop_diverged: bool = False, **kwargs: Any
-    ) -> None:
-        self.group_by_length, self.stop_diverged = group_by_length, stop_diverged
+    def __init__(self, *args: Any, prepared: Any, config: TrainConfig, **kwargs: Any) -> None:
+        self.config = config
         super().__init__(*args, train_dataset=prepared.train, data_collator=prepared.collate_training, **kwargs)
         self.prepared, self.score = prepared, prepared.score
         self.train_dataset = prepared.train.seeded(self.args.seed)
@@ -163,14 +157,14 @@ class RunTrainer(CheckpointedTrainer):
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         args = self.args
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        lengths = dataset.lengths if self.group_by_length else None
+        lengths = dataset.lengths if self.config.group_by_length else None
         order = {"passes": dataset.counts_passes, "lengths": lengths, "batch": per_step}
         return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed, **order)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does; raise DivergedError where a run that diverges is to stop."""
         super().log(logs, *args, **kwargs)
-        if self.stop_diverged and "loss" in logs:
+        if self.config.stop_diverged and "loss" in logs:
             found = rises(curve_of(self.state.log_history, "loss"), self.args.max_steps)
             # While the loss is up, or waiting would outlast the last checkpoint from before.
             self.keep_all = bool(found) and found[-1].end is None

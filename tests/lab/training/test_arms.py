@@ -230,6 +230,20 @@ def test_bad_training_settings(field, value):
         TrainConfig(**{"steps": 12, "batch_size": 4, "lr": 1e-3, field: value})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"steps": 4, "eval_every": 0}, "eval_every"),
+        ({"epochs": 1, "warmup_share": 1.0}, "warmup_share"),
+        ({"epochs": 1, "warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
+    ],
+)
+def test_impossible_lengths(settings, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(batch_size=8, lr=1e-3, **settings)
+
+
 def test_recipe_survives_json():
     recipe = dataclasses.replace(
         make_recipe("noble:rank=4,frequency_range=0.5/1.5,lr=3e-3", threads=None),

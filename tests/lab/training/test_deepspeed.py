@@ -58,32 +58,28 @@ def checkpoint(tmp_path):
     return tmp_path / "checkpoints" / "step-000004"
 
 
-def check(checkpoint, checkpoints=None, *, deepspeed=True, processes=2):
-    engine.check_readable(checkpoint, checkpoints or checkpoint.parent, deepspeed=deepspeed, processes=processes)
-
-
-def test_checkpoint_of_another_engine_or_number_of_processes_is_refused(checkpoint):
-    check(checkpoint)
-    with pytest.raises(UserError, match="was written by DeepSpeed; resume with the engine"):
-        check(checkpoint, deepspeed=False)
-    with pytest.raises(UserError, match="written by 2 DeepSpeed processes and there are 3; start as many"):
-        check(checkpoint, processes=3)
-    (checkpoint / "latest").unlink()
-    with pytest.raises(UserError, match="was not written by DeepSpeed; resume with the engine"):
-        check(checkpoint)
-
-
-def test_pickle_is_read_from_the_run_itself_alone_and_undamaged(checkpoint, tmp_path):
-    with pytest.raises(UserError, match="not in the run's own folder"):
-        check(checkpoint, tmp_path)
-    pickle = checkpoint / "state.pt"
-    pickle.write_bytes(b"a Pickle")
-    with pytest.raises(UserError, match="is damaged"):
-        check(checkpoint)
-    pickle.rename(tmp_path / "elsewhere")
-    pickle.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="has links; pickles are read from nowhere else"):
-        check(checkpoint)
+@pytest.mark.parametrize(
+    ("options", "spoil", "message"),
+    [
+        ({"deepspeed": False}, None, "was written by DeepSpeed; resume with the engine"),
+        ({"processes": 3}, None, "written by 2 DeepSpeed processes and there are 3; start as many"),
+        ({}, lambda folder: (folder / "latest").unlink(), "was not written by DeepSpeed; resume with the engine"),
+        ({"checkpoints": Path("elsewhere")}, None, "not in the run's own folder"),
+        ({}, lambda folder: (folder / "state.pt").write_bytes(b"a Pickle"), "is damaged"),
+        (
+            {},
+            lambda folder: (folder / "link").symlink_to(folder / "state.pt"),
+            "has links; pickles are read from nowhere",
+        ),
+    ],
+)
+def test_checkpoint_of_another_run_engine_or_hand_is_refused(checkpoint, options, spoil, message):
+    here = {"checkpoints": checkpoint.parent, "deepspeed": True, "processes": 2}
+    engine.check_readable(checkpoint, **here)
+    if spoil is not None:
+        spoil(checkpoint)
+    with pytest.raises(UserError, match=message):
+        engine.check_readable(checkpoint, **here | options)
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,17 @@ COUNTS = {
 @pytest.mark.parametrize("arm", COUNTS)
 def test_arm_trains_its_adapter_and_the_head(root, arm):
     recipe = helpers.recipe(helpers.glue_task(root), arm)
-    model = adapted(recipe)
-    assert count_parameters(model, trainable=True) == COUNTS[arm] + 34
     meta = apply_arm(recipe, recipe.arm, recipe.task.build_on_meta())
-    assert count_parameters(meta, trainable=True) == COUNTS[arm] + 34, "known before anything is loaded"
+    for model in (adapted(recipe), meta):  # known before anything is loaded
+        assert count_parameters(model, trainable=True) == COUNTS[arm] + 34
 
 
 def test_full_trains_everything_and_starts_alike(root):
     recipe = helpers.recipe(helpers.glue_task(root), "full")
     full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
     assert trained_names(full) == {name for name, _ in full.named_parameters()}
-    batch = {"input_ids": torch.tensor([[2, 5, 6, 3]])}
     with torch.no_grad():
-        one, two = full.eval()(**batch).logits, lora.eval()(**batch).logits
+        one, two = (model.eval()(input_ids=torch.tensor([[2, 5, 6, 3]])).logits for model in (full, lora))
     assert torch.equal(one, two), "the same new head, and an adapter that begins at zero"
 
 
@@ -149,21 +147,6 @@ def test_epochs_become_steps():
     assert config.length == "3 epochs"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"epochs": None}, "steps"),
-        ({"epochs": 0}, "epochs"),
-        ({"epochs": None, "steps": 4, "eval_every": 0}, "eval_every"),
-        ({"warmup_share": 1.0}, "warmup_share"),
-        ({"warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
-    ],
-)
-def test_impossible_lengths_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        TrainConfig(**{"epochs": 1, "batch_size": 8, "lr": 1e-3, **settings})
-
-
 def test_last_and_best_are_read_from_the_log():
     log = [
         {"step": 1, "eval_loss": 1.0, "eval_f1": 0.5, "test_loss": 1.0, "test_f1": 0.4},
@@ -231,8 +214,6 @@ def test_learning_happens(root, tmp_path):
     settings = {"steps": 80, "batch_size": 16, "lr": 5e-3, "eval_every": 80, "warmup_steps": 5}
     image = train(helpers.recipe(helpers.image_task(root), "full", **settings), tmp_path / "image")
     assert image.score > 0.9
-    words = train(helpers.recipe(helpers.glue_task(root), "full", steps=60, lr=1e-2, eval_every=20), tmp_path / "words")
-    assert words.train_curve[-1][1] < 0.5 * words.train_curve[0][1]
 
 
 def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
@@ -312,8 +293,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize(
-    ("kind", "arm"),
-    [("glue", "lora:r=2"), ("mean", "sine-lora:r=2,omega=100"), ("mean", "head"), ("image", "lora:r=2")],
+    ("kind", "arm"), [("glue", "lora:r=2"), ("mean", "sine-lora:r=2,omega=100"), ("image", "lora:r=2")]
 )
 def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, arm):
     from nonlinear_lowrank.hub.card import loading_code
