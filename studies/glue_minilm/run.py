@@ -22,7 +22,7 @@ from typing import Any
 
 from nlr_lab.compare.statistics import holm, paired_mean
 from nlr_lab.compare.study import one_line_errors, run_study, study_parser
-from nlr_lab.evaluation.held_out import score_saved
+from nlr_lab.evaluation.losses import score_saved
 from nlr_lab.recipes import get_recipe
 from nlr_lab.training import Arm
 from nlr_lab.training.recipe import Recipe

@@ -112,7 +112,7 @@ def _other_recipe(folder: Path) -> Any:
 
 def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
     """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
-    from nlr_lab.evaluation.held_out import score_saved
+    from nlr_lab.evaluation.losses import score_saved
     from nlr_lab.runtime.environment import choose_device
 
     scores = score_saved(

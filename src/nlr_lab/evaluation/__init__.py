@@ -1,6 +1,6 @@
 """Evaluation of trained models.
 
-text         perplexity and bits per byte
+losses       perplexity and bits per byte of texts, the scores of held-out data
 harness      tasks of EleutherAI's lm-evaluation-harness, by name or over files of one's own
 mmlu         MMLU's 57 subjects as task files over local rows
 commonsense  the eight commonsense tests of LLM-Adapters as task files over local rows
@@ -10,8 +10,8 @@ answers      the same eight, answered in generated text, as the papers report th
 from .answers import score_answers
 from .harness import score_tasks
 from .local import find_local_tasks
+from .losses import TextScore, score_documents, score_sequences
 from .task_file import LocalTasks
-from .text import TextScore, score_documents, score_sequences
 
 __all__ = [
     "LocalTasks",

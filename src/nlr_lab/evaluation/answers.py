@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
 
-from .batches import check_batch
 from .commonsense import answers_of
 from .harness import Metrics, add_groups
+from .losses import check_batch
 from .task_file import LocalTasks
 
 BEAMS = 4

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from cli_helpers import refused, run, succeed
-from nlr_lab.evaluation import batches, find_local_tasks, score_documents, score_tasks
+from nlr_lab.evaluation import find_local_tasks, losses, score_documents, score_tasks
 from nonlinear_lowrank import NobleConfig, augment
 from task_helpers import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 
@@ -230,14 +230,14 @@ def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, caps
     arguments = ["--text", tmp_path / "text.txt", "--sequence-length", 32] if way == "text" else tasks
     whole = run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
     assert whole[0] == 0, "bounded by the number of requests"
-    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + room)
+    monkeypatch.setattr(losses, "free_memory", lambda: losses.RESERVE + room)
     ran = []
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: ran.append(1))
     err = refused(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
     found = re.search(r"a batch of \d+ rows .* 0\.0 GB are free; lower the batch size .*to at most (\d+)$", err.strip())
     assert not ran
     monkeypatch.undo()
-    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + room)
+    monkeypatch.setattr(losses, "free_memory", lambda: losses.RESERVE + room)
     assert run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", found[1])[0] == 0
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune_helpers as kit
 from cli_helpers import refused, run, succeed
-from nlr_lab.evaluation import batches
+from nlr_lab.evaluation import losses
 from nlr_lab.training import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -64,7 +64,7 @@ def test_evaluate_scores_another_split(root, tmp_path, capsys, pooling):
 def test_a_batch_that_does_not_fit_memory_is_refused(root, tmp_path, capsys, monkeypatch, kind):
     tuned(TASKS[kind](root), tmp_path)
     assert run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)[0] == 0
-    monkeypatch.setattr(batches, "free_memory", lambda: batches.RESERVE + 5_000)
+    monkeypatch.setattr(losses, "free_memory", lambda: losses.RESERVE + 5_000)
     code, out, err = run(capsys, "evaluate", tmp_path, "--batch-size", 999_999)
     assert code == 2, out
     fits = re.search(r"lower the batch size \(--batch-size\) to at most (\d+)$", err.strip())[1]

@@ -1,0 +1,301 @@
+"""Losses of texts, and of the held-out data of a task; each batch is checked to fit memory before it is run.
+
+Bits per byte compare models with different tokenizers; perplexity does not. Both follow from the same mean
+loss L in nats a token: perplexity = exp(L), bits per byte = L / ln 2 * tokens / bytes, bytes counted in UTF-8.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nlr_lab.runtime.environment import RESERVE, free_memory
+from nlr_lab.tasks.task import Score, scores_of_examples
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.hub.loading import check_weights, is_adapter, put_adapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextScore:
+    """Perplexity and bits per byte of a text."""
+
+    loss: float
+    """Mean loss in nats over the predicted tokens."""
+    tokens: int
+    """Predicted tokens."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of text that a token stands for, on average; None: the tokens are no text."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """loss / ln 2 / bytes_per_token."""
+        return None if self.bytes_per_token is None else self.loss / math.log(2) / self.bytes_per_token
+
+    def to_json(self) -> dict[str, float | None]:
+        """Everything, the derived numbers included."""
+        return {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+    def __str__(self) -> str:
+        if self.bytes_per_token is None:
+            return f"perplexity {self.perplexity:.3f}   loss {self.loss:.4f} nats a token over {self.tokens:,} tokens"
+        return (
+            f"perplexity {self.perplexity:.3f}   bits per byte {self.bits_per_byte:.4f}   "
+            f"loss {self.loss:.4f} nats a token over {self.tokens:,} tokens ({self.bytes_per_token:.2f} bytes each)"
+        )
+
+
+def score_sequences(
+    model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float | None, batch_size: int = 16
+) -> TextScore:
+    """Score packed sequences, each on its own: the first token of each is context and not predicted.
+
+    Args:
+        model: a causal language model; left in evaluation mode.
+        sequences: items with "input_ids" and "labels" (T,), as `nlr_lab.tasks.text` packs them; a label of -100 is
+            not counted.
+        bytes_per_token: of the same text; None: of image tokens.
+        batch_size: sequences per forward pass; the result does not depend on it.
+
+    Raises:
+        UserError: a batch takes more memory than is free, or no token is predicted.
+    """
+    items = [sequences[index] for index in range(len(sequences))]  # type: ignore[arg-type]
+    loss, count = _mean_loss(model, [(item["input_ids"], item["labels"]) for item in items], batch_size)
+    return TextScore(loss=loss, tokens=count, bytes_per_token=bytes_per_token)
+
+
+def score_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[str],
+    *,
+    sequence_length: int,
+    separator: str | None = None,
+    batch_size: int = 16,
+) -> TextScore:
+    """Score whole texts: every token but the very first is predicted exactly once.
+
+    Windows of `sequence_length` tokens overlap by one, so that the last token of one is the context of the
+    next. The separator after a document is predicted as any token; it has no bytes.
+
+    Args:
+        model: a causal language model; left in evaluation mode.
+        tokenizer: the one it was trained with.
+        documents: texts, joined in this order.
+        sequence_length: T, tokens per window; the model's training length.
+        separator: token text put after each document, as in training.
+        batch_size: windows per forward pass; the result does not depend on it.
+
+    Raises:
+        UserError: the texts come to fewer than two tokens, or hold a token that the model has no embedding for, or a
+            batch takes more memory than is free.
+    """
+    ids: list[int] = []
+    size = 0
+    end = [] if separator is None else tokenizer(separator, add_special_tokens=False)["input_ids"]
+    for document in documents:
+        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
+        size += len(document.encode("utf-8"))
+    if len(ids) < 2 or size == 0:
+        raise UserError(f"the text comes to {len(ids)} tokens; at least 2 are needed")
+    embeddings: Any = model.get_input_embeddings()
+    if max(ids) >= embeddings.num_embeddings:
+        raise UserError(
+            f"the tokenizer gives token {max(ids)}, the model has {embeddings.num_embeddings} embeddings; "
+            "they do not fit"
+        )
+    tokens = torch.tensor(ids)
+    windows = [tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, sequence_length - 1)]
+    loss, count = _mean_loss(model, [(window, window) for window in windows], batch_size)
+    return TextScore(loss=loss, tokens=count, bytes_per_token=size / count)
+
+
+def _mean_loss(
+    model: PreTrainedModel, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], batch_size: int
+) -> tuple[float, int]:
+    """Mean loss in nats and number of predicted tokens, over rows of (input_ids, labels) (T,)."""
+    if rows:
+        check_batch(model, min(batch_size, len(rows)), len(rows[0][0]))
+    model.eval()
+    total, count = 0.0, 0
+    for batch in _batches(rows, batch_size):
+        input_ids = torch.stack([row[0] for row in batch]).to(model.device)
+        labels_BT = torch.stack([row[1] for row in batch])[:, 1:].to(model.device)
+        with torch.inference_mode():
+            logits_BTV = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+            # Summed in float32: bfloat16 has three digits, and a text has millions of tokens.
+            loss = F.cross_entropy(
+                logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=-100, reduction="sum"
+            )
+        total += float(loss)
+        count += int((labels_BT != -100).sum())
+    if count == 0:
+        raise UserError("there is no token to predict in the text")
+    return total / count, count
+
+
+def _batches(rows: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    """Yield rows of equal length together, in order: the last window of a text is shorter."""
+    for _, equal in itertools.groupby(rows, key=lambda row: len(row[0])):
+        alike = list(equal)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+def score_saved(
+    task: Any,
+    folder: Path,
+    *,
+    base: str | None = None,
+    split: str | None = None,
+    device: str = "cpu",
+    batch_size: int = 16,
+) -> dict[str, float]:
+    """Loss and scores of a saved model or adapter on the held-out data of the task that it was made for.
+
+    Args:
+        task: of the recipe; an adapter goes on the pretrained model that it names, with its new head.
+        folder: as the run saved it.
+        base: folder or name of the pretrained model, where it is not what the task names.
+        split: "dev" or "test" of GLUE's tasks; None: what the run was scored on.
+        device: where the model runs.
+        batch_size: examples per forward pass.
+
+    Raises:
+        UserError: data or model cannot be used, or there is no such split.
+    """
+    if base is not None:
+        if not is_adapter(folder):
+            raise UserError(f"--base is for adapters; {folder} holds a whole model")
+        task = replace(task, model=replace(task.model, checkpoint=base))
+    if split is not None:
+        task = task.on_split(split)
+    if is_adapter(folder):
+        check_weights(folder)
+    prepared = task.prepare()
+    if is_adapter(folder):
+        model = put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)
+    else:
+        model = load_model(folder)
+    return score_held_out(model.to(device), prepared, batch_size=batch_size)
+
+
+@torch.no_grad()
+def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[str, float]:
+    """Loss and scores on the examples that the runs of a task are judged by.
+
+    Args:
+        model: of the task, on its device; left in evaluation mode.
+        prepared: the task's data (see `tasks.task`).
+        batch_size: examples per forward pass; the numbers do not depend on it, but for rounding.
+
+    Raises:
+        UserError: the loss is not finite, or a batch takes more memory than is free.
+    """
+    model.eval()
+    examples = prepared.test or prepared.valid
+    check_batch(model, min(batch_size, len(examples)), _tokens(model, examples))
+    outputs = _outputs(model, prepared, examples, batch_size)
+    if prepared.score is None:
+        numbers = _of_tokens(outputs, prepared.predicts_next)
+    else:
+        numbers = _of_examples(outputs, prepared.score)
+    if not math.isfinite(numbers["loss"]):
+        raise UserError("the loss on the held-out data is not a finite number: the model is broken")
+    return numbers
+
+
+def _tokens(model: Any, examples: Any) -> int:
+    """Tokens of the longest example, or patches of an image where the model's layers see all of them."""
+    if examples.lengths is not None:
+        return int(max(examples.lengths))
+    if "input_ids" in (first := examples[0]):
+        return len(first["input_ids"])
+    if not isinstance(getattr(model.config, "patch_size", None), int) or not hasattr(
+        model.config, "num_attention_heads"
+    ):
+        return 0
+    return int(first["pixel_values"].shape[-1] // model.config.patch_size) ** 2
+
+
+def _outputs(model: Any, prepared: Any, examples: Any, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits in float32 and labels, batch by batch."""
+    for start in range(0, len(examples), size):
+        items = [examples[index] for index in range(start, min(start + size, len(examples)))]
+        batch = {name: value.to(model.device) for name, value in prepared.collate(items).items()}
+        labels = batch.pop("labels")
+        yield model(**batch).logits.float(), labels
+
+
+def _of_tokens(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], shifted: bool) -> dict[str, float]:
+    total, count = 0.0, 0
+    for logits, labels in outputs:
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        count += int((labels != -100).sum())
+    return {"loss": total / max(1, count)}
+
+
+def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], score: Score) -> dict[str, float]:
+    logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
+    return scores_of_examples(logits, labels, score)
+
+
+def check_batch(model: Any, rows: int, tokens: int, *, beams: int = 0) -> None:
+    """Raise UserError where a batch takes more memory than is free; a single row is never refused.
+
+    Counted is the least that it takes: the widest activation twice, before and after what follows it (of a language
+    model, logits and their softmax); for generated text, the keys and values of all layers instead of logits.
+
+    Args:
+        model: of transformers, on its device.
+        rows: B, sequences (or images) in the batch.
+        tokens: T, of the longest sequence (patches of an image).
+        beams: of each row, where text is generated: logits are those of the last token alone, and keys and values are
+            kept; 0: none is.
+    """
+    head = model.get_output_embeddings() if beams else None
+    numbers = 2 * max((_width(module) for module in model.modules() if module is not head), default=0)
+    if beams:
+        numbers += _cached(model.config.get_text_config())
+    each, free = tokens * max(1, beams) * numbers * model.dtype.itemsize, _free(model.device) - RESERVE
+    if rows > 1 and rows * each > free:
+        raise UserError(
+            f"a batch of {rows:,} rows of {tokens:,} tokens takes at least {rows * each / 1e9:,.1f} GB of memory, of "
+            f"which {max(0, free) / 1e9:,.1f} GB are free; lower the batch size (--batch-size) to at most "
+            f"{max(1, free // each):,}"
+        )
+
+
+def _width(module: Any) -> int:
+    """Outputs of a linear, also of a quantized one; 0 of any other module."""
+    width = getattr(module, "out_features", getattr(module, "nf", 0))  # GPT-2's Conv1D has nf
+    return width if isinstance(width, int) else 0
+
+
+def _cached(config: Any) -> int:
+    """Numbers that generation keeps of a token, where the model's attention is of the usual kind."""
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if not heads or not layers:
+        return 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * width)
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return free_memory()
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
