@@ -139,10 +139,7 @@ def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) ->
     parts = {name: part_of(name) for name in scores}
     # Without either it is no choice of these but a name that `part_of` does not know.
     if missing := [part.replace("_", "-") for part in ("query", "feed_forward") if part not in parts.values()]:
-        raise UserError(
-            f"no linear is a {' or a '.join(missing)} by its name ({', '.join(list(scores)[:3])}, ...); "
-            "choose with select_layers, or give augment names by select= or patterns by include="
-        )
+        raise UserError(f"no linear is a {' or a '.join(missing)} by its name; choose with select_layers")
     keys = {name: scores[name] for name, part in parts.items() if part == "key"}
     kept = set(select_layers(keys, percentile)) if keys else set()
     return [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
@@ -177,7 +174,7 @@ def _by_gradient(
     finally:
         for weight in frozen:
             weight.requires_grad_(False)
-    return {name: total / _checked_count(count) for name, total in sums.items()}
+    return {name: total / count for name, total in sums.items()}
 
 
 @torch.no_grad()
@@ -196,7 +193,8 @@ def _by_activation(
     with ExitStack() as stack:
         for name, module in linears.items():
             stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
-        _checked_count(sum(model(**batch) is not None for batch in batches))
+        for batch in batches:
+            model(**batch)
     scores = dict.fromkeys(linears, 0.0)  # what was never called, or on no token, matters to nothing
     for name, square in squares.items():
         if tokens[name]:
@@ -207,13 +205,11 @@ def _by_activation(
 
 
 def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    empty = True
     for batch in batches:
         if not isinstance(batch, Mapping):
             raise UserError(f"a batch is the model's keyword arguments, and cannot be a {type(batch).__name__}")
         yield batch
-
-
-def _checked_count(count: int) -> int:
-    if count == 0:
+        empty = False
+    if empty:
         raise UserError("there are no batches to score the layers on")
-    return count
