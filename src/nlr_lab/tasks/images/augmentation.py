@@ -94,7 +94,7 @@ def _random_part(picture: Any, size: int, generator: np.random.Generator) -> Any
     width, height = picture.size
     for _ in range(_TRIES):
         area = width * height * generator.uniform(*_AREA)
-        ratio = math.exp(generator.uniform(*map(math.log, _RATIO)))
+        ratio = math.exp(generator.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
         across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < across <= width and 0 < down <= height:
             left, top = int(generator.integers(width - across + 1)), int(generator.integers(height - down + 1))

@@ -84,9 +84,10 @@ class VitBackbone:
 
     def config(self, size: int, classes: int) -> Any:
         """Return the transformers config of these sizes."""
-        from transformers import ViTConfig
+        from transformers import AutoConfig
 
-        return ViTConfig(
+        return AutoConfig.for_model(
+            "vit",
             hidden_size=self.width,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
@@ -145,9 +146,10 @@ class ConvNextBackbone:
 
     def config(self, size: int, classes: int) -> Any:
         """Return the transformers config of these sizes."""
-        from transformers import ConvNextConfig
+        from transformers import AutoConfig
 
-        return ConvNextConfig(
+        return AutoConfig.for_model(
+            "convnext",
             depths=list(self.depths),
             hidden_sizes=list(self.widths),
             num_stages=len(self.depths),
