@@ -45,8 +45,7 @@ from nlr_lab.bench.training import bench_memory, bench_step, make_stepper
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.noble.op import noble_linear
-from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear, noble_linear_reference
 
 Sizes = dict[str, Any]
 

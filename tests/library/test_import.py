@@ -31,12 +31,12 @@ def heavy():
 
 assert nonlinear_lowrank.analysis.__name__ == "nonlinear_lowrank.analysis"
 assert not heavy(), heavy()
-refused = ["trian", "evaluate", "evaluate /no/such", "evaluate . --tsk", "generate /no/such", "convert /no/such out",
+refused = ["trian", "evaluate", "evaluate /no/such", "evaluate . --tsk", "generate /no/such",
            "train lm-demo", "compare", "train llm-demo --lr fast"]
 for command in refused:
     assert main(command.split()) == 2, command
     assert not heavy(), (command, heavy())
-helped = ["", *"evaluate generate convert merge verify plan inspect bench".split(), "compare llm-demo",
+helped = ["", *"evaluate generate merge verify plan inspect bench".split(), "compare llm-demo",
           "train gpt3-demo", "train vit-demo", "finetune glue-minilm", "finetune instruct-small"]
 for command in helped:
     assert main([*command.split(), "--help"]) == 0, command

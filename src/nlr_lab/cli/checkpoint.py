@@ -48,7 +48,7 @@ def check_parent(path: str | Path | None, option: str) -> None:
 def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:
     """Return the causal language model of a folder, on a device; an adapter is on its base model, not merged.
 
-    See `hub.load_model` and `hub.adapter.load_causal_adapter` for what is refused.
+    See `hub.load_model` and `hub.loading.load_causal_adapter` for what is refused.
 
     Args:
         folder: from `find_model`.
@@ -57,7 +57,7 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
     """
     from transformers.utils import logging
 
-    from nlr_lab.runtime.resources import choose_device
+    from nlr_lab.runtime.environment import choose_device
     from nonlinear_lowrank.hub import load_model
     from nonlinear_lowrank.hub.loading import check_causal, is_adapter, load_causal_adapter
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nlr_lab.runtime.environment import RESERVE, free_memory
+from nlr_lab.runtime.bounds import RESERVE, free_memory
 from nlr_lab.tasks.task import Score, scores_of_examples
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model

@@ -5,7 +5,6 @@ The table below is all that the command line reads before a recipe is chosen: li
 an unknown one, must not wait for torch to be imported.
 """
 
-import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable
@@ -135,7 +134,11 @@ def get_recipe(name: str) -> Any:
         UserError: there is no recipe of that name; the message names the nearest.
     """
     check_name(name)
-    return dataclasses.replace(recipe_function(name)(), name=name, description=RECIPES[name].summary)
+    recipe = recipe_function(name)()
+    # dataclasses.replace would read the arm, whose methods import torch.
+    object.__setattr__(recipe, "name", name)
+    object.__setattr__(recipe, "description", RECIPES[name].summary)
+    return recipe
 
 
 def recipe_function(name: str) -> Callable[[], Any]:

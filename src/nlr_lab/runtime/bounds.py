@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import psutil
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .environment import free_memory
-
+RESERVE = 100_000_000
+"""Bytes of memory that are left free."""
 _PIECE = 16 << 20  # bytes read at a time
+# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
+)
 
 
 def check_room(nbytes: int, what: str) -> None:
@@ -147,3 +153,17 @@ def eight_bits(image: Any) -> Any:
             f"its values are 32-bit (mode {image.mode}), and nothing says which is white; save it with 8 or 16 bits"
         )
     return image
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still take: the machine's, or its group's where that is less."""
+    free = psutil.virtual_memory().available
+    for limit, used, prefix in _CGROUPS:
+        try:
+            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
+            parts = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group, or no limit
+            continue
+        cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # given up on demand
+        free = min(free, max(0, most - now + cached))
+    return free

@@ -10,27 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import versions
 
+from .bounds import RESERVE, free_memory
 from .processes import world_size
-
-RESERVE = 100_000_000
-"""Bytes that are left free."""
 
 _FORMS = 4096  # more compiled forms of one function than a process has time to make
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 # On the CPU torch has no class for it.
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|Storage size calculation overflowed|Overflow when")
-# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),
-)
 
 
 class OutOfTimeError(UserError):
@@ -203,20 +195,6 @@ def choose_device(name: str, *, dtype: torch.dtype | None = None) -> torch.devic
         words = str(error).partition("\n")[0].partition(". ")[0]
         raise UserError(f"device {name} cannot be used here ({words}); omit --device") from error
     return device
-
-
-def free_memory() -> int:
-    """Return the bytes that this process may still take: the machine's, or its group's where that is less."""
-    free = psutil.virtual_memory().available
-    for limit, used, prefix in _CGROUPS:
-        try:
-            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
-            parts = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such group, or no limit
-            continue
-        cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))  # given up on demand
-        free = min(free, max(0, most - now + cached))
-    return free
 
 
 def check_bytes(needed: int, what: str, hint: str) -> None:

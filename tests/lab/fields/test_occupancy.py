@@ -17,7 +17,7 @@ from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, render
 from nlr_lab.fields.occupancy_grid import LatticePoints, occupancy_grid
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig
-from nlr_lab.runtime import environment
+from nlr_lab.runtime import bounds, environment
 from nonlinear_lowrank import UserError
 from seeds import rng
 
@@ -301,13 +301,13 @@ def test_free_memory_is_that_of_the_group_where_there_is_less(monkeypatch, tmp_p
     now.write_text("2000\n")
     stat.write_text("anon 1300\ninactive_file 300\nactive_file 100\ntotal_inactive_file 900\ntotal_active_file 0\n")
     (tmp_path / "open").write_text("max\n")
-    monkeypatch.setattr(environment, "_CGROUPS", ((tmp_path / "open", now, ""), (tmp_path / "no", tmp_path / "no", "")))
-    assert environment.free_memory() > 1e6
+    monkeypatch.setattr(bounds, "_CGROUPS", ((tmp_path / "open", now, ""), (tmp_path / "no", tmp_path / "no", "")))
+    assert bounds.free_memory() > 1e6
     for prefix, cached in (("", 400), ("total_", 900)):  # the disk's cache is given up on demand
-        monkeypatch.setattr(environment, "_CGROUPS", ((most, now, prefix),))
-        assert environment.free_memory() == 3000 + cached
+        monkeypatch.setattr(bounds, "_CGROUPS", ((most, now, prefix),))
+        assert bounds.free_memory() == 3000 + cached
     now.write_text("9000\n")
-    assert environment.free_memory() == 0
+    assert bounds.free_memory() == 0
 
 
 @pytest.mark.shared_data

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
@@ -20,6 +19,7 @@ from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import layer as noble_layer
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 LENGTH = 24
 
