@@ -130,7 +130,6 @@ def test_sequences_are_the_class_and_the_codes_in_raster_order(tmp_path):
     facts = prepared.describe()
     assert facts["psnr_db"] == pytest.approx(10 * np.log10(255**2 / error), abs=1e-3)
     assert (facts["train"]["images"], facts["grid"], facts["channels"]) == (40, [2, 2], 3)
-    assert facts["train"]["codes_used"] == len(np.unique(tokenizer.encode(arrays["x_train"])))
 
 
 def test_encoded_sets_are_cached_by_content(tmp_path, monkeypatch):
@@ -175,8 +174,10 @@ def test_a_killed_encoding_goes_on_behind_its_last_part(tmp_path, monkeypatch):
         prepare_images(other)
     assert sum(sizes) == 20
     (tmp_path / "go").touch()
+    (part,) = (tmp_path / "other").rglob("train-000000008.npz")
+    part.write_bytes(part.read_bytes()[:-30])
     assert prepare_images(other).fingerprint == whole.fingerprint
-    assert sum(sizes) == 20 + 30 - 16 + 10, "two parts of eight were kept, the third was begun again"
+    assert sum(sizes) == 20 + 30 - 8 + 10, "one of two parts of eight was damaged, the third was begun again"
     assert not list((tmp_path / "other" / "image-tokens").glob("*.parts"))
 
 
@@ -239,29 +240,6 @@ def test_a_damaged_tokenizer_in_the_cache_is_made_anew(tmp_path, name):
         assert np.array_equal(again.tokenizer.tokenizer.means, first.tokenizer.tokenizer.means)
 
 
-def test_damaged_parts_of_an_encoding_are_made_anew(tmp_path, monkeypatch):
-    np.savez(tmp_path / "a.npz", images=noise(30, 8, 8), labels=np.arange(30) % 2)
-    settings = ImageTokenData(source=str(tmp_path / "a.npz"), patch=4, codes=8, cache_dir=str(tmp_path / "cache"))
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "_report", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_images(settings, progress=False)
-    (parts,) = (tmp_path / "cache" / "image-tokens").glob("*.parts")
-    part = parts / "train-000000000.npz"
-    part.write_bytes(part.read_bytes()[:-30])
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "_report", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_images(settings, progress=False)
-    (parts / "tokenizer" / "image_tokenizer.json").write_text("{")
-    other = ImageTokenData(source=settings.source, patch=4, codes=8, cache_dir=str(tmp_path / "other"))
-    assert prepare_images(settings).fingerprint == prepare_images(other).fingerprint
-
-
 # --- VQModel -------------------------------------------------------------------------------------------------
 
 VQ = {
@@ -321,11 +299,6 @@ def test_images_encoded_by_a_vqmodel(vq, tmp_path):
         prepared.train[3]["input_ids"][1:].tolist()
         == find_vq(str(folder)).encode(arrays["x_train"])[3].ravel().tolist()
     )
-    (weights,) = (tmp_path / "cache").rglob("diffusion_pytorch_model.safetensors")
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-9])
-    assert prepare_images(data(tmp_path, **source, codes=24)).fingerprint == prepared.fingerprint
-    assert weights.read_bytes() == whole, "made anew"
     with pytest.raises(UserError, match="24 codes of 4 pixels; set --codes 24 --patch 4"):
         prepare_images(data(tmp_path, **source, codes=25))
 

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from nlr_lab.runtime.bounds import eight_bits
 from nlr_lab.tasks.task import Prepared, are_whole, cache_folder, cached, choose, fingerprint
@@ -144,8 +144,6 @@ def _read(folder: Path) -> tuple[dict[str, Any], ImageCodec] | None:
     """Return what the cache says of itself, and its tokenizer; None where it is not whole."""
     facts = json.loads((folder / "images.json").read_text(encoding="utf-8"))
     codec = ImageCodec.load(folder / "tokenizer")
-    if isinstance(codec.tokenizer, VQTokenizer):
-        codec.tokenizer.check_weights()
     return (facts, codec) if are_whole(folder, facts) and codec.tokenizer.codes == facts["codes"] else None
 
 
@@ -163,72 +161,60 @@ class _Encoding:
     def build(self) -> None:
         """Encode what is not encoded yet, and put the folder in its place."""
         self.parts.mkdir(exist_ok=True)
-        codec = self._codec()
+        tokenizer: ImageTokenizer = self.vq or self._fit()
+        side = self.config.side
         with staged_folder(self.folder) as staged:
-            codec.save_pretrained(staged / "tokenizer")
+            ImageCodec(tokenizer, side, side, self.classes).save_pretrained(staged / "tokenizer")
             facts: dict[str, Any] = {
                 "source": self.config.source,
-                "classes": len(codec.classes),
+                "classes": len(self.classes),
                 "size": self.config.size,
-                "channels": codec.tokenizer.channels,
+                "channels": tokenizer.channels,
                 "tokenizer": self.config.tokenizer,
-                "codes": codec.tokenizer.codes,
-                "grid": [codec.rows, codec.columns],
-                "train": self._side("train", self.train, codec.tokenizer, staged),
-                "valid": self._side("valid", self.valid, codec.tokenizer, staged),
+                "codes": tokenizer.codes,
+                "grid": [side, side],
+                "train": self._side("train", self.train, tokenizer, staged),
+                "valid": self._side("valid", self.valid, tokenizer, staged),
             }
             facts["psnr_db"] = facts["valid"].pop("psnr_db")
             (staged / "images.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
         shutil.rmtree(self.parts)
 
-    def _codec(self) -> ImageCodec:
-        """Return the VQModel's, or one of mean patches, which are kept beside the parts that are encoded with them."""
-        side, place = self.config.side, self.parts / "tokenizer"
-        if self.vq is not None:
-            return ImageCodec(self.vq, side, side, self.classes)
-        if place.is_dir():
-            try:
-                return ImageCodec.load(place)
-            except UserError:  # damaged: what it encoded goes with it
-                shutil.rmtree(self.parts)
-                self.parts.mkdir()
+    def _fit(self) -> PatchTokenizer:
+        """Fit the mean patches; a run that resumes gets the same ones again."""
         self._say("fitting the mean patches")
         some = self.train.select(choose(len(self.train), _FIT_IMAGES, 3))
-        pixels = [each for batch, _ in self._pixels(some, 0, len(some), _channels(some), []) for each in batch]
+        pixels = [batch for batch, _ in self._pixels(some, 0, len(some), _channels(some), [])]
         if not pixels:
             raise UserError(f"no image of {self.config.source} can be read")
-        fitted = PatchTokenizer.fit(np.stack(pixels), codes=self.config.codes, patch=self.config.patch)
-        with staged_folder(place) as staged:
-            ImageCodec(fitted, side, side, self.classes).save_pretrained(staged)
-        return ImageCodec.load(place)
+        return PatchTokenizer.fit(np.concatenate(pixels), codes=self.config.codes, patch=self.config.patch)
 
     def _side(self, name: str, images: Images, tokenizer: ImageTokenizer, staged: Path) -> dict[str, Any]:
-        """Encode one side into <name>.npy; return what there is to say of it."""
-        files = []
-        for start in range(0, len(images), _PART):
-            files.append(self.parts / f"{name}-{start:09d}.npz")
-            if not zipfile.is_zipfile(files[-1]):  # absent, or cut short
-                self._say(f"encoding {name}: {start:,} of {len(images):,} images")
-                self._part(files[-1], images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
-        unreadable: list[str] = []
-        error, compared, used = 0.0, 0, np.zeros(tokenizer.codes, dtype=bool)
+        """Encode one side into <name>.npy; return what there is to say of it, and warn of images that were skipped."""
+        source, unreadable = self.config.source, list[str]()
+        error, compared = 0.0, 0
         with NpyWriter(staged / f"{name}.npy", tokenizer.codes + len(self.classes)) as written:
-            for file in files:
+            for start in range(0, len(images), _PART):
+                file = self.parts / f"{name}-{start:09d}.npz"
+                if not zipfile.is_zipfile(file):  # absent, or cut short
+                    self._say(f"encoding {name}: {start:,} of {len(images):,} images")
+                    self._part(file, images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
                 with np.load(file, allow_pickle=False) as part:
-                    tokens = part["tokens"]
+                    written.append(part["tokens"].reshape(-1))
                     unreadable += part["unreadable"].tolist()
                     error, compared = error + float(part["error"]), compared + int(part["compared"])
-                used[np.unique(tokens[:, 1:])] = True
-                written.append(tokens.reshape(-1))
         count = written.count // self.config.sequence_length
-        _report(unreadable, count, self.config.source, name)
-        facts = {
-            "images": count,
-            "tokens": written.count,
-            "unreadable": len(unreadable),
-            "codes_used": int(used.sum()),
-            "sha256": written.digest.hexdigest(),
-        }
+        if not count:
+            raise UserError(f"no image of {source} ({name}) can be read: {unreadable[0]}")
+        if unreadable:
+            more = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+            warnings.warn(
+                f"{len(unreadable)} of {count + len(unreadable)} {name} images of {source} cannot be read and are "
+                f"skipped: {'; '.join(unreadable[:_NAMED])}{more}",
+                stacklevel=2,
+            )
+        facts: dict[str, Any] = {"images": count, "tokens": written.count, "unreadable": len(unreadable)}
+        facts["sha256"] = written.digest.hexdigest()
         if compared:
             facts["psnr_db"] = round(10 * math.log10(255**2 / max(error / compared, 1e-9)), 3)
         return facts
@@ -275,9 +261,8 @@ class _Encoding:
                     yield np.stack([each for each in found if not isinstance(each, str)]), places[good]
 
     def _say(self, text: str) -> None:
-        console = Console(stderr=True)
-        if self.progress and console.is_terminal:
-            console.print(text, highlight=False)
+        if self.progress and sys.stderr.isatty():
+            print(text, file=sys.stderr)
 
 
 def _channels(images: Images) -> int:
@@ -288,20 +273,3 @@ def _channels(images: Images) -> int:
         except UserError:
             continue
     return 3
-
-
-def _report(unreadable: list[str], readable: int, source: str, name: str) -> None:
-    """Warn of images that were skipped.
-
-    Raises:
-        UserError: none is left.
-    """
-    if not readable:
-        raise UserError(f"no image of {source} ({name}) can be read: {unreadable[0]}")
-    if unreadable:
-        more = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-        warnings.warn(
-            f"{len(unreadable)} of {readable + len(unreadable)} {name} images of {source} cannot be read and are "
-            f"skipped: {'; '.join(unreadable[:_NAMED])}{more}",
-            stacklevel=2,
-        )

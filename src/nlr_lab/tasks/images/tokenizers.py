@@ -1,4 +1,4 @@
-"""Images <-> grids of codes, behind one interface: patches and their nearest of K means, or diffusers' VQModel.
+"""Images <-> grids of codes, of two kinds with one interface: the nearest of K mean patches, or diffusers' VQModel.
 
 | tokenizer  | a token is                               | made from                                              |
 |------------|------------------------------------------|--------------------------------------------------------|
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from nonlinear_lowrank.errors import UserError
@@ -38,42 +38,15 @@ _CHUNK = 16_384  # patches whose distances are held at once
 _VQ_BATCH = 16  # images that a VQModel takes at once
 
 
-class ImageTokenizer:
-    """The encoder and decoder."""
-
-    kind: str
-    codes: int
-    """Different tokens."""
-    patch: int
-    """Pixels of the square that a token stands for, by side."""
-    channels: int
-    """1 or 3."""
-
-    def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return codes: (N, H, W, C) uint8 -> (N, H / patch, W / patch) int64.
-
-        Raises:
-            UserError: the sides do not divide into patches, or the channels are others.
-        """
-        raise NotImplementedError
-
-    def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Return pixels: (N, rows, columns) -> (N, rows x patch, columns x patch, C) uint8."""
-        raise NotImplementedError
-
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write the weights and return what CONFIG says of it beside its kind."""
-        raise NotImplementedError
-
-    def check(self, images: np.ndarray) -> None:
-        """Raise UserError unless images have the right channels, and sides that divide into patches."""
-        for side in images.shape[1:3]:
-            check_side(side, self.patch)
-        if images.shape[-1] != self.channels:
-            raise UserError(f"the image tokenizer takes {self.channels} channels, and these have {images.shape[-1]}")
+def _check(images: np.ndarray, patch: int, channels: int) -> None:
+    """Raise UserError unless images have the right channels, and sides that divide into patches."""
+    for side in images.shape[1:3]:
+        check_side(side, patch)
+    if images.shape[-1] != channels:
+        raise UserError(f"the image tokenizer takes {channels} channels, and these have {images.shape[-1]}")
 
 
-class PatchTokenizer(ImageTokenizer):
+class PatchTokenizer:
     """A patch becomes the nearest of the mean patches, by squared error.
 
     Args:
@@ -116,7 +89,8 @@ class PatchTokenizer(ImageTokenizer):
         return cls(np.ascontiguousarray(means.cluster_centers_, dtype=np.float32), patch, images.shape[-1])
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        self.check(images)
+        """Return codes: (N, H, W, C) uint8 -> (N, H / patch, W / patch) int64. Raise UserError for a wrong shape."""
+        _check(images, self.patch, self.channels)
         patches = _to_patches(images, self.patch)
         grid, flat = patches.shape[:3], patches.reshape(-1, self.means.shape[1])
         norms = (self.means**2).sum(1)
@@ -128,12 +102,14 @@ class PatchTokenizer(ImageTokenizer):
         return nearest.reshape(grid)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Return pixels: (N, rows, columns) -> (N, rows x patch, columns x patch, C) uint8."""
         pixels = np.rint(self.means).clip(0, 255).astype(np.uint8)[codes]
         count, rows, columns, _ = pixels.shape
         pixels = pixels.reshape(count, rows, columns, self.patch, self.patch, self.channels).transpose(0, 1, 3, 2, 4, 5)
         return pixels.reshape(count, rows * self.patch, columns * self.patch, self.channels)
 
     def save(self, folder: Path) -> dict[str, Any]:
+        """Write the weights and return what CONFIG says of it beside its kind."""
         save_file({"means": self.means}, folder / _MEANS)
         return {"patch": self.patch, "channels": self.channels}
 
@@ -141,9 +117,7 @@ class PatchTokenizer(ImageTokenizer):
     def load(cls, folder: Path, facts: dict[str, Any]) -> "PatchTokenizer":
         """Reverse `save`."""
         means, patch, channels = load_file(folder / _MEANS)["means"], int(facts["patch"]), int(facts["channels"])
-        if means.ndim != 2 or means.shape[1] != patch * patch * channels:
-            raise UserError(f"{folder / _MEANS} does not fit {CONFIG}; copy both again")
-        return cls(means, patch, channels)
+        return cls(means.reshape(-1, patch * patch * channels), patch, channels)
 
 
 def _to_patches(images: np.ndarray, patch: int) -> np.ndarray:
@@ -154,7 +128,7 @@ def _to_patches(images: np.ndarray, patch: int) -> np.ndarray:
     return split.reshape(count, rows, columns, -1)
 
 
-class VQTokenizer(ImageTokenizer):
+class VQTokenizer:
     """A VQGAN in diffusers' form. Its weights are read when something is encoded or decoded.
 
     Pixels go in and come out as 0 to 1, as amused's own pipelines have it.
@@ -194,7 +168,8 @@ class VQTokenizer(ImageTokenizer):
 
     @torch.no_grad()
     def encode(self, images: np.ndarray) -> np.ndarray:
-        self.check(images)
+        """Return codes as `PatchTokenizer.encode` does."""
+        _check(images, self.patch, self.channels)
         found = []
         for part in torch.from_numpy(images).split(_VQ_BATCH):
             pixels = part.to(self.model.device).permute(0, 3, 1, 2).float() / 255
@@ -205,6 +180,7 @@ class VQTokenizer(ImageTokenizer):
 
     @torch.no_grad()
     def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Return pixels as `PatchTokenizer.decode` does."""
         found = []
         for part in torch.from_numpy(codes).split(_VQ_BATCH):
             shape = (*part.shape, self.model.quantize.vq_embed_dim)
@@ -215,20 +191,13 @@ class VQTokenizer(ImageTokenizer):
             found.append((pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu())
         return torch.cat(found).numpy()
 
-    def check_weights(self) -> None:
-        """Raise UserError where the file of weights is shorter than its header says, or has none."""
-        try:
-            with safe_open(self.weights, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.weights} is damaged ({error}); copy it again") from error
-
     def identity(self) -> str:
         """Return a hash of its files."""
         hashes = [bytes.fromhex(hash_file(self.folder / name)) for name in _VQ_FILES]
         return hashlib.sha256(b"".join(hashes)).hexdigest()
 
     def save(self, folder: Path) -> dict[str, Any]:
+        """Copy the files."""
         (folder / _VQ_FOLDER).mkdir(exist_ok=True)
         for name in _VQ_FILES:
             shutil.copyfile(self.folder / name, folder / _VQ_FOLDER / name)
@@ -257,6 +226,9 @@ def find_vq(name: str) -> VQTokenizer:
                 "VQModel (--tokenizer)"
             ) from error
     return VQTokenizer(folder / "vqvae" if (folder / "vqvae").is_dir() else folder)
+
+
+ImageTokenizer = PatchTokenizer | VQTokenizer
 
 
 @dataclass(frozen=True)
@@ -291,18 +263,13 @@ class ImageCodec:
             elif facts["kind"] == VQTokenizer.kind:
                 tokenizer = VQTokenizer(folder / _VQ_FOLDER)
             else:
-                raise UserError(f"{folder / CONFIG} names an image tokenizer that is not known: {facts['kind']!r}")
+                raise ValueError(f"a kind that is not known: {facts['kind']!r}")
             if int(facts["codes"]) != tokenizer.codes:
-                raise UserError(
-                    f"the image tokenizer in {folder} has {tokenizer.codes} codes, and {CONFIG} says {facts['codes']}"
-                )
+                raise ValueError(f"{tokenizer.codes} codes, and {CONFIG} says {facts['codes']}")
             return cls(tokenizer, int(facts["rows"]), int(facts["columns"]), tuple(map(str, facts["classes"])))
-        except UserError:
-            raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise UserError(
-                f"the image tokenizer in {folder} cannot be read ({one_line(error)}); copy it again"
-            ) from error
+            reason = one_line(error)
+            raise UserError(f"the image tokenizer in {folder} cannot be read ({reason}); copy it again") from error
 
     def find_class(self, name: str) -> int:
         """Return the number of a class, given by name or by number.
