@@ -160,8 +160,7 @@ def _score_language_model(folder: Path, options: EvaluateOptions) -> dict[str, A
 def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
     """Return local tasks, with their rows read and checked, and the names that are lm-eval's own."""
     from nlr_lab.evaluation import LocalTasks, find_local_tasks
-    from nlr_lab.evaluation.commonsense import NAMES
-    from nlr_lab.evaluation.local import is_local
+    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES, is_local
 
     own = [name for name in options.tasks if is_local(name)]
     named = [name for name in options.tasks if name not in own]
@@ -169,9 +168,9 @@ def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
         raise UserError(f"{own[0]} reads its questions from files: name their folder with --data FOLDER")
     if not own and options.data is not None:
         raise UserError("--data does nothing without a local task, such as mmlu_local or commonsense_local")
-    if options.format == "generate" and not set(own) & set(NAMES):
+    if options.format == "generate" and not set(own) & set(COMMONSENSE_NAMES):
         raise UserError("--format generate is for the local commonsense tests, such as commonsense_local")
-    if options.num_fewshot is not None and set(options.tasks) <= set(NAMES):
+    if options.num_fewshot is not None and set(options.tasks) <= set(COMMONSENSE_NAMES):
         raise UserError("--num-fewshot does nothing here: the local commonsense tests are asked without examples")
     if options.data is None:
         return LocalTasks(), named
@@ -182,11 +181,11 @@ def _score_tasks(
     model: Any, tokenizer: Any, local: Any, named: list[str], options: EvaluateOptions
 ) -> dict[str, dict[str, Any]]:
     from nlr_lab.evaluation import score_answers, score_tasks
-    from nlr_lab.evaluation.commonsense import NAMES
+    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
 
     scores: dict[str, dict[str, Any]] = {}
     if options.format == "generate":
-        asked, local = local.split(NAMES)
+        asked, local = local.split(COMMONSENSE_NAMES)
         scores |= score_answers(
             model,
             tokenizer,

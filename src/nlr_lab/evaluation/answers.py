@@ -19,10 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
 
-from .commonsense import answers_of
 from .harness import Metrics, add_groups
+from .local_tasks import LocalTasks, answers_of
 from .losses import check_batch
-from .task_file import LocalTasks
 
 BEAMS = 4
 MAX_NEW_TOKENS = 32
@@ -56,7 +55,7 @@ def score_answers(
     Args:
         model: a causal language model, with or without an adapter of peft; left in evaluation mode.
         tokenizer: the one it was trained with.
-        local: tests out of `commonsense.TESTS`, from `find_local_tasks`.
+        local: tests out of `local_tasks.TESTS`, from `find_local_tasks`.
         prompt: of `PROMPTS`.
         beams: of the beam search; 1 is greedy.
         limit: at most this many questions of each test.

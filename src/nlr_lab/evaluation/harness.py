@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
+from .local_tasks import LocalGroup, LocalTask, LocalTasks
 from .losses import check_batch
-from .task_file import LocalGroup, LocalTask, LocalTasks
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, first wins
 

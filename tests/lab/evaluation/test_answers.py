@@ -7,7 +7,7 @@ import torch
 
 from nlr_lab.evaluation import find_local_tasks, score_answers
 from nlr_lab.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
-from nlr_lab.evaluation.commonsense import TESTS, answers_of
+from nlr_lab.evaluation.local_tasks import TESTS, answers_of
 from nlr_lab.tasks.finetune.instructions import read_examples
 from nonlinear_lowrank import UserError
 from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines
