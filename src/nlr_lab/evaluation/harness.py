@@ -1,22 +1,46 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on a live model, by name or over rows of one's own."""
+"""Scores of tasks of EleutherAI's lm-evaluation-harness, and of the commonsense tests answered in generated text.
+
+`score_answers` is the evaluation of LLM-Adapters (Hu et al., arXiv:2304.01933, commonsense_evaluate of their release),
+which DoRA follows: the instruction in an Alpaca prompt, beam search with 4 beams and at most 32 new tokens, left
+padding; of the text behind the last "### Response:", the first occurrence of a possible answer ("true", "solution2",
+"answer3") counts, whatever stands around it. No occurrence is a wrong answer.
+
+A model is asked with the prompt that it was tuned with: `alpaca` is that of `nlr finetune`; the release's own is
+indented by 16 spaces, a slip of its source code that models tuned by it have learned.
+"""
 
 import contextlib
 import io
 import logging
 import math
+import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
-from .local_tasks import LocalGroup, LocalTask, LocalTasks
+from .local_tasks import LocalGroup, LocalTask, LocalTasks, answers_of
 from .losses import check_batch
 
+MAX_NEW_TOKENS = 32
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, first wins
+_RESPONSE = "### Response:"
+_INDENT = " " * 16
+PROMPTS: dict[str, str] = {
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{{instruction}}\n\n{_RESPONSE}\n"
+    ),
+    "llm-adapters": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request. \n\n"
+        f"{_INDENT}### Instruction:\n{_INDENT}{{instruction}}\n\n{_INDENT}{_RESPONSE}\n{_INDENT}"
+    ),
+}
 
 Metrics = dict[str, Any]
 """Numbers by lm-eval's names: "acc,none", "acc_stderr,none"; "n" is the number of questions that were scored."""
@@ -61,33 +85,6 @@ def score_tasks(
         if tasks:
             scores |= _score_named(harness, tasks, include_path, shots, limit)
     return scores
-
-
-def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None:
-    """Put the groups behind their members; two of one name share an entry.
-
-    A pooled group has the share p of right answers over all questions, with the standard error
-    sqrt(p (1 - p) / (n - 1)) that lm-eval gives a single task; another the mean of its members' shares, whose errors
-    are independent.
-    """
-    for group in groups:
-        members = [scores[name] for name in group.members]
-        n = sum(member["n"] for member in members)
-        error: float | str = "N/A"
-        if group.pooled:
-            value = sum(member["acc,none"] * member["n"] for member in members) / n
-            if n > 1:
-                error = math.sqrt(value * (1 - value) / (n - 1))
-        else:
-            value = sum(member["acc,none"] for member in members) / len(members)
-            errors = [member["acc_stderr,none"] for member in members]
-            if all(isinstance(each, float) for each in errors):
-                error = math.sqrt(sum(each**2 for each in errors)) / len(errors)
-        entry = scores.setdefault(group.name, {})
-        entry |= {f"{group.metric},none": value, f"{group.metric}_stderr,none": error}
-        entry |= {"n": n, "published_n": group.published}
-        if truncated := sum(member.get("truncated", 0) for member in members):
-            entry["truncated"] = truncated
 
 
 def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
@@ -203,6 +200,140 @@ def _only_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def score_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    local: LocalTasks,
+    *,
+    prompt: str = "alpaca",
+    beams: int = 4,
+    limit: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Metrics]:
+    """Ask each question and look for the answer in what the model writes.
+
+    Args:
+        model: a causal language model, with or without an adapter of peft; left in evaluation mode.
+        tokenizer: the one it was trained with.
+        local: tests out of `local_tasks.TESTS`, from `find_local_tasks`.
+        prompt: of `PROMPTS`.
+        beams: of the beam search; 1 is greedy.
+        limit: at most this many questions of each test.
+        batch_size: questions per batch; each has `beams` rows.
+        progress: called with the number of questions that are done, and of all.
+
+    Returns:
+        By test and group: "acc,none", the share of right answers, with its standard error; "answered,none", the
+        share in which any answer was found; "n"; "truncated" when prompts were longer than the model's
+        positions and lost their beginning.
+
+    Raises:
+        UserError: no such prompt, the model has no room for an answer, or a batch takes more memory than is free.
+    """
+    if prompt not in PROMPTS:
+        raise UserError(f"there is no prompt {prompt!r}; there are {', '.join(PROMPTS)}")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - MAX_NEW_TOKENS
+    if room < 1:
+        raise UserError(
+            f"the model has {positions} positions; answers alone take {MAX_NEW_TOKENS}: evaluate a model with more"
+        )
+    model.eval()
+    done, total = 0, sum(len(task.docs[:limit]) for task in local.tasks)
+    scores: dict[str, Metrics] = {}
+    for task in local.tasks:
+        docs = task.docs[:limit]
+        prompts = [PROMPTS[prompt].format(instruction=doc["instruction"]) for doc in docs]
+        encoded = [tokenizer(text, verbose=False)["input_ids"] for text in prompts]
+        texts: dict[int, str] = {}
+        for batch in _generate(model, tokenizer, [ids[-room:] for ids in encoded], beams, batch_size):
+            texts |= batch
+            done += len(batch)
+            progress(done, total)
+        found = [find_answer(texts[index], answers_of(task.name)) for index in range(len(docs))]
+        scores[task.name] = {
+            **_share("acc", [answer == doc["answer"] for answer, doc in zip(found, docs, strict=True)]),
+            **_share("answered", [bool(answer) for answer in found]),
+            "n": len(docs),
+            "published_n": task.published,
+        }
+        if truncated := sum(len(ids) > room for ids in encoded):
+            scores[task.name]["truncated"] = truncated
+    add_groups(scores, local.groups)
+    return scores
+
+
+def find_answer(text: str, answers: Sequence[str]) -> str:
+    """Return the first answer that occurs behind the last "### Response:"; "" for none."""
+    found = re.search("|".join(map(re.escape, answers)), text.rpartition(_RESPONSE)[2])
+    return found[0] if found else ""
+
+
+def _share(name: str, hits: Sequence[bool]) -> Metrics:
+    n, share = len(hits), sum(hits) / len(hits)
+    error = (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else "N/A"
+    return {f"{name},none": share, f"{name}_stderr,none": error}
+
+
+def _generate(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], beams: int, batch_size: int
+) -> Iterator[dict[int, str]]:
+    """Yield what the model writes after each prompt, by the prompt's number; the longest are run first."""
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    check_batch(model, min(batch_size, len(order)), len(prompts[order[0]]), beams=beams)
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = tokenizer.eos_token_id or 0  # masked: any token will do
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        longest = len(prompts[batch[0]])
+        gaps = [longest - len(prompts[index]) for index in batch]
+        rows = [[padding] * gap + prompts[index] for gap, index in zip(gaps, batch, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        with torch.inference_mode():
+            written = model.generate(
+                input_ids=torch.tensor(rows, device=model.device),  # (B, T)
+                attention_mask=torch.tensor(mask, device=model.device),
+                num_beams=beams,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                max_new_tokens=MAX_NEW_TOKENS,
+                pad_token_id=padding,
+            )
+        texts = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+        yield dict(zip(batch, texts, strict=True))
+
+
+def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None:
+    """Put the groups behind their members; two of one name share an entry.
+
+    A pooled group has the share p of right answers over all questions, with the standard error
+    sqrt(p (1 - p) / (n - 1)) that lm-eval gives a single task; another the mean of its members' shares, whose errors
+    are independent.
+    """
+    for group in groups:
+        members = [scores[name] for name in group.members]
+        n = sum(member["n"] for member in members)
+        error: float | str = "N/A"
+        if group.pooled:
+            value = sum(member["acc,none"] * member["n"] for member in members) / n
+            if n > 1:
+                error = math.sqrt(value * (1 - value) / (n - 1))
+        else:
+            value = sum(member["acc,none"] for member in members) / len(members)
+            errors = [member["acc_stderr,none"] for member in members]
+            if all(isinstance(each, float) for each in errors):
+                error = math.sqrt(sum(each**2 for each in errors)) / len(errors)
+        entry = scores.setdefault(group.name, {})
+        entry |= {f"{group.metric},none": value, f"{group.metric}_stderr,none": error}
+        entry |= {"n": n, "published_n": group.published}
+        if truncated := sum(member.get("truncated", 0) for member in members):
+            entry["truncated"] = truncated
 
 
 def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] = ()) -> list[str]:

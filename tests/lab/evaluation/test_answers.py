@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nlr_lab.evaluation import find_local_tasks, score_answers
-from nlr_lab.evaluation.answers import MAX_NEW_TOKENS, PROMPTS, find_answer
+from nlr_lab.evaluation.harness import MAX_NEW_TOKENS, PROMPTS, find_answer
 from nlr_lab.evaluation.local_tasks import TESTS, answers_of
 from nlr_lab.tasks.finetune.instructions import read_examples
 from nonlinear_lowrank import UserError
@@ -77,9 +77,8 @@ def test_the_eight_are_averaged(model, tokenizer, tmp_path):
     assert scores["commonsense_local"]["acc,none"] == pytest.approx(mean)
 
 
-@pytest.mark.parametrize(
-    ("test", "text", "answer"),
-    [
+def test_answers_are_found_as_the_release_finds_them():
+    for test, text, answer in (
         ("boolq_local", "the correct answer is true", "true"),
         ("boolq_local", "it is untrue, that is false", "true"),  # wherever it stands, as in the release
         ("piqa_local", "Solution2 or solution1", "solution1"),  # as it is written
@@ -88,27 +87,21 @@ def test_the_eight_are_averaged(model, tokenizer, tmp_path):
         ("winogrande_local", "option3", ""),
         ("arc_easy_local", "answer1\n\n### Response:\nanswer4", "answer4"),
         ("openbookqa_local", "", ""),
-    ],
-)
-def test_answers_are_found_as_the_release_finds_them(test, text, answer):
-    assert find_answer(text, answers_of(test)) == answer
+    ):
+        assert find_answer(text, answers_of(test)) == answer, text
 
 
-def test_the_prompt_of_the_release_is_indented():
+def test_prompts_are_those_of_the_release_and_of_nlr_finetune(tmp_path):
     lines = PROMPTS["llm-adapters"].format(instruction="Why {not}?").split("\n")
     assert lines[0].endswith("completes the request. ")
-    assert lines[1:] == ["", *(" " * 16 + text for text in ("### Instruction:", "Why {not}?")), "", *lines[5:]]
+    assert lines[1:5] == ["", " " * 16 + "### Instruction:", " " * 16 + "Why {not}?", ""]
     assert lines[5:] == [" " * 16 + "### Response:", " " * 16]
     plain = PROMPTS["alpaca"].format(instruction="Why {not}?")
     assert plain.split() == " ".join(lines).split()
     assert plain.endswith("\n\n### Instruction:\nWhy {not}?\n\n### Response:\n")
-
-
-def test_the_default_prompt_is_that_of_nlr_finetune(tmp_path):
-    (row,) = commonsense_rows("piqa", 1)
-    path = write_lines(tmp_path / "train.jsonl", [row])
-    (example,) = read_examples(str(path), "alpaca")
-    assert example.prompt == PROMPTS["alpaca"].format(instruction=row["instruction"])
+    row = commonsense_rows("piqa", 1)[0] | {"instruction": "Why {not}?"}
+    (example,) = read_examples(str(write_lines(tmp_path / "train.jsonl", [row])), "alpaca")
+    assert example.prompt == plain
 
 
 def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
