@@ -42,26 +42,24 @@ def token_losses(model, ids):
 
 
 def test_score_of_a_document_in_one_window_is_the_mean_of_its_token_losses(model, tokenizer):
-    ids = tokenizer(TEXTS[0])["input_ids"]
     score = score_documents(model, tokenizer, [TEXTS[0]], sequence_length=64)
-    losses = token_losses(model, ids)
-    assert score.tokens == len(ids) - 1
+    losses = token_losses(model, tokenizer(TEXTS[0])["input_ids"])
+    assert score.tokens == len(losses)
     assert score.loss == pytest.approx(losses.mean().item(), rel=1e-5)
     assert score.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
     # Bits per byte has a meaning of its own: the code length of the text in bits over its bytes.
     bits = losses.sum().item() / math.log(2)
     assert score.bits_per_byte == pytest.approx(bits / len(TEXTS[0].encode()), rel=1e-5)
+    assert json.loads(json.dumps(score.to_json()))["tokens"] == len(losses)
+    assert math.isfinite(TextScore(loss=1000.0, tokens=10, bytes_per_token=4.0).perplexity), "of a diverged model"
 
 
-@pytest.mark.parametrize("sequence_length", [2, 7, 16])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("sequence_length", "batch_size"), [(2, 1), (7, 3), (16, 1), (16, 3)])
 def test_windows_predict_every_token_but_the_first_exactly_once(model, tokenizer, sequence_length, batch_size):
     ids = [i for text in TEXTS for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    score = score_documents(
-        model, tokenizer, TEXTS, sequence_length=sequence_length, separator=END, batch_size=batch_size
-    )
-    step = sequence_length - 1
-    windows = [ids[start : start + sequence_length] for start in range(0, len(ids) - 1, step)]
+    settings = {"sequence_length": sequence_length, "separator": END, "batch_size": batch_size}
+    score = score_documents(model, tokenizer, TEXTS, **settings)
+    windows = [ids[start : start + sequence_length] for start in range(0, len(ids) - 1, sequence_length - 1)]
     expected = torch.cat([token_losses(model, window) for window in windows])
     assert score.tokens == len(ids) - 1 == len(expected)
     assert score.loss == pytest.approx(expected.mean().item(), rel=1e-5)
@@ -81,20 +79,12 @@ def test_packed_sequences_skip_masked_labels_and_ignore_batching(model, tokenize
         assert score.bits_per_byte == pytest.approx(score.loss / math.log(2) / 3.0)
 
 
-def test_score_reads_well_and_survives_a_diverged_model():
-    score = TextScore(loss=1000.0, tokens=10, bytes_per_token=4.0)
-    assert math.isfinite(score.perplexity)
-    assert json.loads(json.dumps(score.to_json()))["tokens"] == 10
-
-
 def test_texts_that_cannot_be_scored_are_refused(model, tokenizer):
     with pytest.raises(UserError, match="at least 2"):
         score_documents(model, tokenizer, [""], sequence_length=16)
-    small = GlmForCausalLM(
-        GlmConfig(**{**model.config.to_dict(), "vocab_size": 40, "model_type": "glm", "eos_token_id": None})
-    )
+    small = GlmConfig(**{**model.config.to_dict(), "vocab_size": 40, "model_type": "glm", "eos_token_id": None})
     with pytest.raises(UserError, match="do not fit"):
-        score_documents(small, tokenizer, TEXTS, sequence_length=16)
+        score_documents(GlmForCausalLM(small), tokenizer, TEXTS, sequence_length=16)
 
 
 def test_lm_eval_runs_a_local_task_on_the_live_model(model, tokenizer, tmp_path):
@@ -120,13 +110,13 @@ def test_a_task_that_lm_eval_does_not_know_is_refused(model, tokenizer):
         score_tasks(model, tokenizer, ["no_such_task"])
 
 
-def test_generation_is_seeded_streams_and_uses_what_it_is_told(model, tokenizer):
+def test_generation_is_seeded_and_streams(model, tokenizer):
     pieces = []
     text = generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3), pieces.append)
     assert "".join(pieces) == text
-    assert text == generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3))
-    others = {generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=seed)) for seed in range(4, 8)}
-    assert others != {text}
+    texts = [generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=seed)) for seed in range(3, 8)]
+    assert texts[0] == text
+    assert len(set(texts)) > 1
 
 
 @torch.no_grad()
@@ -143,16 +133,12 @@ def test_greedy_generation_takes_the_most_likely_token_each_time(model, tokenize
         assert text == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
 
 
-def test_a_prompt_that_does_not_fit_is_refused(model, tokenizer):
-    with pytest.raises(UserError, match="64 positions"):
-        generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=64))
-    with pytest.raises(UserError, match="64 positions"):
-        generate_text(model, tokenizer, "def " * 64, Sampling())
+def test_requests_that_cannot_be_drawn_are_refused(model, tokenizer):
+    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            Sampling(**wrong)
+    for prompt, sampling in (("def ", Sampling(max_new_tokens=64)), ("def " * 64, Sampling())):
+        with pytest.raises(UserError, match="64 positions"):
+            generate_text(model, tokenizer, prompt, sampling)
     generate_text(model, tokenizer, "def ", Sampling())  # as many as fit
     generate_text(model, tokenizer, "", Sampling(max_new_tokens=4))  # starts a document
-
-
-@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}])
-def test_sampling_refuses_what_makes_no_sense(wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Sampling(**wrong)

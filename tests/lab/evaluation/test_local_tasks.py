@@ -49,9 +49,6 @@ def lm_eval_task(path):
     return yaml.safe_load((Path(lm_eval.__file__).parent / "tasks" / path).read_text(encoding="utf-8"))
 
 
-# --- MMLU ----------------------------------------------------------------------------------------------------
-
-
 def mmlu_choice(model, tokenizer, dev, row, shots=5):
     """The likeliest letter after the published 5-shot prompt, written out."""
 
@@ -91,7 +88,10 @@ def test_mmlu_picks_the_letter_that_is_likeliest_by_hand(model, tokenizer, tmp_p
     assert "truncated" not in found
 
 
-def test_mmlu_asks_as_the_task_file_of_lm_eval_does():
+def test_mmlu_asks_the_subjects_of_lm_eval_as_its_task_file_does():
+    counts = {category: sum(subjects.values()) for category, subjects in CATEGORIES.items()}
+    assert counts == {"stem": 3018, "humanities": 4705, "social_sciences": 3077, "other": 3242}
+    assert (len(SUBJECTS), sum(SUBJECTS.values())) == (57, 14_042)
     theirs = lm_eval_task("mmlu/default/_default_template_yaml")
     for name in ("doc_to_text", "doc_to_choice", "doc_to_target", "output_type", "fewshot_config", "metric_list"):
         assert MMLU_TASK[name] == theirs[name]
@@ -138,22 +138,18 @@ def test_categories_are_those_of_the_paper_and_averages_come_in_two_ways(model, 
     assert "mmlu_local is 30 questions, the published test 14,042: not comparable" in table
 
 
-def test_the_table_of_subjects_is_whole():
-    counts = {category: sum(subjects.values()) for category, subjects in CATEGORIES.items()}
-    assert counts == {"stem": 3018, "humanities": 4705, "social_sciences": 3077, "other": 3242}
-    assert len(SUBJECTS) == 57
-
-
-def test_prompts_that_do_not_fit_are_counted(tokenizer, tmp_path):
-    write_lines(tmp_path / "test.jsonl", [*mmlu_rows(["virology"], 3)])
+def test_prompts_that_do_not_fit_are_counted_and_limit_takes_the_first(tokenizer, tmp_path):
     write_lines(tmp_path / "dev.jsonl", mmlu_rows(["virology"], 5))
-    local = find_local_tasks(["mmlu_local_virology"], tmp_path)
-    scores = score_tasks(tiny_model(tokenizer, positions=64), tokenizer, local=local)
+    rows, model = mmlu_rows(["virology"], 6), tiny_model(tokenizer, positions=64)
+
+    def score(rows, **options):
+        write_lines(tmp_path / "test.jsonl", rows)
+        return score_tasks(model, tokenizer, local=find_local_tasks(["mmlu_local_virology"], tmp_path), **options)
+
+    scores = score(rows[:3])
     assert scores["mmlu_local_virology"]["truncated"] == 3
     assert "3 prompts did not fit" in "\n".join(task_table(scores))
-
-
-# --- commonsense ---------------------------------------------------------------------------------------------
+    assert score(rows, limit=3) == scores
 
 
 def asked(name, row):
@@ -245,14 +241,6 @@ def test_the_eight_are_averaged_and_files_are_known_by_their_hash(model, tokeniz
     assert files["winogrande.jsonl"].bytes == len(raw)
 
 
-def test_limit_takes_the_first_questions(model, tokenizer, tmp_path):
-    rows = commonsense_rows("piqa", 6)
-    write_lines(tmp_path / "piqa.jsonl", rows)
-    first = score_tasks(model, tokenizer, local=find_local_tasks(["piqa_local"], tmp_path), limit=3)
-    write_lines(tmp_path / "piqa.jsonl", rows[:3])
-    assert first == score_tasks(model, tokenizer, local=find_local_tasks(["piqa_local"], tmp_path))
-
-
 def test_hellaswag_loses_its_tags_as_in_lm_eval(tmp_path):
     from lm_eval.tasks.hellaswag.utils import preprocess
 
@@ -264,36 +252,30 @@ def test_hellaswag_loses_its_tags_as_in_lm_eval(tmp_path):
     assert task.docs[0]["question"] == preprocess(raw).strip()
 
 
-# --- what is refused -----------------------------------------------------------------------------------------
-
 OPENING = TESTS["piqa_local"]["metadata"]["opening"]
-MISSING = None
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("piqa_local", {"answer": MISSING}, "field 'answer' is missing"),
+        ("piqa_local", {"answer": None}, "field 'answer' is missing"),
         ("piqa_local", {"answer": "solution3"}, "field 'answer' must be one of solution1, solution2"),
         ("piqa_local", {"instruction": 7}, "field 'instruction' is int"),
         ("piqa_local", {"instruction": "Which?"}, "no question of piqa_local"),
         ("piqa_local", {"instruction": OPENING + "Why?"}, "the instruction does not end in"),
-        (
-            "piqa_local",
-            {"instruction": OPENING + "Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"},
-            "the instruction does not end in",
-        ),
+        ("piqa_local", {"instruction": f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"}, "the "),
         ("mmlu_local", {"subject": "astrology"}, "'astrology' is no subject of MMLU"),
         ("mmlu_local", {"choices": ["a", "b", "c"]}, "field 'choices' must be four strings"),
-        ("mmlu_local", {"answer": 4}, "field 'answer' must be 0, 1, 2 or 3, got 4"),
-        ("mmlu_local", {"answer": True}, "field 'answer' must be"),
-        ("mmlu_local", {"answer": "B"}, "field 'answer' must be"),
-        ("mmlu_local", {"question": MISSING}, "field 'question' is missing"),
+        *(
+            ("mmlu_local", {"answer": each}, f"field 'answer' must be 0, 1, 2 or 3, got {each!r}")
+            for each in (4, True, "B")
+        ),
+        ("mmlu_local", {"question": None}, "field 'question' is missing"),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, name, changes, message):
     good = commonsense_rows("piqa", 1)[0] if name == "piqa_local" else mmlu_rows(["virology"], 1)[0]
-    bad = {key: value for key, value in {**good, **changes}.items() if value is not MISSING}
+    bad = {key: value for key, value in {**good, **changes}.items() if value is not None}
     path = write_lines(tmp_path / ("piqa.jsonl" if name == "piqa_local" else "test.jsonl"), [good, bad])
     write_lines(tmp_path / "dev.jsonl", mmlu_rows(["virology"], 5))
     with pytest.raises(UserError) as refused:
@@ -354,9 +336,6 @@ def test_a_name_that_is_almost_ours_is_not_searched_in_lm_eval():
     for wrong, right in (("mmlu_local_anatomie", "mmlu_local_anatomy"), ("winogrand_local", "winogrande_local")):
         with pytest.raises(UserError, match=f"did you mean '{right}'"):
             is_local(wrong)
-
-
-# --- the real files ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.shared_data

@@ -1,6 +1,5 @@
 """Augmentation of training images: RandAugment, crops, Mixup and CutMix."""
 
-import copy
 import functools
 import math
 
@@ -59,31 +58,27 @@ def test_operations_move_by_what_the_table_says():
         angle = math.degrees(math.atan(np.polyfit(np.arange(33)[seen], turned[seen], 1)[0]))
         assert abs(angle) == pytest.approx(9, abs=0.7)
     grey = Image.fromarray(np.array([[10, 100, 200]], dtype=np.uint8))
-    assert np.array(augmentation.OPERATIONS["solarize"](grey, 9 / 30, 1)).tolist() == [[10, 100, 55]]
-    assert np.array(augmentation.OPERATIONS["posterize"](grey, 9 / 30, 1)).tolist() == [[10, 100, 200]]
-    assert np.array(augmentation.OPERATIONS["posterize"](grey, 1.0, 1)).tolist() == [[0, 96, 192]]
-    bright = augmentation.OPERATIONS["brightness"]
-    assert np.array(bright(grey, 9 / 30, -1)).tolist() == [[7, 73, 146]]
+    for name, magnitude, sign, expected in (
+        ("solarize", 0.3, 1, [10, 100, 55]),
+        ("posterize", 0.3, 1, [10, 100, 200]),
+        ("posterize", 1.0, 1, [0, 96, 192]),
+        ("brightness", 0.3, -1, [7, 73, 146]),
+    ):
+        assert np.array(augmentation.OPERATIONS[name](grey, magnitude, sign)).tolist() == [expected]
 
 
 def test_operations_are_drawn_for_each_image(tmp_path, monkeypatch):
     seen = []
-
-    def noting(name):
-        return lambda picture, m, sign: seen.append((name, m, sign)) or picture
-
     for name in NAMES:
-        monkeypatch.setitem(augmentation.OPERATIONS, name, noting(name))
+        note = lambda picture, m, sign, name=name: seen.append((name, m, sign)) or picture  # noqa: E731
+        monkeypatch.setitem(augmentation.OPERATIONS, name, note)
     prepared = image_task(tmp_path, {"magnitude": 12}, images={"held_out": 0.0}).prepare()
     for index in range(60 * 4):
         prepared.train[index]
-    names = [name for name, _, _ in seen]
+    names, magnitudes, signs = zip(*seen, strict=True)
     assert len(names) == 2 * 60 * 4
-    assert {m for _, m, _ in seen} == {0.4}
-    assert set(names) == set(NAMES)
-    pairs = {tuple(names[at : at + 2]) for at in range(0, len(names), 2)}
-    assert len(pairs) > 60, "not one choice for a batch"
-    assert {sign for _, _, sign in seen} == {-1, 1}
+    assert (set(names), set(magnitudes), set(signs)) == (set(NAMES), {0.4}, {-1, 1})
+    assert len(set(zip(names[::2], names[1::2], strict=True))) > 60, "not one choice for a batch"
 
 
 def test_crops():
@@ -125,7 +120,7 @@ def batch(count=6, classes=5, side=7):
 
 def test_mixup_is_the_formula_of_each_pair():
     given = batch()
-    before = copy.deepcopy(given)
+    before = given["pixel_values"].clone()
     weights = torch.rand(6, dtype=torch.float64)
     mixing = torch.stack([torch.tensor([1.0, float(w), 0.5, 0.5], dtype=torch.float64) for w in weights])
     mixed = mix_pairs(given, mixing, 5)
@@ -135,7 +130,9 @@ def test_mixup_is_the_formula_of_each_pair():
         x, y = given["pixel_values"], one_hot
         torch.testing.assert_close(mixed["pixel_values"][index], weight * x[index] + (1 - weight) * x[other])
         torch.testing.assert_close(mixed["labels"][index], weight * y[index] + (1 - weight) * y[other])
-    assert torch.equal(given["pixel_values"], before["pixel_values"])
+    assert torch.equal(given["pixel_values"], before)
+    with pytest.raises(UserError, match="have none"):
+        mix_pairs({"pixel_values": before}, mixing, 5)
 
 
 def test_cutmix_swaps_a_box_and_weighs_the_labels_by_it():
@@ -168,11 +165,6 @@ def test_weights_follow_their_beta_and_coin():
     for settings, kinds in (({"mixup": 0.0}, {2}), ({"cutmix": 0.0}, {1}), ({"mixup": 0.0, "cutmix": 0.0}, {0})):
         one = [int(Augmentation(**settings).draw_mixing(np.random.default_rng(seed))[0]) for seed in range(50)]
         assert set(one) == kinds
-
-
-def test_images_without_labels_are_not_mixed():
-    with pytest.raises(UserError, match="have none"):
-        mix_pairs({"pixel_values": torch.zeros(2, 1, 4, 4)}, torch.zeros(2, 4), 3)
 
 
 def test_mixed_labels_are_probabilities():

@@ -40,15 +40,11 @@ def test_digits_are_embedded_and_split_the_same_way_each_time():
 def test_arrays_and_encoded_blobs(tmp_path):
     images, labels = noise(6, 5, 4, 3), np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=images[:4], y_train=labels[:4], x_test=images[4:], y_test=labels[4:])
-    files = [png(image) for image in images]
     blobs = {}
     for name, chosen in (("train", slice(0, 4)), ("test", slice(4, 6))):
-        sizes = [len(file) for file in files[chosen]]
-        blobs |= {
-            f"{name}_blob": np.frombuffer(b"".join(files[chosen]), dtype=np.uint8),
-            f"{name}_off": np.concatenate([[0], np.cumsum(sizes)]),
-            f"{name}_y": labels[chosen],
-        }
+        files = [png(image) for image in images[chosen]]
+        blobs |= {f"{name}_blob": np.frombuffer(b"".join(files), dtype=np.uint8), f"{name}_y": labels[chosen]}
+        blobs[f"{name}_off"] = np.cumsum([0, *map(len, files)])
     buffer = io.BytesIO()
     np.savez(buffer, **blobs)
     (tmp_path / "b.npz.xz").write_bytes(lzma.compress(buffer.getvalue()))
@@ -56,8 +52,7 @@ def test_arrays_and_encoded_blobs(tmp_path):
         splits = read_images(str(tmp_path / name))
         assert splits.classes == ("0", "1", "2")
         assert splits.train.labels.tolist() + splits.test.labels.tolist() == labels.tolist()
-        for index in range(4):
-            assert (pixels(splits.train, index) == images[index]).all()
+        assert all((pixels(splits.train, index) == images[index]).all() for index in range(4))
         assert (pixels(splits.test, 1) == images[5]).all()
 
 
@@ -124,55 +119,48 @@ def test_labels_of_other_forms(tmp_path, labels):
     assert splits.classes == ("0", "1")
 
 
-def test_arrays_that_do_not_fit_are_refused(tmp_path):
-    pixels = np.zeros((3, 4, 4), np.uint8)
-    for arrays, words in (
-        ({"x": np.zeros(3)}, "needs the arrays x_train"),
-        ({"images": np.zeros((3, 4, 4)), "labels": np.zeros(3)}, "uint8"),
-        ({"images": pixels, "labels": np.zeros(2)}, "2 labels"),
-        ({"images": np.array([object()]), "labels": np.zeros(1)}, "no .npz file that can be read"),
-        *(
-            ({"images": noise(4, *shape), "labels": np.zeros(4, np.int64)}, "1, 3 or 4 channels")
-            for shape in ((8, 8, 5), (8, 8, 2), (0, 0), (8, 8, 0))
-        ),
-        ({"images": noise(0, 8, 8), "labels": np.zeros(0, np.int64)}, "at least one image"),
-    ):
-        np.savez(tmp_path / "a.npz", **arrays, allow_pickle=True)
-        assert words in refused(read_images, str(tmp_path / "a.npz"))
+FITTING = {"images": np.zeros((3, 4, 4), np.uint8), "labels": np.zeros(3, np.int64)}
+ENCODED = {"blob": np.zeros(10, np.uint8), "off": np.array([0, 5, 10]), "y": np.array([0, 1])}
+ENCODED = {f"{side}_{part}": each for side in ("train", "test") for part, each in ENCODED.items()}
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("arrays", "words"),
     [
-        ({"train_off": np.array([0.0, 1.0, 2.0])}, "train_off must be integers that rise"),
-        ({"train_off": np.array([0, 9, 5])}, "train_off must be integers that rise"),
-        ({"train_off": np.array([0, 5, 9999])}, "to the length of train_blob"),
-        ({"test_off": np.array([0])}, "there must be one more"),
-        ({"test_off": None}, "needs the arrays"),
+        ({"x": np.zeros(3)}, "needs the arrays x_train"),
+        (FITTING | {"images": np.zeros((3, 4, 4))}, "uint8"),
+        (FITTING | {"labels": np.zeros(2)}, "2 labels"),
+        ({"images": np.array([object()]), "labels": np.zeros(1)}, "no .npz file that can be read"),
+        *(
+            (FITTING | {"images": np.zeros((3, *s), np.uint8)}, "3 or 4 channels")
+            for s in ((8, 8, 5), (8, 8, 2), (0, 0))
+        ),
+        ({"images": np.zeros((0, 8, 8), np.uint8), "labels": np.zeros(0, np.int64)}, "at least one image"),
+        (ENCODED | {"train_off": np.array([0.0, 1.0, 2.0])}, "train_off must be integers that rise"),
+        (ENCODED | {"train_off": np.array([0, 9, 5])}, "train_off must be integers that rise"),
+        (ENCODED | {"train_off": np.array([0, 5, 9999])}, "to the length of train_blob"),
+        (ENCODED | {"test_off": np.array([0])}, "there must be one more"),
+        ({name: each for name, each in ENCODED.items() if name != "test_off"}, "needs the arrays"),
     ],
 )
-def test_encoded_files_whose_offsets_do_not_fit(tmp_path, change, words):
-    side = {"blob": noise(10), "off": np.array([0, 5, 10]), "y": np.array([0, 1])}
-    arrays = {f"{name}_{part}": each for name in ("train", "test") for part, each in side.items()} | change
-    np.savez(tmp_path / "a.npz", **{name: each for name, each in arrays.items() if each is not None})
+def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, words):
+    np.savez(tmp_path / "a.npz", **arrays, allow_pickle=True)
     assert words in refused(read_images, str(tmp_path / "a.npz"))
 
 
 def test_absent_sources_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no file or folder"):
-        read_images(str(tmp_path / "none.npz"))
-    with pytest.raises(UserError, match="cannot read the dataset 'no/such'"):
-        read_images("no/such")
     (tmp_path / "a.npz").write_bytes(b"PK no")
-    with pytest.raises(UserError, match=r"no \.npz file that can be read"):
-        read_images(str(tmp_path / "a.npz"))
     (tmp_path / "empty" / "cat").mkdir(parents=True)
-    with pytest.raises(UserError, match="no folders of images"):
-        read_images(str(tmp_path / "empty"))
+    for source, words in (
+        (tmp_path / "none.npz", "no file or folder"),
+        ("no/such", "cannot read the dataset 'no/such'"),
+        (tmp_path / "a.npz", "no .npz file that can be read"),
+        (tmp_path / "empty", "no folders of images"),
+    ):
+        assert words in refused(read_images, str(source))
     (tmp_path / "empty" / "cat" / "1.png").write_bytes(b"no image")
     splits = read_images(str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="cannot read the image"):
-        (splits.train if len(splits.train) else splits.test).read(0)
+    assert "cannot read the image" in refused((splits.train if len(splits.train) else splits.test).read, 0)
 
 
 @pytest.mark.shared_data
@@ -224,18 +212,15 @@ def test_dataset_gives_images_labels_and_names(monkeypatch):
     ("splits", "words"),
     [
         ({"fit": [0, 1]}, "needs a split train; it has fit"),
-        ({"train": ["cat", "dog"]}, "got 'cat'"),
-        ({"train": [0, None]}, r"'label' of some/set \(train\) must be integers"),
+        ({"train": [0, None]}, "'label' of some/set (train) must be integers"),
         ({"train": [[0, 1], [1, 0]]}, "must be integers"),
         ({"train": [0, -1]}, "got -1"),
-        ({"train": [0, 1], "test": ["cat", "dog"]}, r"\(test\) must be integers from 0 to 999,999, got 'cat'"),
+        ({"train": [0, 1], "test": ["cat", "dog"]}, "(test) must be integers from 0 to 999,999, got 'cat'"),
     ],
 )
 def test_datasets_that_do_not_fit(monkeypatch, splits, words):
     dataset(monkeypatch, **{name: (pictures(len(labels)), labels) for name, labels in splits.items()})
-    with pytest.raises(UserError, match=words) as caught:
-        read_images("some/set")
-    assert "\n" not in str(caught.value)
+    assert words in refused(read_images, "some/set")
 
 
 @pytest.mark.parametrize("labels", [None, [-1, -1], [None, None], []])
@@ -264,32 +249,25 @@ def test_grey_of_16_bits_keeps_its_range(tmp_path, channels):
 SMALL = {"steps": 2, "layers": 1, "width": 16, "heads": 2, "hidden": 16, "batch-size": 4, "arm": "noble:rank=2"}
 
 
-VIT = {**SMALL, "plain-rows": 8}
-TOKENS = {**SMALL, "warmup-steps": 0, "codes": 8}
-
-
 def nlr(verb, *words, **options):
     settings = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     return main([verb, *map(str, words), *settings])
 
 
-@pytest.mark.parametrize(("recipe", "options"), [("vit-demo", VIT), ("image-tokens-demo", TOKENS)])
-def test_refused_source_leaves_the_former_run(tmp_path, capsys, recipe, options):
-    run = tmp_path / "run"
+def test_refused_source_leaves_the_former_run(tmp_path, capsys):
+    options = {**SMALL, "plain-rows": 8, "out": tmp_path / "run"}
     np.savez(tmp_path / "bad.npz", images=noise(60, 8, 8), labels=np.eye(3, dtype=np.int64).repeat(20, 0))
-    cache = {"cache-dir": tmp_path / "cache"} if recipe.startswith("image") else {}
-    assert nlr("train", recipe, **options, **cache, out=run) == 0
-    before = (run / "result.json").read_bytes()
+    assert nlr("train", "vit-demo", **options) == 0
+    before = (tmp_path / "run" / "result.json").read_bytes()
     capsys.readouterr()
-    bad = {**options, **cache, "source": tmp_path / "bad.npz", "out": run}
-    assert nlr("train", recipe, "--overwrite", **bad) == 2
+    assert nlr("train", "vit-demo", "--overwrite", **options, source=tmp_path / "bad.npz") == 2
     assert "one-hot" in capsys.readouterr().err
-    assert (run / "result.json").read_bytes() == before
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
 def test_fewer_images_than_classes_for_tokens(tmp_path, capsys):
     where = {"cache-dir": tmp_path / "cache", "out": tmp_path / "run"}
-    assert nlr("train", "image-tokens-demo", **TOKENS, **where, train_images=3) == 2
+    assert nlr("train", "image-tokens-demo", **SMALL, codes=8, warmup_steps=0, **where, train_images=3) == 2
     assert "train_images 3 is fewer than the 10 classes of digits; set 10 or more" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

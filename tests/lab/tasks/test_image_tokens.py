@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from image_helpers import noise
+from image_helpers import damaged_folder, noise
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling, picture, sample_images
 from nlr_lab.tasks.images import encoding
@@ -182,15 +182,9 @@ def test_a_killed_encoding_goes_on_behind_its_last_part(tmp_path, monkeypatch):
 
 
 def test_a_corrupt_image_is_named_counted_and_left_out(tmp_path):
-    for name in ("ant", "bee"):
-        for side in ("train", "val"):
-            (tmp_path / "images" / side / name).mkdir(parents=True)
-            for index in range(6):
-                Image.fromarray(noise(9, 8, 3)).save(tmp_path / "images" / side / name / f"{index}.png")
-    broken = tmp_path / "images" / "train" / "bee" / "4.png"
-    broken.write_bytes(broken.read_bytes()[:60])
+    source = damaged_folder(tmp_path / "images", 6, 6, ["train/bee/4.png"])
     with pytest.warns(UserWarning, match=r"1 of 12 train images of .* skipped: .*bee/4\.png"):
-        prepared = prepare_images(data(tmp_path, tmp_path / "images"))
+        prepared = prepare_images(data(tmp_path, source))
     assert [int(prepared.train[index]["input_ids"][0]) - 8 for index in range(11)] == [0] * 6 + [1] * 5
     assert prepared.describe()["train"]["unreadable"] == 1
     assert prepared.classes == ("ant", "bee")
@@ -215,16 +209,16 @@ def test_cifar_survives_512_mean_patches_with_22_6_db(tmp_path, shared_data):
 def test_bad_sources(tmp_path):
     images, labels = noise(4, 8, 8, 3), np.array([0, 1, 2, 9])
     np.savez(tmp_path / "few.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    with pytest.raises(UserError, match="4 training images, fewer than its 10 classes"):
-        prepare_images(data(tmp_path, tmp_path / "few.npz"))
     save_images(tmp_path / "a.npz")
-    with pytest.raises(UserError, match="2 classes, not 10; set --classes 2"):
-        prepare_images(data(tmp_path, tmp_path / "a.npz", classes=10))
-    with pytest.raises(UserError, match="no such image tokenizer"):
-        prepare_images(data(tmp_path, tmp_path / "a.npz", tokenizer="./nowhere"))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no VQModel"):
-        prepare_images(data(tmp_path, tmp_path / "a.npz", tokenizer=str(tmp_path)))
+    for name, changes, message in (
+        ("few.npz", {}, "4 training images, fewer than its 10 classes"),
+        ("a.npz", {"classes": 10}, "2 classes, not 10; set --classes 2"),
+        ("a.npz", {"tokenizer": "./nowhere"}, "no such image tokenizer"),
+        ("a.npz", {"tokenizer": str(tmp_path)}, "holds no VQModel"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare_images(data(tmp_path, tmp_path / name, **changes))
 
 
 @pytest.mark.parametrize("name", ["image_tokenizer.json", "image_tokenizer.safetensors"])
@@ -295,10 +289,8 @@ def test_images_encoded_by_a_vqmodel(vq, tmp_path):
     source = {"source": tmp_path / "a.npz", "tokenizer": str(folder), "size": 16}
     prepared = prepare_images(data(tmp_path, **source, codes=24))
     assert prepared.train[3]["input_ids"][0] == 24 + arrays["y_train"][3]
-    assert (
-        prepared.train[3]["input_ids"][1:].tolist()
-        == find_vq(str(folder)).encode(arrays["x_train"])[3].ravel().tolist()
-    )
+    codes = find_vq(str(folder)).encode(arrays["x_train"])[3]
+    assert prepared.train[3]["input_ids"][1:].tolist() == codes.ravel().tolist()
     with pytest.raises(UserError, match="24 codes of 4 pixels; set --codes 24 --patch 4"):
         prepare_images(data(tmp_path, **source, codes=25))
 
