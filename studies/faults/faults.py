@@ -80,7 +80,7 @@ def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
         folder = out / "checkpoints"
         while True:  # a run that was over before is not counted
             shutil.rmtree(out, ignore_errors=True)
-            pid = bench.server.start(out, **settings)
+            bench.server.start(out, **settings)
             step = bench.random.randint(1, settings["steps"] - 1)
             if number % 3 == 0:
                 file = bench.random.choice(
@@ -91,7 +91,7 @@ def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
                 moment, delay = (folder / f"step-{step:06d}").exists, bench.random.uniform(0, 0.02)
             else:
                 moment, delay = folder.parent.exists, bench.random.uniform(0, 1.5)
-            killed = bench.server.kill_when(pid, moment, delay)
+            killed = bench.server.kill_when(moment, delay)
             if killed:
                 return bench.ends_the_same(out, whole, **settings)
 
@@ -212,13 +212,10 @@ def main() -> int:
         began, failures = time.monotonic(), []
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), Random(f"{options.seed} {name}"))
-            try:
-                for number in range(count or options.kills):
-                    if (why := one(bench, number)) is not None:
-                        failures.append(why)
-                        print(f"{name} {number}: {why}", flush=True)
-            finally:
-                bench.server.close()
+            for number in range(count or options.kills):
+                if (why := one(bench, number)) is not None:
+                    failures.append(why)
+                    print(f"{name} {number}: {why}", flush=True)
         results[name] = {
             "what": what,
             "tried": count or options.kills,

@@ -1,6 +1,7 @@
 """Tiny pretrained models and tiny data for the tests of fine-tuning; everything is made here, nothing is fetched."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from transformers import (
 from nlr_lab.tasks.finetune.classification import GlueData, GlueTask, ImageData, ImageTask
 from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
-from nlr_lab.training import Arm, Recipe, TrainConfig
+from nlr_lab.training import Arm, Recipe
+from nonlinear_lowrank.hub.loading import quiet_loading
+from training_helpers import tiny_recipe
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds", "who", "what", "yes", "no", "very", "not")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -33,30 +36,23 @@ def sentence(generator: np.random.Generator, words: int = 6) -> str:
     return " ".join(generator.choice(WORDS[:12], words))
 
 
-def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *WORDS))}
-    inner = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    if pairs:
-        inner.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-    names = ["input_ids", "token_type_ids", "attention_mask"] if pairs else ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        eos_token="[SEP]",
-        **({"cls_token": "[CLS]", "sep_token": "[SEP]"} if pairs else {}),
-        model_input_names=names,
-    )
-
-
-def _quiet_save(model: Any, folder: Path) -> None:
-    from nonlinear_lowrank.hub.loading import quiet_loading
-
+def _save(model: Any, folder: Path, pairs: bool | None) -> str:
+    """Save a model, with a tokenizer of sentences or of pairs of them unless that is None."""
     with quiet_loading():
         model.save_pretrained(folder)
+    if pairs is not None:
+        inner = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
+        inner.pre_tokenizer = WhitespaceSplit()
+        names, special = ["input_ids", "attention_mask"], {}
+        if pairs:
+            names.insert(1, "token_type_ids")
+            special = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+            inner.post_processor = TemplateProcessing(
+                single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            )
+        special |= {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[SEP]"}
+        PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special).save_pretrained(folder)
+    return str(folder)
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -68,9 +64,7 @@ def encoder(folder: Path, dropout: float = 0.1) -> str:
     torch.manual_seed(0)
     dropped = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     config = BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
-    _quiet_save(BertModel(config), folder)
-    _tokenizer(True).save_pretrained(folder)
-    return str(folder)
+    return _save(BertModel(config), folder, pairs=True)
 
 
 def language_model(folder: Path) -> str:
@@ -78,37 +72,30 @@ def language_model(folder: Path) -> str:
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     config = LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
-    _quiet_save(LlamaForCausalLM(config), folder)
-    _tokenizer(False).save_pretrained(folder)
-    return str(folder)
+    return _save(LlamaForCausalLM(config), folder, pairs=False)
 
 
 def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
     """A ViT of two layers and width 16 on 8 x 8 pixels."""
     torch.manual_seed(0)
-    config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, **SIZES)
-    config.num_labels = labels
-    _quiet_save(ViTForImageClassification(config), folder)
-    return str(folder)
+    config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
+    return _save(ViTForImageClassification(config), folder, pairs=None)
 
 
 def glue_folder(folder: Path, rows: int = 40, seed: int = 0) -> str:
     """CoLA and STS-B in the uniform layout. A sentence is good when it has "red"; two are alike as they share words."""
     generator = np.random.default_rng(seed)
+    for task in ("CoLA", "STS-B"):
+        (folder / task).mkdir(parents=True, exist_ok=True)
     for split, count in (("train", rows), ("dev", rows // 2), ("test", rows // 2)):
         good = [sentence(generator) for _ in range(count)]
         lines = ["source\tlabel\tsentence", *(f"x\t{int('red' in text)}\t{text}" for text in good)]
-        _write(folder / "CoLA" / f"{split}.tsv", lines)
+        (folder / "CoLA" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
         pairs = [(sentence(generator), sentence(generator)) for _ in range(count)]
         lines = ["score\tsentence1\tsentence2"]
         lines += [f"{min(5.0, len(set(a.split()) & set(b.split())))}\t{a}\t{b}" for a, b in pairs]
-        _write(folder / "STS-B" / f"{split}.tsv", lines)
+        (folder / "STS-B" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(folder)
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def instruction_file(path: Path, rows: int = 30, seed: int = 0) -> str:
@@ -139,10 +126,8 @@ def image_file(path: Path, rows: int = 60, classes: int = 3, seed: int = 0) -> s
 
 def recipe(task: Any, arm: str | Arm = "lora:r=2", **train: Any) -> Recipe:
     """Twelve steps of four examples."""
-    settings = {"steps": 12, "batch_size": 4, "lr": 1e-2, "eval_every": 5, "save_every": 4, "log_every": 3}
-    settings = {**settings, "tracker": "none", "threads": 1, **train}
-    arm = Arm.parse(arm) if isinstance(arm, str) else arm
-    return Recipe(name="tiny", task=task, arm=arm, train=TrainConfig(**settings), arms=("lora:r=2", "head"))
+    settings = {"steps": 12, "eval_every": 5, "save_every": 4, "log_every": 3, **train}
+    return replace(tiny_recipe(task, arm, **settings), arms=("lora:r=2", "head"))
 
 
 def glue_task(root: Path, task: str = "cola", pooling: str = "own", **data: Any) -> GlueTask:
@@ -162,20 +147,16 @@ def instruction_task(root: Path, **data: Any) -> InstructionTask:
         language_model(root / "llama")
         instruction_file(root / "alpaca.json")
     settings = {"source": str(root / "alpaca.json"), "template": "plain", "max_length": 32, "held_out": 0.2, **data}
-    return InstructionTask(
-        instructions=InstructionData(**settings),
-        model=Pretrained(checkpoint=str(root / "llama"), targets=("q_proj", "v_proj")),
-    )
+    model = Pretrained(checkpoint=str(root / "llama"), targets=("q_proj", "v_proj"))
+    return InstructionTask(instructions=InstructionData(**settings), model=model)
 
 
 def image_task(root: Path, **data: Any) -> ImageTask:
     if not (root / "vit").exists():
         vision_model(root / "vit")
         image_file(root / "images.npz")
-    return ImageTask(
-        images=ImageData(**{"source": str(root / "images.npz"), **data}),
-        model=Pretrained(checkpoint=str(root / "vit"), targets=("q_proj", "v_proj")),
-    )
+    model = Pretrained(checkpoint=str(root / "vit"), targets=("q_proj", "v_proj"))
+    return ImageTask(images=ImageData(**{"source": str(root / "images.npz"), **data}), model=model)
 
 
 def root(folder: Path) -> Path:

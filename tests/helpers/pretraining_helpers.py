@@ -15,8 +15,8 @@ from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingT
 from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
-from training_helpers import cut_back
+from nlr_lab.training import run_training
+from training_helpers import cut_back, tiny_recipe
 
 LAST_STAGE = r"sine-lowrank:rank=2,omega=30,include=.*stages\.1\..*pwconv[12]"
 STAGES = {"depths": (1, 2), "widths": (8, 16), "patch": 2, "channels": 1}
@@ -28,14 +28,10 @@ def image_task(root, augmentation=None, backbone=None, convnext=None, **fields):
     """A ViT, or a ConvNeXt where `convnext` is given, on grey images whose bright corner is their class."""
     if not (root / "images.npz").exists():
         finetune_helpers.image_file(root / "images.npz")
-    data = {"source": str(root / "images.npz"), "size": 8, **fields.pop("images", {})}
+    images = ImageSource(**{"source": str(root / "images.npz"), "size": 8, **fields.pop("images", {})})
     chosen = VitBackbone(**VIT | (backbone or {})) if convnext is None else ConvNextBackbone(**STAGES | convnext)
-    return ImagePretrainingTask(
-        images=ImageSource(**data),
-        backbone=chosen,
-        augmentation=Augmentation(**(augmentation or {})),
-        **{"plain_rows": 10, **fields},
-    )
+    fields = {"plain_rows": 10, "augmentation": Augmentation(**(augmentation or {})), **fields}
+    return ImagePretrainingTask(images=images, backbone=chosen, **fields)
 
 
 def masked_task(source="stdlib", sizes=None, **fields):
@@ -59,9 +55,7 @@ def corpus(folder):
 
 def recipe(task, arm="noble:rank=4", **train):
     """Six steps of four examples."""
-    settings = {"steps": 6, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "save_every": 3, "log_every": 1}
-    settings = {**settings, "tracker": "none", "threads": 1, **train}
-    return Recipe(name="tiny", task=task, arm=Arm.parse(arm), train=TrainConfig(**settings))
+    return tiny_recipe(task, arm, **{"steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, **train})
 
 
 def assert_resumes_exactly(own, whole, cut):
@@ -75,18 +69,19 @@ def assert_resumes_exactly(own, whole, cut):
     assert records[0] | {"seconds": 0} == records[1] | {"seconds": 0}
 
 
+LOAD = """
+import sys, torch, transformers, nonlinear_lowrank
+torch.set_num_threads(1)
+model = getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save(model(**torch.load(sys.argv[1] + "/../inputs.pt")).logits, sys.argv[1] + "/../logits.pt")
+print(type(model).__name__)
+"""
+
+
 def logits_in_a_fresh_process(folder, auto, inputs):
     """The class that transformers loads a saved model as elsewhere, and its logits there."""
     torch.save(inputs, folder.parent / "inputs.pt")
-    code = (
-        "import sys, torch, transformers, nonlinear_lowrank\n"
-        "torch.set_num_threads(1)\n"
-        "model = getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1]).eval()\n"
-        "with torch.no_grad(): logits = model(**torch.load(sys.argv[1] + '/../inputs.pt')).logits\n"
-        "torch.save(logits, sys.argv[1] + '/../logits.pt')\n"
-        "print(type(model).__name__)\n"
-    )
-    words = [sys.executable, "-c", code, str(folder), auto]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(folder), auto], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), torch.load(folder.parent / "logits.pt")

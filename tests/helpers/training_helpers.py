@@ -1,24 +1,19 @@
-"""Tiny runs for the training tests, and a process that forks one run at a time, to be killed.
+"""Tiny runs for the training tests, each in a process of its own where it is to be killed."""
 
-`python training_helpers.py` is that process: it imports everything once, then reads a JSON object a line,
-trains in a fork, and answers {"pid": ...} at the start and {"exit": ..., "error": ...} at the end.
-"""
-
-import contextlib
-import json
+import itertools
 import multiprocessing
 import os
 import resource
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -29,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from nlr_lab.tasks.task import Examples, Prepared
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig
+from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nonlinear_lowrank.errors import UserError
 
 VOCABULARY, LENGTH = 48, 16
 
@@ -41,12 +37,13 @@ class Sequences(Examples):
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
         self.tokens[:, 1::2] = (self.tokens[:, ::2] * 5 + 1) % VOCABULARY
+        self.labels = self.tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index].clone()}
+        return {"input_ids": self.tokens[index], "labels": self.labels[index].clone()}
 
 
 class FakeText(Prepared):
@@ -65,14 +62,19 @@ class FakeText(Prepared):
         )
 
 
-def make_recipe(arm: str | Arm = "noble:rank=4", dropout: float = 0.1, **train: Any) -> Recipe:
-    """Two layers of width 32, twelve steps of four sequences."""
-    settings = {"steps": 12, "batch_size": 4, "lr": 1e-2, "warmup_steps": 2, "eval_every": 5, "save_every": 2}
-    settings = {**settings, "log_every": 3, "tracker": "none", "threads": 1, **train}
-    backbone = GlmBackbone(layers=2, width=32, heads=2, hidden=48, embedding_std=1.0, dropout=dropout)
-    task = LanguageModelTask(text=TextData(sequence_length=LENGTH), backbone=backbone)
+def tiny_recipe(task: Any, arm: str | Arm, **train: Any) -> Recipe:
+    """Steps of four examples."""
+    settings = {"batch_size": 4, "lr": 1e-2, "tracker": "none", "threads": 1, **train}
     arm = Arm.parse(arm) if isinstance(arm, str) else arm
     return Recipe(name="tiny", task=task, arm=arm, train=TrainConfig(**settings))
+
+
+def make_recipe(arm: str | Arm = "noble:rank=4", dropout: float = 0.1, **train: Any) -> Recipe:
+    """Two layers of width 32, twelve steps of four sequences."""
+    backbone = GlmBackbone(layers=2, width=32, heads=2, hidden=48, embedding_std=1.0, dropout=dropout)
+    task = LanguageModelTask(text=TextData(sequence_length=LENGTH), backbone=backbone)
+    settings = {"steps": 12, "warmup_steps": 2, "eval_every": 5, "save_every": 2, "log_every": 3, **train}
+    return tiny_recipe(task, arm, **settings)
 
 
 def cut_back(done: Path, out: Path, step: int) -> Path:
@@ -93,15 +95,13 @@ SEEN: list[torch.Tensor] = []
 
 def before_training(model: nn.Module, at: int, act: Callable[[Any], None]) -> nn.Module:
     """Act before the `at`-th training batch (0: before each), with the batch."""
-    count = 0
+    batches = itertools.count(1)
 
-    def count_up(module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal count
-        count += module.training
-        if module.training and at in (0, count):
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and at in (0, next(batches)):
             act(kwargs)
 
-    model.register_forward_pre_hook(count_up, with_kwargs=True)
+    model.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
@@ -112,13 +112,12 @@ def spy(model: nn.Module, draws: int = 0) -> nn.Module:
 
 
 def poison(model: nn.Module, at: int = 1) -> nn.Module:
-    """The loss of the `at`-th training batch is not a number."""
-    batches = []
+    """The loss of the `at`-th training batch is not a number; of batch 0, that of every evaluation."""
+    batches = itertools.count(1)
 
     def spoil(module: nn.Module, args: Any, output: Any) -> None:
-        if module.training:
-            batches.append(None)
-            output["loss"] = output["loss"] * float("nan" if len(batches) == at else 1)
+        if at == (next(batches) if module.training else 0):
+            output["loss"] = output["loss"] * float("nan")
 
     model.register_forward_hook(spoil)
     return model
@@ -126,13 +125,9 @@ def poison(model: nn.Module, at: int = 1) -> nn.Module:
 
 def poison_gradient(model: nn.Module, at: int = 1) -> nn.Module:
     """The gradient of the `at`-th training batch is not a number while its loss is."""
-    batches = []
-
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        batches.append(None)
-        return gradient * float("nan") if len(batches) == at else gradient
-
-    model.get_output_embeddings().weight.register_hook(spoil)
+    batches = itertools.count(1)
+    head = model.get_output_embeddings().weight
+    head.register_hook(lambda gradient: gradient * float("nan") if next(batches) == at else gradient)
     return model
 
 
@@ -167,17 +162,6 @@ def blow_up(model: nn.Module, at: int = 1, times: float = 60.0) -> nn.Module:
     return before_training(model, at, lambda _: model.get_output_embeddings().weight.data.mul_(times))
 
 
-def poison_evaluation(model: nn.Module) -> nn.Module:
-    """The loss is not a number in evaluation only."""
-
-    def spoil(module: nn.Module, args: Any, output: Any) -> None:
-        if not module.training:
-            output["loss"] = output["loss"] * float("inf")
-
-    model.register_forward_hook(spoil)
-    return model
-
-
 def no_module(model: nn.Module) -> None:
     """Forgets to return the model."""
 
@@ -199,104 +183,56 @@ class Wrapped(nn.Module):
         return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
 
 
-# --- the forking process -------------------------------------------------------------------------------------
+# --- runs to kill ---------------------------------------------------------------------------------------------
 
 
 class TrainingServer:
     """Training in forks of a process that has imported everything; each is a process to kill."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__, "nlr_lab.training.run"])
+        path = os.pathsep.join(filter(None, sys.path))
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=path):
+            forkserver.ensure_running()
 
-    def start(self, out: Path, *, limit: int | None = None, fault: bool = False, **settings: Any) -> int:
-        """Begin or resume a run; return its process id. `limit`: bytes a file may have; `fault`: the arm's happens."""
-        command = {"out": str(out), "limit": limit, "fault": fault, "settings": settings}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self._answer()["pid"]
+    def start(self, out: Path, *, limit: int | None = None, fault: bool = False, **settings: Any) -> None:
+        """Begin or resume a run. `limit`: bytes a file may have; `fault`: the arm's happens."""
+        self.errors, sender = self.context.Pipe(duplex=False)
+        self.process = self.context.Process(target=_train, args=(out, sender, limit, fault, settings))
+        self.process.start()
+        sender.close()
 
     def wait(self) -> dict[str, Any]:
         """Return the exit status (negative: the signal that ended it) and, of a UserError, the message."""
-        return self._answer()
+        self.process.join()
+        code = self.process.exitcode
+        return {"exit": code, "error": self.errors.recv() if code == 2 else ""}
 
     def run(self, out: Path, **settings: Any) -> dict[str, Any]:
         """Start and wait."""
         self.start(out, **settings)
         return self.wait()
 
-    def kill_when(self, pid: int, condition: Callable[[], bool], delay: float = 0.0) -> bool:
+    def kill_when(self, condition: Callable[[], bool], delay: float = 0.0) -> bool:
         """Kill the run some seconds after the condition holds; False if it ended before."""
         while not condition():
-            if select.select([self.process.stdout], [], [], 0.0005)[0]:  # it has ended
-                self.wait()
+            if self.process.exitcode is not None:
                 return False
+            time.sleep(0.0005)
         time.sleep(delay)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         return self.wait()["exit"] == -signal.SIGKILL
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-
-def _serve() -> None:
-    from nlr_lab.training import run_training
-    from nonlinear_lowrank.errors import UserError
-
+def _train(out: Path, errors: Any, limit: int | None, fault: bool, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what runs print is no answer
-    text = FakeText()
-
-    def answer(**values: Any) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
-
-    for line in sys.stdin:
-        command = json.loads(line)
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                if command["limit"] is not None:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (command["limit"], resource.RLIM_INFINITY))
-                if command["fault"]:
-                    os.environ["NLR_TEST_FAULT"] = "1"
-                recipe = make_recipe(**command["settings"])
-                run_training(recipe, Path(command["out"]), resume=True, prepared=text, quiet=True)
-                code = 0
-            except UserError as error:
-                os.write(writer, str(error).encode())
-                code = 2
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        os.close(writer)
-        answer(pid=pid)
-        status = os.waitpid(pid, 0)[1]
-        with os.fdopen(reader) as stream:
-            error = stream.read()
-        answer(exit=os.waitstatus_to_exitcode(status), error=error)
-
-
-if __name__ == "__main__":
-    _serve()
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    if fault:
+        os.environ["NLR_TEST_FAULT"] = "1"
+    try:
+        run_training(make_recipe(**settings), out, resume=True, prepared=FakeText(), quiet=True)
+    except UserError as error:
+        errors.send(str(error))
+        sys.exit(2)

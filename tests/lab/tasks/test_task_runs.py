@@ -23,6 +23,7 @@ from pretraining_helpers import (
     masked_task,
     recipe,
 )
+from training_helpers import before_training
 
 KINDS = ("masked", "vit", "convnext")
 ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": LAST_STAGE}
@@ -43,13 +44,8 @@ def make_task(kind, root, **fields):
 def spy(model, draws=0):
     """Notes what the model is trained on; may draw random numbers."""
     torch.randn(draws + 1)
-
-    def note(module, args, kwargs):
-        if module.training:
-            SEEN.append({name: value.clone() for name, value in kwargs.items() if isinstance(value, torch.Tensor)})
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return model
+    note = lambda batch: SEEN.append({name: each.clone() for name, each in batch.items() if torch.is_tensor(each)})  # noqa: E731
+    return before_training(model, 0, note)
 
 
 @pytest.mark.parametrize("kind", ["masked", "vit"])
@@ -96,15 +92,11 @@ def test_masked_evaluation_is_the_mean_over_the_masked_tokens(tmp_path):
     assert Recipe.from_json(own.to_json()) == own
     assert result.bits_per_byte is None
     assert "valid_bytes_per_token" not in json.loads((tmp_path / "run" / "result.json").read_text())["data"]
-    model, nats, tokens = load_model(tmp_path / "run" / "model"), 0.0, 0
-    for index in range(7):
-        item = prepared.valid[index]
-        with torch.no_grad():
-            logits = model(input_ids=item["input_ids"][None]).logits[0].double()
-        kept = item["labels"] != -100
-        nats -= float(logits.log_softmax(-1)[kept, item["labels"][kept]].sum())
-        tokens += int(kept.sum())
-    assert result.final_loss == pytest.approx(nats / tokens, rel=1e-5)
+    inputs, labels = (torch.stack([prepared.valid[i][name] for i in range(7)]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = load_model(tmp_path / "run" / "model")(input_ids=inputs).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    assert result.final_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
@@ -116,8 +108,9 @@ def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
     assert isinstance(prepared.tokenizer, Pixels)
     inputs = prepared.collate([prepared.plain[index] for index in range(10)])
     with torch.no_grad():
-        logits = model(pixel_values=inputs["pixel_values"]).logits.double()
-    loss = torch.nn.functional.cross_entropy(logits, inputs["labels"]).item()
+        loss = torch.nn.functional.cross_entropy(
+            model(pixel_values=inputs["pixel_values"]).logits, inputs["labels"]
+        ).item()
     assert result.plain_curve[-1][1] == pytest.approx(loss, rel=1e-4)
     # Blended labels cannot be fitted: their loss stays above that of the same images as they are.
     assert result.train_curve[-1][1] > result.plain_curve[-1][1]

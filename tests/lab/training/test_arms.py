@@ -29,9 +29,7 @@ BOTH = "nonlinear-query+noble:rank=4"
 FORMS = {
     "baseline": Arm(),
     "baseline:init=noble": Arm(dense_init="noble"),
-    "baseline:init=kaiming,lr=0.003": Arm(dense_init="kaiming", lr=3e-3),
     "noble": Arm(method="noble"),
-    "noble:rank=64": Arm(method="noble", settings={"rank": 64}),
     "noble:rank=64,activation=gelu,depth=1,lr=0.003,name=mine": Arm(
         name="mine", method="noble", settings={"rank": 64, "activation": "gelu", "depth": 1}, lr=3e-3
     ),
@@ -40,7 +38,6 @@ FORMS = {
     ),
     "noble:rank=2,include=5,exclude=true": Arm(method="noble", settings={"rank": 2, "include": "5", "exclude": "true"}),
     "wide-mlp:match=8": Arm(method="wide-mlp", settings={"match": "8"}),
-    "rational": Arm(method="rational"),
     "rational:groups=4,degrees=5/4,anchor=exact": Arm(
         method="rational", settings={"groups": 4, "degrees": [5, 4], "anchor": "exact"}
     ),
@@ -52,8 +49,6 @@ FORMS = {
         qk_norm=True,
         lr=3e-3,
     ),
-    "noble:rank=16+rational": Arm(method="noble+rational", settings={"noble": {"rank": 16}, "rational": {}}),
-    "noble:budget=5%": Arm(method="noble", settings={"budget": "5%"}),
     "noble:select=query/feed_forward,budget=9%flops": Arm(
         method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
     ),
@@ -65,7 +60,6 @@ FORMS = {
             ("dora", "r=1,plus=16", {"r": 1, "plus": 16}),
             ("peanut", "r=2,depth=1", {"r": 2, "depth": 1}),
             ("lora", "r=4,target_modules=query/value", {"r": 4, "target_modules": ["query", "value"]}),
-            ("lora", "target_modules=all-linear", {"target_modules": "all-linear"}),
             ("lora", r"target_modules=.*\.query", {"target_modules": r".*\.query"}),
             ("sine-lora", "r=4,omega=200", {"r": 4, "omega": 200}),
             ("noble-adapter", "r=4", {"r": 4}),
@@ -110,37 +104,29 @@ def test_short_forms_are_read_but_written_otherwise():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nobel:rank=4", "unknown arm|cannot import"),
         ("nobel", "unknown arm"),
         ("", "unknown arm"),
         ("noble:rank", "cannot read 'rank'"),
-        ("noble:rank=", "cannot read"),
         ("noble:rank=0", "rank"),
         ("noble:rank=four", "rank"),
         ("noble:activation=relu6", "activation"),
         ("noble:width=3", "no setting 'width'"),
         ("noble:rank=2,up_bias=no", "up_bias must be true or false"),
-        ("noble:rank=2,rank=4", "rank is given twice"),
         ("noble:rank=8,rank_ratio=0.25", "rank_ratio takes the place of rank"),
         ("noble:rank=2,r=4", "r of the arm 'noble' is given twice"),
         ("nonlinear-query+noble:rank=2,r=4", "given twice, by two names"),
-        ("noble:lr=1e-3,lr=1e-2", "lr is given twice"),
         ("baseline:init=noble,dense_init=stock", "dense_init is given twice"),
         ("noble:lr=fast", "lr must be a number"),
         ("noble:lr=-1", "lr must be"),
-        ("baseline:rank=4", "no setting 'rank'"),
         ("rational:rank=4", "no setting 'rank'; it has activation, groups"),
         ("rational:groups=0", "groups must be a positive integer"),
         ("rational:budget=5%", "rational has no setting 'budget'"),
-        ("rational:select=query", "rational has no setting 'select'"),
         ("baseline:init=xavier", "unknown init"),
         ("baseline:name=a/b", "name 'a/b'"),
         ("no.such.module:change", "cannot import 'no.such.module'"),
         ("training_helpers:no_such", "no function 'no_such'"),
-        ("training_helpers:VOCABULARY", "no function"),
         ("training_helpers:", "unknown arm"),
         ("noble:rank=4+lora:r=2", "lora cannot be one of several"),
-        ("baseline+noble:rank=4", "baseline cannot be one of several"),
         ("noble:rank=4+noble:rank=8", "names noble twice"),
         ("noble:rank=4,lr=1+nonlinear-query:lr=1", "lr is of the whole arm"),
         ("nonlinear-query+noble:width=3", "noble has no setting 'width'"),
@@ -150,14 +136,12 @@ def test_short_forms_are_read_but_written_otherwise():
         ("noble:select=head", "names no part of a block; choose from query, key"),
         ("lora:rank=4", r"lora has no setting 'rank'; it has r, lora_alpha"),
         ("lora:r=0", "r of lora must be a positive integer"),
-        ("lora:r=four", "r of lora"),
         ("dora:use_dora=false", "no setting 'use_dora'"),
         ("lora:plus=0.5", "plus of lora"),
         ("peanut:plus=2", "no setting 'plus'"),
         ("full:r=2", "full has no setting 'r'"),
         ("lora:r=2,grid=0.1", "two different learning rates"),
         ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
-        ("lora:r=2,grid=a/b", "grid must be a number"),
         ("lora:r=2,grid=-1/1", "grid must be"),
         ("sine-lora:omega=0", "omega"),
         ("wide-mlp", "wide-mlp:ratio=4.75"),
@@ -201,47 +185,33 @@ def test_module_that_breaks_on_import(tmp_path, monkeypatch):
 
 
 def test_apply():
-    def build():
-        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-
-    model = build()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     assert Arm().apply(model) is model
+    with pytest.raises(UserError, match="return the changed model"):
+        Arm.parse("training_helpers:no_module").apply(model)
+    with pytest.raises(UserError, match="rank"):
+        Arm.parse("noble:rank=32").apply(model)
     changed = Arm.parse("noble:rank=4,depth=1").apply(model)
     assert all(isinstance(layer, NobleLinear) and layer.noble_config.depth == 1 for layer in changed)
-    with pytest.raises(UserError, match="return the changed model"):
-        Arm.parse("training_helpers:no_module").apply(build())
-    with pytest.raises(UserError, match="rank"):
-        Arm.parse("noble:rank=32").apply(build())
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        *(("steps", 0), ("steps", -5), ("steps", 1.5), ("batch_size", 0), ("gradient_accumulation", 3)),
-        *(("lr", 0.0), ("lr", -1.0), ("lr", float("inf")), ("lr", float("nan")), ("lr", "fast")),
-        *(("warmup_steps", 13), ("warmup_steps", -1), ("betas", (0.9,)), ("betas", (0.9, 1.0)), ("weight_decay", -1)),
-        *(("schedule", "step"), ("optimizer", "sgd"), ("max_grad_norm", -1.0), ("eval_every", 0)),
-        *(("save_every", 0), ("keep_checkpoints", 0), ("log_every", 0), ("seed", -1), ("seed", 2**31), ("threads", 0)),
-        *(("eval_batch_size", 0), ("dataloader_workers", -1)),
+        *(("steps", (0, -5, 1.5)), ("batch_size", (0,)), ("gradient_accumulation", (3,))),
+        *(("lr", (0.0, -1.0, float("inf"), float("nan"), "fast")), ("warmup_steps", (13, -1)), ("epochs", (0,))),
+        *(("betas", ((0.9,), (0.9, 1.0))), ("weight_decay", (-1,)), ("schedule", ("step",)), ("optimizer", ("sgd",))),
+        *(("max_grad_norm", (-1.0,)), ("eval_every", (0,)), ("save_every", (0,)), ("keep_checkpoints", (0,))),
+        *(("log_every", (0,)), ("seed", (-1, 2**31)), ("threads", (0,)), ("eval_batch_size", (0,))),
+        *(("dataloader_workers", (-1,)), ("warmup_share", (1.0,))),
     ],
 )
-def test_bad_training_settings(field, value):
-    with pytest.raises(UserError, match=field):
-        TrainConfig(**{"steps": 12, "batch_size": 4, "lr": 1e-3, field: value})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"epochs": 0}, "epochs"),
-        ({"steps": 4, "eval_every": 0}, "eval_every"),
-        ({"epochs": 1, "warmup_share": 1.0}, "warmup_share"),
-        ({"epochs": 1, "warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
-    ],
-)
-def test_impossible_lengths(settings, message):
-    with pytest.raises(UserError, match=message):
-        TrainConfig(batch_size=8, lr=1e-3, **settings)
+def test_bad_training_settings(field, values):
+    for value in values:
+        with pytest.raises(UserError, match=field):
+            TrainConfig(**{"steps": 12, "batch_size": 4, "lr": 1e-3, field: value})
+    with pytest.raises(UserError, match="warmup_share"):
+        TrainConfig(epochs=1, batch_size=8, lr=1e-3, warmup_share=0.1, warmup_steps=3)
 
 
 def test_recipe_survives_json():
@@ -300,10 +270,8 @@ def test_wider_mlp_is_a_plain_model_of_that_width(family, tmp_path):
     changed.save_pretrained(tmp_path)
     again = load_model(tmp_path)
     assert torch.equal(again(**inputs).logits, logits)
-    wide = [(name, parameter) for name, parameter in changed.named_parameters() if 80 in parameter.shape]
-    fused = [name for name, parameter in changed.named_parameters() if 160 in parameter.shape]
-    assert wide
-    assert bool(fused) == (family == "glm")
+    widths = {size for parameter in changed.parameters() for size in parameter.shape}
+    assert (80 in widths, 160 in widths) == (True, family == "glm")
     for name, parameter in changed.named_parameters():
         if parameter.shape == before[name].shape:
             assert torch.equal(parameter, before[name])
@@ -352,43 +320,33 @@ def test_budget_is_kept_and_only_the_selected_parts_have_branches():
 # --- whole runs -----------------------------------------------------------------------------------------------
 
 
-def opt_recipe(arm):
-    task = OptLanguageModelTask(
-        text=make_recipe().task.text, backbone=OptBackbone(layers=2, width=32, heads=2, hidden=48, dropout=0.1)
-    )
-    return replace(make_recipe(arm, save_every=4), task=task)
-
-
-def train(recipe, out, resume=False):
-    return run_training(recipe, out, prepared=TEXT, resume=resume, quiet=True)
-
-
+OPT = OptLanguageModelTask(
+    text=make_recipe().task.text, backbone=OptBackbone(layers=2, width=32, heads=2, hidden=48, dropout=0.1)
+)
 RUNS = (
     *(f"{BOTH},qk_norm=true", f"{BOTH},optimizer=muon", "noble:budget=30%", "baseline:optimizer=muon"),
-    "noble:rank=4+rational:groups=4",
-    "wide-mlp:ratio=3",
+    *("noble:rank=4+rational:groups=4", "wide-mlp:ratio=3"),
 )
 
 
 @pytest.mark.parametrize("arm", RUNS)
-def test_resuming_gives_the_same_bits(tmp_path, arm):
-    recipe = opt_recipe(arm)
-    recipe = replace(recipe, train=replace(recipe.train, save_every=4, keep_checkpoints=9))
-    done = train(recipe, tmp_path / "out")
-    again = train(recipe, cut_back(tmp_path / "out", tmp_path / "again", 4), resume=True)
-    weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("out", "again")]
+def test_resuming_gives_the_same_bits_and_the_model_loads_elsewhere(tmp_path, arm):
+    recipe, out = replace(make_recipe(arm, save_every=4, keep_checkpoints=9), task=OPT), tmp_path / "out"
+    done = run_training(recipe, out, prepared=TEXT, quiet=True)
+    cut = cut_back(out, tmp_path / "again", 4)
+    again = run_training(recipe, cut, prepared=TEXT, resume=True, quiet=True)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (out, cut)]
     assert weights[0] == weights[1]
     assert replace(again, seconds=0.0) == replace(done, seconds=0.0)
+    if arm != RUNS[0]:
+        return
+    other = replace(recipe, arm=Arm.parse("nonlinear-query+noble:rank=5"))
     with pytest.raises(UserError, match=r"^arm\."):
-        train(replace(recipe, arm=Arm.parse("nonlinear-query+noble:rank=5")), tmp_path / "out", resume=True)
-
-
-def test_trained_composition_loads_in_a_fresh_process(tmp_path):
-    train(opt_recipe(f"{BOTH},qk_norm=true"), tmp_path / "out")
-    model = load_model(tmp_path / "out" / "model").eval()
+        run_training(other, out, prepared=TEXT, resume=True, quiet=True)
+    model = load_model(out / "model").eval()
     assert sum(isinstance(module, NonlinearQuery) for module in model.modules()) == 2
     inputs = {"input_ids": torch.randint(0, TEXT.vocab_size, (2, 16))}
-    name, logits = logits_in_a_fresh_process(tmp_path / "out" / "model", "AutoModelForCausalLM", inputs)
+    name, logits = logits_in_a_fresh_process(out / "model", "AutoModelForCausalLM", inputs)
     assert name == "NonlinearLowrankOPTForCausalLM"
     assert torch.equal(logits, model(**inputs).logits)
 
@@ -397,8 +355,12 @@ def test_trained_composition_loads_in_a_fresh_process(tmp_path):
 
 
 def test_arm_has_its_own_optimizer(tmp_path):
-    train(make_recipe(f"{BOTH},optimizer=muon"), tmp_path / "muon")
-    train(make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"), tmp_path / "adamw")
+    recipes = {
+        "muon": make_recipe(f"{BOTH},optimizer=muon"),
+        "adamw": make_recipe("noble:rank=4,optimizer=adamw", optimizer="muon"),
+    }
+    for name, recipe in recipes.items():
+        run_training(recipe, tmp_path / name, prepared=TEXT, quiet=True)
     state = tensor_names(tmp_path / "muon" / "checkpoints" / "step-000012" / "optimizer")
     by_muon = {name.partition("/")[2] for name in state if name.startswith("momentum_buffer/")}
     ends = {name.partition("self_attn.")[2] or name.partition("mlp.")[2] for name in by_muon}

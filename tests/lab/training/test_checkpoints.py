@@ -6,6 +6,7 @@ import os
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,23 +25,18 @@ TEXT = FakeText()
 
 @pytest.fixture(scope="module")
 def server():
-    server = TrainingServer()
-    yield server
-    server.close()
+    return TrainingServer()
 
 
 def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
-def numbers(out: Path) -> dict:
-    """The result without the clock."""
-    return {key: value for key, value in json.loads((out / "result.json").read_text()).items() if key != "seconds"}
-
-
 def assert_same(out: Path, whole: Path) -> None:
+    """The same weights, and the same result but for the clock."""
     assert weights(out) == weights(whole)
-    assert numbers(out) == numbers(whole)
+    results = [json.loads((folder / "result.json").read_text()) | {"seconds": 0} for folder in (out, whole)]
+    assert results[0] == results[1]
     assert not list(out.rglob(".tmp-*"))
 
 
@@ -64,7 +60,7 @@ def test_killed_run_has_the_same_bits(server, tmp_path, kills, settings):
     folder, done = killed / "checkpoints", 0
     for attempt in range(kills):
         reached = max(step_folders(folder), default=0)
-        pid = server.start(killed, **settings)
+        server.start(killed, **settings)
         if attempt % 3 == 0:  # while a checkpoint is written
             moment, delay = (lambda: any(folder.glob(".tmp-step-*/optimizer"))), random.choice([0.0, 0.01])
         elif attempt % 3 == 1:  # after a step or two
@@ -72,7 +68,7 @@ def test_killed_run_has_the_same_bits(server, tmp_path, kills, settings):
             delay = random.uniform(0, 0.02)
         else:  # whenever
             moment, delay = (lambda: True), random.uniform(0.05, 1.5)
-        done += server.kill_when(pid, moment, delay)
+        done += server.kill_when(moment, delay)
     assert done >= min(kills, 2), "the run was over before it could be killed"
     assert server.run(killed, **settings) == {"exit": 0, "error": ""}
     assert_same(killed, whole)
@@ -161,13 +157,12 @@ def test_damaged_checkpoint_is_passed_over(finished, tmp_path, capsys, name, har
 
 
 def test_run_starts_anew_where_all_checkpoints_are_damaged(finished, tmp_path, capsys):
-    done = finished()
-    out = cut_back(done, tmp_path / "out", 4)
+    out = cut_back(finished(), tmp_path / "out", 4)
     for folder in step_folders(out / "checkpoints").values():
         (folder / "state.json").write_text("{}")
     run_training(make_recipe(keep_checkpoints=9), out, resume=True, prepared=TEXT)
     assert "starting at step 0" in capsys.readouterr().out
-    assert weights(out) == weights(done)
+    assert weights(out) == weights(finished())
 
 
 def test_checkpoint_of_another_model_is_refused(finished, tmp_path):
@@ -187,25 +182,18 @@ def test_failed_write_keeps_the_last_good_checkpoint(server, finished, tmp_path)
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     answer = server.run(out, keep_checkpoints=9, limit=20_000)
     assert answer["exit"] == 2
-    assert "step 8" in answer["error"]
-    assert "no space left" in answer["error"]
-    assert "step-000006" in answer["error"]
+    assert all(words in answer["error"] for words in ("step 8", "no space left", "step-000006"))
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == before
     assert not list(out.rglob(".tmp-*"))
     assert server.run(out, keep_checkpoints=9)["exit"] == 0, "with room again it goes on"
     assert weights(out) == weights(finished())
 
 
-def test_full_disk_at_the_final_model_costs_no_checkpoint(tmp_path, monkeypatch):
-    text = FakeText()
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(text.tokenizer, "save_pretrained", full)
-        with pytest.raises(UserError, match=r"cannot write the model to .*no space left.*--resume"):
-            run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, quiet=True)
+def test_full_disk_at_the_final_model_costs_no_checkpoint(tmp_path):
+    text, full = FakeText(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    refused = pytest.raises(UserError, match=r"cannot write the model to .*no space left.*--resume")
+    with mock.patch.object(text.tokenizer, "save_pretrained", side_effect=full), refused:
+        run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, quiet=True)
     assert not (tmp_path / "out" / "model").exists()
     assert not list(tmp_path.rglob(".tmp-*"))
     assert run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, resume=True, quiet=True).steps == 4
@@ -231,7 +219,7 @@ def test_dead_data_reader_is_named_and_the_run_resumes(server, tmp_path):
         ("poison,at=7", {}, 7, [4, 6]),
         ("poison,at=10", {"gradient_accumulation": 2}, 5, [2, 4]),
         ("poison_gradient,at=4", {"eval_every": 12}, 4, [2]),
-        ("poison_evaluation", {}, 5, [2, 4]),
+        ("poison,at=0", {}, 5, [2, 4]),
         ("poison,at=7", {"log_every": 12, "save_every": 10, "eval_every": 12}, 7, []),
     ],
 )
@@ -239,8 +227,7 @@ def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeyp
     original = checkpoints.CheckpointedTrainer.training_step
 
     def training_step(trainer, *args, **kwargs):  # as on a GPU, where looking at every loss would wait for it
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(trainer, "check_finite", lambda: None)
+        with mock.patch.object(trainer, "check_finite"):
             return original(trainer, *args, **kwargs)
 
     if not saved:

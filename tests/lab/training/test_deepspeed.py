@@ -35,12 +35,9 @@ for name in sys.argv[2:]:
 """
 
 
-def train(out, arm="noble:rank=4", allow_torch_checkpoints=True):
-    recipe = make_recipe(arm, **SETTINGS, bf16=out.name == "bf16")
-    resume = (out / "checkpoints").exists()
-    run_training(
-        recipe, out, prepared=FakeText(), quiet=True, resume=resume, allow_torch_checkpoints=allow_torch_checkpoints
-    )
+def train(out, arm="noble:rank=4", allowed=True):
+    recipe, resume = make_recipe(arm, **SETTINGS, bf16=out.name == "bf16"), (out / "checkpoints").exists()
+    run_training(recipe, out, prepared=FakeText(), quiet=True, resume=resume, allow_torch_checkpoints=allowed)
 
 
 def losses(out):
@@ -51,11 +48,12 @@ def losses(out):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint that looks as if two DeepSpeed processes had written it."""
-    (tmp_path / "checkpoints").mkdir()
-    with staged_folder(tmp_path / "checkpoints" / "step-000004", {"processes": 2}) as folder:
+    place = tmp_path / "checkpoints" / "step-000004"
+    place.parent.mkdir()
+    with staged_folder(place, {"processes": 2}) as folder:
         (folder / "latest").write_text("global_step4")
         (folder / "state.pt").write_bytes(b"a pickle")
-    return tmp_path / "checkpoints" / "step-000004"
+    return place
 
 
 @pytest.mark.parametrize(
@@ -66,11 +64,7 @@ def checkpoint(tmp_path):
         ({}, lambda folder: (folder / "latest").unlink(), "was not written by DeepSpeed; resume with the engine"),
         ({"checkpoints": Path("elsewhere")}, None, "not in the run's own folder"),
         ({}, lambda folder: (folder / "state.pt").write_bytes(b"a Pickle"), "is damaged"),
-        (
-            {},
-            lambda folder: (folder / "link").symlink_to(folder / "state.pt"),
-            "has links; pickles are read from nowhere",
-        ),
+        ({}, lambda folder: (folder / "link").symlink_to(folder / "state.pt"), "has links; pickles are read from"),
     ],
 )
 def test_checkpoint_of_another_run_engine_or_hand_is_refused(checkpoint, options, spoil, message):
@@ -108,7 +102,7 @@ def test_missing_deepspeed_names_its_extra(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[deepspeed\]'"):
         train(tmp_path / "out")
     with pytest.raises(UserError, match="DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints"):
-        train(tmp_path / "out", allow_torch_checkpoints=False)
+        train(tmp_path / "out", allowed=False)
     assert not (tmp_path / "out").exists()
 
 

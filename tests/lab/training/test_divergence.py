@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-import seeds
 from nlr_lab.training import DivergedError, TrainResult, run_training
 from nlr_lab.training.result import rises
+from seeds import rng
 from training_helpers import FakeText, make_recipe
 
 STEPS, EVERY = 2000, 10
@@ -29,20 +29,15 @@ def diverged(found):
     return [rise for rise in found if rise.diverged]
 
 
-@pytest.fixture
-def rng():
-    return seeds.rng()
-
-
-def test_ordinary_training_is_neither(rng):
+def test_ordinary_training_is_neither():
     """Smooth or very noisy, with a plateau first, with a bump of the warm-up, or learning nothing."""
-    up = 0
+    up, generator = 0, rng()
     for noise in (0.0, 0.01, 0.1, 0.5, 2.0):
         for _ in range(15):
-            steps, losses = learning(rng, noise)
-            plateau = np.where(steps < 400, 10.8 + rng.normal(0, noise, len(steps)), losses)
+            steps, losses = learning(generator, noise)
+            plateau = np.where(steps < 400, 10.8 + generator.normal(0, noise, len(steps)), losses)
             bump = losses + np.where((steps > 60) & (steps < 120), 0.5, 0.0)
-            flat = 4.6 + rng.normal(0, noise, len(steps))
+            flat = 4.6 + generator.normal(0, noise, len(steps))
             for curve in (losses, plateau, bump, flat, np.full(len(steps), 2.0)):
                 found = read(steps, curve)
                 assert not diverged(found), (noise, found)
@@ -52,16 +47,16 @@ def test_ordinary_training_is_neither(rng):
 
 @pytest.mark.parametrize("start", [300, 1000, 1800])
 @pytest.mark.parametrize("to", [6.5, 7.6, 12.0, 1e6])
-def test_loss_that_stays_up_diverged_where_it_rose(rng, start, to):
-    steps, losses = learning(rng)
-    losses = np.where(steps >= start, to + rng.normal(0, 0.03, len(steps)), losses)
+def test_loss_that_stays_up_diverged_where_it_rose(start, to):
+    steps, losses = learning(rng())
+    losses = np.where(steps >= start, to + rng().normal(0, 0.03, len(steps)), losses)
     (rise,) = read(steps, losses)
     assert (rise.start, rise.end, rise.diverged) == (start, None, True)
     assert rise.peak == losses[steps >= start].max()
 
 
-def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked(rng):
-    steps, losses = learning(rng)
+def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked():
+    steps, losses = learning(rng())
     soon, late = (steps >= 500) & (steps < 560), (steps >= 1200) & (steps < 1400)
     spike, rise = read(steps, np.where(soon | late, 8.0, losses))
     assert (rise.start, rise.end, rise.entries, rise.diverged) == (1200, 1400, 20, True)
@@ -71,48 +66,41 @@ def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked(r
     assert not diverged(coarse)
 
 
-def test_run_that_only_gets_worse_diverged(rng):
-    steps = np.arange(EVERY, STEPS + 1, EVERY)
-    found = read(steps, 10.8 + 0.01 * np.sqrt(steps) + rng.normal(0, 0.001, len(steps)))
-    assert diverged(found)[0].start < 250  # 3,000 draws: from 150 to 210
-
-
-def test_unit_does_not_matter_and_it_is_known_as_soon_as_patience_is_over(rng):
-    steps, losses = learning(rng)
+def test_unit_does_not_matter_and_it_is_known_as_soon_as_patience_is_over():
+    steps, losses = learning(rng())
     losses = np.where(steps >= 900, 7.0, losses)
     for scale, shift in ((1, 0), (1 / 64, 0), (1, 100)):
         assert diverged(read(steps, scale * losses + shift))[0].start == 900
     known = [step for step in steps if diverged(read(steps[steps <= step], losses[steps <= step]))]
     assert known[0] == 1000
+    worse = 10.8 + 0.01 * np.sqrt(steps) + rng().normal(0, 0.001, len(steps))  # from the first step on
+    assert diverged(read(steps, worse))[0].start < 250  # 3,000 draws: from 150 to 210
+
+
+def run(out, arm="training_helpers:blow_up,at=25", **settings):
+    return run_training(make_recipe(arm, **BLOWN | settings), out, prepared=TEXT, quiet=True, resume=out.exists())
 
 
 def test_run_that_goes_on_says_where_it_diverged(tmp_path):
-    recipe = make_recipe("training_helpers:blow_up,at=25", **BLOWN)
-    result = run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
+    result = run(tmp_path / "out")
     assert (result.status, result.steps, result.diverged_at) == ("done", 60, 25)
     assert result.final_loss > result.curve[0][1]
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
-    calm = run_training(make_recipe(**BLOWN), tmp_path / "calm", prepared=TEXT, quiet=True)
+    calm = run(tmp_path / "calm", "noble:rank=4")
     assert (calm.diverged_at, calm.spikes) == (None, 0)
 
 
 def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **BLOWN)
     with pytest.raises(DivergedError, match=r"spiked to .* and did not recover at step 25; .*step-000020") as caught:
-        run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
+        run(tmp_path / "out", stop_diverged=True)
     assert caught.value.step == 25
     assert "\n" not in str(caught.value)
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["status"], result["steps"], result["diverged_at"]) == ("diverged", 25, 25)
     assert len(result["train_curve"]) < 40, "patience is 3 steps of 60"
     with pytest.raises(DivergedError, match="diverged at step 25"):
-        run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True, resume=True)
-
-
-def test_last_good_checkpoint_outlives_the_wait(tmp_path):
-    """Patience is 10 steps and a checkpoint is written in each, of which one is kept."""
-    settings = {**BLOWN, "steps": 200, "save_every": 1, "keep_checkpoints": 1}
-    recipe = make_recipe("training_helpers:blow_up,at=25", stop_diverged=True, **settings)
+        run(tmp_path / "out", stop_diverged=True)
+    # Patience is 10 steps and a checkpoint is written in each, of which one is kept.
     with pytest.raises(DivergedError, match="step-000024"):
-        run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
-    assert (tmp_path / "out" / "checkpoints" / "step-000024").is_dir()
+        run(tmp_path / "one", stop_diverged=True, steps=200, save_every=1, keep_checkpoints=1)
+    assert (tmp_path / "one" / "checkpoints" / "step-000024").is_dir()

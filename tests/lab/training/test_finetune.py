@@ -19,6 +19,7 @@ from nlr_lab.training.arms import ARM_METHODS, apply_arm, build_model, optimizer
 from nlr_lab.training.result import judged
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.card import loading_code
 from training_helpers import cut_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -31,10 +32,6 @@ def adapted(recipe: Recipe, prepared=None):
 
 def train(recipe: Recipe, out: Path, **options) -> TrainResult:
     return run_training(recipe, out, quiet=True, **options)
-
-
-def trained_names(model) -> set[str]:
-    return {name for name, each in model.named_parameters() if each.requires_grad}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def test_arm_trains_its_adapter_and_the_head(root, arm):
 def test_full_trains_everything_and_starts_alike(root):
     recipe = helpers.recipe(helpers.glue_task(root), "full")
     full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
-    assert trained_names(full) == {name for name, _ in full.named_parameters()}
+    assert all(each.requires_grad for each in full.parameters())
     with torch.no_grad():
         one, two = (model.eval()(input_ids=torch.tensor([[2, 5, 6, 3]])).logits for model in (full, lora))
     assert torch.equal(one, two), "the same new head, and an adapter that begins at zero"
@@ -84,25 +81,22 @@ def test_adapters_fit_every_kind_of_model(root):
         setup = task.adapter_setup(task.build_on_meta())
         for arm in ("lora:r=2", "sine-lora:r=2,omega=100", "noble-adapter:r=2"):
             model = Arm.parse(arm).apply(task.build_on_meta(), setup)
-            names = trained_names(model)
-            assert any("classifier" in name for name in names) == bool(setup.head)
+            names = [name for name, each in model.named_parameters() if each.requires_grad]
             assert names
+            assert any("classifier" in name for name in names) == bool(setup.head)
 
 
 def test_arms_that_do_not_fit(root):
-    task = helpers.glue_task(root)
+    task, language = helpers.glue_task(root), helpers.instruction_task(root)
     setup = task.adapter_setup(task.build_on_meta())
-    with pytest.raises(
-        UserError, match=r"lora does not fit.*target_modules=nosuch; the linears of this model end in .*query"
+    for arm, model, known, words in (
+        ("lora:r=2,target_modules=nosuch", task, setup, "lora does not fit.*nosuch; the linears of this model end in"),
+        ("lora:r=2", task, None, "trains one from scratch"),
+        ("head", language, AdapterSetup(), "head trains a new head, and this model has none"),
+        ("peanut:act_fn=nothing", task, setup, "peanut"),
     ):
-        Arm.parse("lora:r=2,target_modules=nosuch").apply(task.build_on_meta(), setup)
-    with pytest.raises(UserError, match="trains one from scratch"):
-        Arm.parse("lora:r=2").apply(task.build_on_meta(), None)
-    language = helpers.instruction_task(root)
-    with pytest.raises(UserError, match="head trains a new head, and this model has none"):
-        Arm.parse("head").apply(language.build_on_meta(), AdapterSetup())
-    with pytest.raises(UserError, match="peanut"):
-        Arm.parse("peanut:act_fn=nothing").apply(task.build_on_meta(), setup)
+        with pytest.raises(UserError, match=words):
+            Arm.parse(arm).apply(model.build_on_meta(), known)
     with pytest.raises(UserError, match="init= is for"):
         task.build_model(None, "noble")
 
@@ -125,14 +119,12 @@ def test_head_has_a_learning_rate_of_its_own(root, arm):
     recipe = helpers.recipe(helpers.glue_task(root), arm, head_lr=0.5)
     model = adapted(recipe)
     groups = optimizer_groups(model, recipe, recipe.arm, 0.01)
-    head = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." in name}
-    rest = {group["lr"] for group in groups for name, _ in group["params"] if "classifier." not in name}
-    if arm == "head":
-        assert head == {0.01}, "the rate of what the arm trains is the arm's"
-        assert not rest
-    else:
-        assert min(head) == 0.5
-        assert min(rest) == 0.01
+    head, rest = (
+        {group["lr"] for group in groups for name, _ in group["params"] if ("classifier." in name) == wanted}
+        for wanted in (True, False)
+    )
+    # The rate of what the arm trains is the arm's.
+    assert (min(head), min(rest, default=None)) == ((0.01, None) if arm == "head" else (0.5, 0.01))
     listed = [id(each) for group in groups for _, each in group["params"]]
     assert sorted(listed) == sorted(id(each) for each in model.parameters() if each.requires_grad)
 
@@ -148,12 +140,9 @@ def test_epochs_become_steps():
 
 
 def test_last_and_best_are_read_from_the_log():
-    log = [
-        {"step": 1, "eval_loss": 1.0, "eval_f1": 0.5, "test_loss": 1.0, "test_f1": 0.4},
-        {"step": 2, "eval_loss": 0.9, "eval_f1": 0.8, "test_loss": 1.1, "test_f1": 0.3},
-        {"step": 2, "loss": 3.0},
-        {"step": 3, "eval_loss": 0.8, "eval_f1": 0.7, "test_loss": 1.2, "test_f1": 0.6},
-    ]
+    names = ("step", "eval_loss", "eval_f1", "test_loss", "test_f1")
+    rows = ((1, 1.0, 0.5, 1.0, 0.4), (2, 0.9, 0.8, 1.1, 0.3), (3, 0.8, 0.7, 1.2, 0.6))
+    log = [*(dict(zip(names, row, strict=True)) for row in rows), {"step": 2, "loss": 3.0}]
     found = judged(log, Measure(name="f1", higher_is_better=True), apart=True)
     assert (found["score"], found["selection"]) == (0.6, 0.7)
     assert (found["best_step"], found["best_score"]) == (2, 0.3), "chosen by the held-out, scored apart"
@@ -175,13 +164,10 @@ def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
     ).eval()
     prepared = task.prepare()
     for examples, found in ((prepared.test, result.scores), (prepared.valid, {"pearson": result.selection})):
-        guesses, labels = [], []
-        for index in range(len(examples)):
-            item = {name: value[None] for name, value in examples[index].items()}
-            labels.append(item.pop("labels").item())
-            with torch.no_grad():
-                guesses.append(model(**item).logits.item())
-        pair = torch.tensor([guesses, labels], dtype=torch.float64)
+        items = [{name: value[None] for name, value in examples[index].items()} for index in range(len(examples))]
+        labels = [item.pop("labels").item() for item in items]
+        with torch.no_grad():
+            pair = torch.tensor([[model(**item).logits.item() for item in items], labels], dtype=torch.float64)
         assert found["pearson"] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), rel=1e-4, abs=1e-5)
         if "loss" in found:
             assert found["loss"] == pytest.approx(((pair[0] - pair[1]) ** 2).mean().item(), rel=1e-4)
@@ -197,23 +183,15 @@ def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
     result = train(helpers.recipe(task, "lora:r=2", eval_batch_size=4), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     prepared = task.prepare(progress=False)
-    total, count = 0.0, 0
+    total = count = 0
     for index in range(len(prepared.valid)):
-        item = prepared.valid[index]
+        tokens, targets = prepared.valid[index]["input_ids"][None], prepared.valid[index]["labels"][1:]
         with torch.no_grad():
-            log_p = model(input_ids=item["input_ids"][None]).logits[0, :-1].double().log_softmax(-1)
-        targets = item["labels"][1:]
-        kept = targets != -100
-        total -= log_p[kept].gather(-1, targets[kept, None]).sum().item()
-        count += int(kept.sum())
+            logits = model(input_ids=tokens).logits[0, :-1].double()
+        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int((targets != -100).sum())
     assert result.score == result.final_loss == pytest.approx(total / count, rel=1e-4)
     assert result.bits_per_byte is None
-
-
-def test_learning_happens(root, tmp_path):
-    settings = {"steps": 80, "batch_size": 16, "lr": 5e-3, "eval_every": 80, "warmup_steps": 5}
-    image = train(helpers.recipe(helpers.image_task(root), "full", **settings), tmp_path / "image")
-    assert image.score > 0.9
 
 
 def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
@@ -222,10 +200,10 @@ def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
     task = helpers.glue_task(root)
     task = replace(task, model=replace(task.model, checkpoint=str(tmp_path / "still")))
     one = train(helpers.recipe(task, **settings), tmp_path / "a")
-    two = train(helpers.recipe(task, gradient_accumulation=2, **settings), tmp_path / "b")
     padded = replace(task, glue=replace(task.glue, pad="max_length"))
-    three = train(helpers.recipe(padded, **settings), tmp_path / "c")
-    for other in (two, three):
+    parts = helpers.recipe(task, gradient_accumulation=2, **settings)
+    for name, other in {"b": parts, "c": helpers.recipe(padded, **settings)}.items():
+        other = train(other, tmp_path / name)
         assert other.final_loss == pytest.approx(one.final_loss, rel=1e-4)
         assert other.train_curve[-1][1] == pytest.approx(one.train_curve[-1][1], rel=1e-3)
 
@@ -248,38 +226,38 @@ def test_checkpoint_has_what_is_trained_alone_and_resumes_to_the_same_bits(root,
     assert sum(each.numel() for each in tensors.values()) == whole.trainable
 
 
-def test_augmented_images_resume_to_the_same_bits(root, tmp_path):
-    recipe = helpers.recipe(
-        helpers.image_task(root, augment="crop-flip", held_out=0.5), "lora:r=2", steps=20, save_every=6
-    )
-    whole = train(recipe, tmp_path / "out")
-    plain = train(replace(recipe, task=helpers.image_task(root, held_out=0.5)), tmp_path / "plain")
-    assert plain.train_curve != whole.train_curve
-    again = train(recipe, cut_back(tmp_path / "out", tmp_path / "cut", 18), resume=True)
+def test_augmented_images_are_learnt_and_resume_to_the_same_bits(root, tmp_path):
+    settings = {"steps": 80, "batch_size": 16, "lr": 5e-3, "eval_every": 80, "warmup_steps": 5, "save_every": 40}
+    augmented, plain = (helpers.image_task(root, held_out=0.5, augment=each) for each in ("crop-flip", "none"))
+    recipe = helpers.recipe(augmented, "full", **settings)
+    whole, other = (train(replace(recipe, task=task), tmp_path / task.images.augment) for task in (augmented, plain))
+    assert whole.train_curve != other.train_curve
+    assert other.score > 0.9
+    again = train(recipe, cut_back(tmp_path / "crop-flip", tmp_path / "cut", 40), resume=True)
     assert replace(again, seconds=whole.seconds) == whole
 
 
 def test_gradient_checkpointing_and_bf16_are_what_they_say(root, tmp_path, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    seen = []
-    original = LlamaMLP.forward
+    seen, original = [], LlamaMLP.forward
 
     def spy(self, *args, **kwargs):
         seen.append((self.training, torch.is_autocast_enabled("cpu")))
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaMLP, "forward", spy)
-    task = helpers.instruction_task(root)
-    plain = train(helpers.recipe(task, steps=2, eval_every=2), tmp_path / "plain")
-    training = len([each for each in seen if each[0]])
-    seen.clear()
-    again = train(helpers.recipe(task, steps=2, eval_every=2, gradient_checkpointing=True), tmp_path / "again")
-    assert len([each for each in seen if each[0]]) == 2 * training
-    assert again.final_loss == pytest.approx(plain.final_loss, rel=1e-6)
-    seen.clear()
-    train(helpers.recipe(task, steps=2, eval_every=2, bf16=True), tmp_path / "bf16")
-    assert all(autocast for _, autocast in seen)
+
+    def run(name, **settings):
+        """The final loss, and the autocast of the MLPs' calls in training."""
+        seen.clear()
+        recipe = helpers.recipe(helpers.instruction_task(root), steps=2, eval_every=2, **settings)
+        return train(recipe, tmp_path / name).final_loss, [autocast for training, autocast in seen if training]
+
+    (plain, calls), (again, more) = run("plain"), run("again", gradient_checkpointing=True)
+    assert again == pytest.approx(plain, rel=1e-6)
+    assert len(more) == 2 * len(calls)
+    assert all(run("bf16", bf16=True)[1])
 
 
 LOADER = """
@@ -296,29 +274,21 @@ with torch.no_grad():
     ("kind", "arm"), [("glue", "lora:r=2"), ("mean", "sine-lora:r=2,omega=100"), ("image", "lora:r=2")]
 )
 def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, arm):
-    from nonlinear_lowrank.hub.card import loading_code
+    from peft import set_peft_model_state_dict
+    from transformers import AutoTokenizer
 
-    tasks = {
-        "glue": lambda: helpers.glue_task(root, "stsb"),
-        "mean": lambda: helpers.glue_task(root, pooling="mean"),
-        "image": lambda: helpers.image_task(root),
-    }
-    recipe = helpers.recipe(tasks[kind](), arm, steps=3)
+    glue = helpers.glue_task(root, "stsb") if kind == "glue" else helpers.glue_task(root, pooling="mean")
+    recipe = helpers.recipe(helpers.image_task(root) if kind == "image" else glue, arm, steps=3)
     prepared = recipe.task.prepare()
     train(recipe, tmp_path / "out", prepared=prepared)
     folder = tmp_path / "out" / "model"
     batch = prepared.collate([prepared.train[index] for index in range(3)])
     batch.pop("labels")
     model = adapted(recipe, prepared)
-    if arm == "head":
-        model.load_state_dict(load_file(folder / "model.safetensors"))
-    else:
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-        text = (folder / "README.md").read_text()
-        assert "## Loading" in text
-        assert str(tmp_path) not in text.partition("## Loading")[2]
+    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    _, heading, text = (folder / "README.md").read_text().partition("## Loading")
+    assert heading
+    assert str(tmp_path) not in text
     with torch.no_grad():
         expected = model.eval()(**batch).logits
     values = json.dumps({name: value.tolist() for name, value in batch.items()})
@@ -327,8 +297,6 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.tensor(json.loads(done.stdout.splitlines()[-1])).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
     if kind != "image":
-        from transformers import AutoTokenizer
-
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == prepared.tokenizer.get_vocab()
 
 
@@ -361,14 +329,11 @@ def test_compare_by_a_metric(root, tmp_path):
     assert {"curves.png", "rates.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     again = compare(recipe, tmp_path / "out", arms=arms, resume=True, **options)
     assert again.results["arms"][0]["runs"] == comparison.results["arms"][0]["runs"]
-
-
-def test_compare_says_when_choices_fell_on_the_scored_examples(root, tmp_path):
+    # Choices that fell on the scored examples are said to.
     recipe = helpers.recipe(helpers.glue_task(root, held_out=0.0), steps=2, eval_every=2)
-    arms = [Arm.parse("lora:r=2"), Arm.parse("head")]
-    comparison = compare(recipe, tmp_path / "out", arms=arms, seeds=1, timing_rounds=0, quiet=True)
+    comparison = compare(recipe, tmp_path / "other", arms=arms[1:], seeds=1, timing_rounds=0, quiet=True)
     assert any("chosen on the scored examples" in note for note in comparison.results["notes"])
-    report = (tmp_path / "out" / "report.md").read_text()
+    report = (tmp_path / "other" / "report.md").read_text()
     assert "## Speed" not in report  # nothing was timed, and no curve says when a loss was reached
 
 

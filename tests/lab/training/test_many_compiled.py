@@ -20,22 +20,13 @@ from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.training import Arm, run_training
 from seeds import rng
+from training_helpers import tiny_recipe
 
 RANKS = tuple(range(1, 10))
-MODEL = {
-    "width": 32,
-    "layers": 1,
-    "heads": 2,
-    "hidden": 48,
-    "vocab_size": 67,
-    "ranks": RANKS,
-    "modes": ("compiled",),
-    "rounds": 1,
-    "warmup": 1,
-    "clock": "wall",
-}
+MODEL = {"width": 32, "layers": 1, "heads": 2, "hidden": 48, "vocab_size": 67, "ranks": RANKS}
+MODEL |= {"modes": ("compiled",), "rounds": 1, "warmup": 1, "clock": "wall"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +63,10 @@ def test_every_arm_is_benchmarked_compiled(compiled, what):
 
 def test_comparison_of_fields_is_compiled(compiled, tmp_path):
     Image.fromarray(rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / "photo.png")
+    field = FieldConfig(in_features=2, out_features=3, width=32)
     recipe = FieldRecipe(
         name="tiny",
-        problem=ImageSettings(
-            source=str(tmp_path / "photo.png"), points=16, field=FieldConfig(in_features=2, out_features=3, width=32)
-        ),
+        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=16, field=field),
         method="sine:rank=1,omega=30",
         train=FitConfig(steps=1, save_every=0, threads=1, device="cpu", compile=True),
         arms=tuple(f"sine:rank={rank}" for rank in RANKS),
@@ -91,11 +81,8 @@ def test_comparison_of_trained_models_is_compiled(compiled, tmp_path):
     words = [random.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(2000)]
     (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
     text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8, vocab_size=270, cache_dir=str(tmp_path))
-    recipe = Recipe(
-        name="tiny",
-        task=LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=16, heads=2, hidden=32)),
-        train=TrainConfig(steps=1, batch_size=2, lr=1e-3, threads=1, tracker="none", compile=True),
-    )
+    task = LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=16, heads=2, hidden=32))
+    recipe = tiny_recipe(task, "baseline", steps=1, batch_size=2, compile=True)
     arms = (Arm(), *(Arm(method="noble", name=f"r{rank}", settings={"rank": rank}) for rank in range(1, 5)))
     compare(recipe, tmp_path / "out", arms=arms, seeds=1, tune_lr=(), timing_rounds=0, quiet=True)
     met, ok = compiled()
@@ -104,9 +91,8 @@ def test_comparison_of_trained_models_is_compiled(compiled, tmp_path):
 
 def test_one_form_for_batches_of_all_lengths(compiled, tmp_path, monkeypatch):
     words = finetune_helpers.WORDS
-    monkeypatch.setattr(
-        finetune_helpers, "sentence", lambda *_: " ".join(random.choices(words, k=random.randint(1, 25)))
-    )
+    drawn = lambda *_: " ".join(random.choices(words, k=random.randint(1, 25)))  # noqa: E731
+    monkeypatch.setattr(finetune_helpers, "sentence", drawn)
     task = finetune_helpers.glue_task(tmp_path)
     assert len(set(task.prepare(progress=False).train.lengths)) > 8, "more than torch keeps forms"
     run_training(finetune_helpers.recipe(task, steps=20, batch_size=2, compile=True), tmp_path / "out", quiet=True)

@@ -1,7 +1,7 @@
 """A run folder says what it was made from, and can be run again to the same bits."""
 
 import json
-import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,27 +96,23 @@ def test_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
 
 
 def test_changes_are_named(trained, tmp_path, capsys):
-    import shutil
-
     former = tmp_path / "former"
     shutil.copytree(trained / "run", former)
-    about = read(former / "recipe.json")
+    about, data, result = (read(former / f"{name}.json") for name in ("recipe", "data", "result"))
     about["versions"]["torch"] = "1.0"
     about["machine"]["processor"] = "another"
     about["git"] = {"commit": "0" * 40, "dirty": True}
-    (former / "recipe.json").write_text(json.dumps(about))
-    data = read(former / "data.json")
     data["sources"]["text.source"]["files"]["07.txt"]["sha256"] = "0" * 64
-    (former / "data.json").write_text(json.dumps(data))
-    result = read(former / "result.json")
     result["curve"][-1][1] += 1e-15
-    (former / "result.json").write_text(json.dumps(result))
+    for name, changed in {"recipe": about, "data": data, "result": result}.items():
+        (former / f"{name}.json").write_text(json.dumps(changed))
     code, out, err = again(capsys, "train", "--from", former, "--out", tmp_path / "again")
     assert code == 0
-    assert re.search(r"^warning: torch was 1\.0 and is 2", err, re.MULTILINE)
-    assert re.search(r"^warning: processor was another and is ", err, re.MULTILINE)
-    assert "warning: the working directory had changes beside its commit 000000000000" in err
-    assert "warning: text.source: text, 07.txt has changed" in err
+    for words in (
+        *("torch was 1.0 and is 2", "processor was another and is ", "text.source: text, 07.txt has changed"),
+        "the working directory had changes beside its commit 000000000000",
+    ):
+        assert f"warning: {words}" in err
     assert f"not the bits of {former}: curve was " in out
 
 
