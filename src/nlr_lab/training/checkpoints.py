@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.utils.data._utils import signal_handling
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, set_seed
 
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
 from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
@@ -79,7 +79,7 @@ class CheckpointedTrainer(Trainer):
         self.lr_scheduler: Any
         self.checkpoints = Path(checkpoints)
         self.keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
-        self.seconds_before, self._started = 0.0, time.monotonic()
+        self._started = time.monotonic()
         # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
         self._bad_step = torch.zeros((), dtype=torch.int64, device=self.args.device)
 
@@ -90,12 +90,12 @@ class CheckpointedTrainer(Trainer):
             UserError: a checkpoint that cannot be resumed from, or a process that reads data died.
             DivergedError: the loss, or a weight, is not finite.
         """
+        self._started = time.monotonic()
         if resume_from_checkpoint is not None:
             folder, here = Path(resume_from_checkpoint), {"deepspeed": self.is_deepspeed_enabled}
             deepspeed.check_readable(folder, self.checkpoints, processes=self.args.world_size, **here)
-            self.seconds_before = _read(folder / MANIFEST)["seconds"]
+            self._started -= _read(folder / MANIFEST)["seconds"]
             resume_from_checkpoint = str(folder)
-        self._started = time.monotonic()
         # torch's handler of SIGCHLD raises out of whatever goes on when a process that reads data dies: a checkpoint, a
         # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
         before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
@@ -122,7 +122,7 @@ class CheckpointedTrainer(Trainer):
     @property
     def seconds(self) -> float:
         """Seconds of training so far, those before a resume included."""
-        return self.seconds_before + time.monotonic() - self._started
+        return time.monotonic() - self._started
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return 0  # Trainer counts all parameters anew in each step, which in small models is a good part of it
@@ -183,7 +183,7 @@ class CheckpointedTrainer(Trainer):
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
-                groups = _write_optimizer(folder, self.model, _inner(self.optimizer))
+                groups = _write_optimizer(folder, self.model, self.optimizer)
 
             def finish() -> None:
                 if weights:
@@ -232,7 +232,7 @@ class CheckpointedTrainer(Trainer):
         state = _read(Path(checkpoint) / "state.json")
         self.lr_scheduler.load_state_dict(state["scheduler"])
         if not self.is_deepspeed_enabled:
-            _read_optimizer(Path(checkpoint), self.model, _inner(self.optimizer), state["groups"])
+            _read_optimizer(Path(checkpoint), self.model, self.optimizer, state["groups"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -246,12 +246,7 @@ class CheckpointedTrainer(Trainer):
                 f"the checkpoint was written by {len(states)} processes and there are {self.args.world_size} now: "
                 "the run resumes, but not bit-exactly"
             )
-        seed_all(self.args.seed + 7919 * self.state.global_step + here)
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
+        set_seed((self.args.seed + 7919 * self.state.global_step + here) % 2**32)
 
 
 def _read(path: Path) -> Any:
@@ -346,9 +341,9 @@ def _buffers(model: nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tenso
 # --- the optimizer's tensors, whole or sharded, by torch's distributed checkpoints ----------------------------
 
 
-def _write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def _write_optimizer(folder: Path, model: nn.Module, wrapped: Any) -> Any:
     """Write optimizer/*.safetensors, tensors as "exp_avg/<parameter>", each process its own part; return the groups."""
-    state: Any = get_optimizer_state_dict(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, getattr(wrapped, "optimizer", wrapped))
     tensors = {name: tensor.contiguous() for name, tensor in _tensors(state).items()}
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     # torch copies a whole file in memory before it writes it.
@@ -359,7 +354,8 @@ def _write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
     return state["param_groups"]
 
 
-def _read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Any) -> None:
+def _read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any) -> None:
+    optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's wrapper
     state: Any = get_optimizer_state_dict(model, optimizer)
     _read_tensors(folder / "optimizer", _tensors(state))
     # JSON has no tuples.
@@ -393,13 +389,6 @@ def _plain_errors() -> Iterator[None]:
 
 
 # --- random states --------------------------------------------------------------------------------------------
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

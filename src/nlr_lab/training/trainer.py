@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.runtime.processes import on_rank_0
 from nlr_lab.tasks.task import Batch, scores_of_examples
 
-from .checkpoints import CheckpointedTrainer, seed_all
+from .checkpoints import CheckpointedTrainer
 from .recipe import TrainConfig
 from .result import curve_of, rises
 
@@ -84,7 +84,7 @@ class Schedule(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:  # not from what the arm's init left behind, and another in each process
-            seed_all(args.seed + 1_000_003 * args.process_index)
+            set_seed((args.seed + 1_000_003 * args.process_index) % 2**32)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         step, last = state.global_step, state.global_step >= state.max_steps
