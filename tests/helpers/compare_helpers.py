@@ -57,13 +57,9 @@ class FakeTraining:
         final, start = self.loss(*key), 5.0
         diverged = math.isnan(final)
         curve = [[s, start + (final - start) * s / STEPS] for s in self.evaluated]
-        result = {
-            "status": "diverged" if diverged else "done",
-            "final_loss": None if diverged else final,
-            "steps": STEPS,
-            "seconds": 1.5,
-            "curve": [[0, start]] if diverged else curve,
-        }
+        result = {"status": "done", "final_loss": final, "curve": curve, "steps": STEPS, "seconds": 1.5}
+        if diverged:
+            result |= {"status": "diverged", "final_loss": None, "curve": [[0, start]]}
         (out / "result.json").write_text(json.dumps(result))
         if diverged:
             raise DivergedError("the loss is NaN at step 7", 7)
@@ -108,22 +104,15 @@ def compare_stub(recipe, out, *, train, measure_with=fake_measure, draw=False, *
 def tiny_recipe(folder, **train):
     """A one-layer language model on a small text in a folder, over 8 steps."""
     words = np.random.default_rng(5).choice(
-        ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds."], 4000
+        ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds."], (200, 20)
     )
-    (folder / "text.txt").write_text("\n".join(" ".join(words[at : at + 20]) for at in range(0, 4000, 20)))
-    text = TextData(
-        source=str(folder / "text.txt"),
-        vocab_size=270,
-        sequence_length=16,
-        eval_sequences=4,
-        valid_fraction=0.2,
-        cache_dir=str(folder / "cache"),
-    )
+    (folder / "text.txt").write_text("\n".join(map(" ".join, words)))
+    sizes = {"vocab_size": 270, "sequence_length": 16, "eval_sequences": 4, "valid_fraction": 0.2}
+    text = TextData(source=str(folder / "text.txt"), cache_dir=str(folder / "cache"), **sizes)
     backbone = GlmBackbone(layers=1, width=16, heads=2, hidden=32)
-    config = TrainConfig(
-        **{"steps": 8, "batch_size": 4, "lr": 1e-2, "log_every": 2, "tracker": "none", "threads": 1} | train
-    )
-    return Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=config)
+    defaults = {"steps": 8, "batch_size": 4, "lr": 1e-2, "log_every": 2, "tracker": "none", "threads": 1}
+    task = LanguageModelTask(text=text, backbone=backbone)
+    return Recipe(name="tiny", task=task, train=TrainConfig(**defaults | train))
 
 
 def a_run(seed, loss=2.0, steps=10, **more):
@@ -140,13 +129,7 @@ def an_arm(name, *runs, **more):
 
 def a_record(arms, seeds=(1, 2, 3), pairs=None, measure=LOSS):
     """A record of arms against the first one."""
-    return build_results(
-        about={"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "problem": "y"},
-        arms=arms,
-        pairs=pairs or [[(arms[0].name, arm.name) for arm in arms[1:]]],
-        reference=arms[0].name,
-        seeds=seeds,
-        tuning_seed=0,
-        measure=measure,
-        command="c",
-    )
+    about = {"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "problem": "y"}
+    pairs = pairs or [[(arms[0].name, arm.name) for arm in arms[1:]]]
+    told = {"reference": arms[0].name, "seeds": seeds, "tuning_seed": 0, "measure": measure, "command": "c"}
+    return build_results(about=about, arms=arms, pairs=pairs, **told)

@@ -17,15 +17,8 @@ def run_processes(script, *arguments, count=2, timeout=300):
     try:
         for rank in range(count):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", script, *map(str, arguments)],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes.append(subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], **options))
         for process in processes:
             output, _ = process.communicate(timeout=timeout)
             assert process.returncode == 0, output[-4000:]

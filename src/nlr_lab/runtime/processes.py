@@ -23,10 +23,7 @@ _NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice giv
 _BLIP = 0.25  # of a core: less than that is no load
 _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run that goes on gives way
 # Of each version of control groups: where quota and period are, in microseconds.
-_QUOTAS = (
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
+_QUOTAS = (("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
 
 
 def rank() -> int:

@@ -4,9 +4,8 @@ import json
 import math
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,12 +116,6 @@ def test_tunes_each_arm_and_extends_its_grid_until_the_best_is_inside(go, tmp_pa
     assert not any("edge" in note for note in comparison.results["notes"])
     fixed = go(arms=(BASE, replace(NOBLE, lr=5e-3)), tune_lr=(1e-3, 2e-3), out=tmp_path / "fixed").results["arms"][1]
     assert (fixed["lr"], fixed["lr_source"], fixed["tuning"]) == (5e-3, "set by the arm", [])
-
-
-def test_stops_extending_after_max_extensions(go):
-    comparison = go(lambda arm, rate, seed: gain(arm, rate, seed) - rate, tune_lr=(1e-3, 2e-3), max_extensions=2)
-    assert comparison.results["arms"][0]["lr"] == 8e-3
-    assert any("still at the edge of its grid after 2 ext" in line for line in findings(comparison.results))
 
 
 def test_leaves_out_an_arm_that_diverges_at_every_rate(go):
@@ -298,43 +291,27 @@ def test_refuses_a_used_folder_untouched(go, tmp_path):
     assert (out / "diary.txt").read_text() == "mine", "only a comparison's own files are replaced"
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        (lambda r: replace(r, train=replace(r.train, steps=90)), "train.steps"),
-        (lambda r: replace(r, train=replace(r.train, betas=(0.9, 0.99))), "train.betas"),
-        (lambda r: replace(r, task=StubTask(sequence_length=9)), "task.sequence_length"),
-    ],
-)
-def test_refuses_changed_settings_by_name(go, recipe, tmp_path, change, field):
+def test_refuses_changed_settings_by_name(go, recipe, tmp_path):
     go(arms=(BASE, NOBLE), seeds=1)
     before = files(tmp_path / "out")
-    with pytest.raises(UserError, match=re.escape(field)) as caught:
-        go(recipe=change(recipe), arms=(BASE, NOBLE), seeds=1, resume=True)
-    assert "\n" not in str(caught.value)
+    betas = replace(recipe, train=replace(recipe.train, betas=(0.9, 0.99)))
+    longer = replace(recipe, task=StubTask(sequence_length=9))
+    for changed, field in ((betas, "train.betas"), (longer, "task.sequence_length")):
+        with pytest.raises(UserError, match=field) as caught:
+            go(recipe=changed, arms=(BASE, NOBLE), seeds=1, resume=True)
+        assert "\n" not in str(caught.value)
     assert files(tmp_path / "out") == before
     with pytest.raises(UserError, match="settings of arm 'noble-r4'"):
         go(arms=(BASE, replace(NOBLE, settings={"rank": 8})), seeds=1, resume=True)
-    go(recipe=change(recipe), arms=(BASE, NOBLE), seeds=1, overwrite=True)
+    go(recipe=longer, arms=(BASE, NOBLE), seeds=1, overwrite=True)
 
 
-def test_refuses_other_data(go, recipe):
-    @dataclass(frozen=True)
-    class Moved(StubTask):
-        def prepare(self, progress=True):
-            return SimpleNamespace(fingerprint="0" * 64)
-
+def test_refuses_a_broken_marker(go, tmp_path):
     go(arms=(BASE, NOBLE), seeds=1)
-    with pytest.raises(UserError, match="other data"):
-        go(recipe=replace(recipe, task=Moved()), arms=(BASE, NOBLE), seeds=1, resume=True)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}'])
-def test_refuses_a_broken_marker_in_one_line(go, tmp_path, text):
-    go(arms=(BASE, NOBLE), seeds=1)
-    (tmp_path / "out" / "compare.json").write_text(text)
-    with pytest.raises(UserError, match=r"compare\.json"):
-        go(arms=(BASE, NOBLE), seeds=1, resume=True)
+    for text in ("{", "[]", '{"settings": 3}'):
+        (tmp_path / "out" / "compare.json").write_text(text)
+        with pytest.raises(UserError, match=r"compare\.json"):
+            go(arms=(BASE, NOBLE), seeds=1, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -343,11 +320,8 @@ def test_refuses_a_broken_marker_in_one_line(go, tmp_path, text):
         ({"arms": (BASE,)}, "at least two"),
         ({"arms": (BASE, BASE)}, "two arms"),
         ({"seeds": 0}, "seeds"),
-        ({"seeds": 2.5}, "seeds"),
         ({"tune_lr": (1e-3,)}, "two different learning rates"),
-        ({"tune_lr": (1e-3, 1e-3)}, "two different learning rates"),
         ({"tune_lr": (0.0, 1e-3)}, "above 0"),
-        ({"tune_lr": (math.nan, 1e-3)}, "above 0"),
         ({"reference": "nobody"}, "nobody"),
         ({"resume": True, "overwrite": True}, "choose one"),
     ],

@@ -78,16 +78,6 @@ def test_coverage_and_false_positives_of_the_paired_interval(rng, n):
     assert claimed / trials == pytest.approx(0.05, abs=0.026)
 
 
-def test_paired_mean_by_hand():
-    # mean 2, sd 1, n 3: t(0.975, 2) = 4.302653, t = 2 sqrt 3, p from the closed form of Student's t, dof 2.
-    estimate = paired_mean([1.0, 2.0, 3.0])
-    t = 2 * math.sqrt(3)
-    assert estimate.value == pytest.approx(2.0)
-    assert estimate.low == pytest.approx(2 - 4.302653 / math.sqrt(3), abs=1e-5)
-    assert estimate.p_value == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    assert not estimate.shown
-
-
 def test_gives_no_interval_without_seeds_or_spread():
     for estimate, word in [
         (paired_mean([0.1]), "one seed"),

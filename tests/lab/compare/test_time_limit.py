@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from compare_helpers import StubTask, compare_stub, tiny_recipe
+from compare_helpers import BASE, NOBLE, StubTask, compare_stub, tiny_recipe
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
 from nlr_lab.compare.time_limit import shortened
@@ -20,11 +20,10 @@ from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.runtime.environment import OutOfTimeError, duration
-from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from nlr_lab.training import Recipe, TrainConfig, run_training
 from nonlinear_lowrank import UserError
 from seeds import rng
 
-ARMS = (Arm(), Arm(name="noble-r4", method="noble", settings={"rank": 4}))
 STEPS = 200
 
 
@@ -73,7 +72,7 @@ def go(tmp_path):
     def run(machine, *, recipe=recipe, out=tmp_path / "out", seeds=2, **options):
         replaced = {"train": machine.run, "measure_with": machine.measure, "clock": machine.clock}
         options = {"timing_rounds": 3, "draw": True} | options
-        return compare_stub(recipe, out, arms=ARMS, seeds=seeds, **replaced, **options)
+        return compare_stub(recipe, out, arms=(BASE, NOBLE), seeds=seeds, **replaced, **options)
 
     return run
 

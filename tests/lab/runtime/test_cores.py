@@ -39,8 +39,7 @@ def cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("load", "quota", "threads"),
-    [(0.0, 8, 4), (0.2, 8, 4), (1.0, 8, 3), (4.0, 8, 1), (0.0, 2, 2), (0.0, 0.5, 1)],
+    ("load", "quota", "threads"), [(0.0, 8, 4), (0.2, 8, 4), (1.0, 8, 3), (4.0, 8, 1), (0.0, 2, 2), (0.0, 0.5, 1)]
 )
 def test_threads_are_the_cores_that_others_leave(cores, load, quota, threads):
     cores.now, cores.quota = load, quota
