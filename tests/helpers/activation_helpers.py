@@ -25,13 +25,6 @@ def two(name):
 # model: (made, names of the activations that are found, width)
 FOUND = {
     "vit": (model_helpers.vit, two("vit.layers.{}.mlp.activation_fn"), 48),
-    "dinov2": (
-        lambda: hf.Dinov2ForImageClassification(
-            hf.Dinov2Config(**model_helpers.SIZES, mlp_ratio=2, image_size=16, patch_size=4, num_labels=5)
-        ),
-        two("dinov2.encoder.layer.{}.mlp.activation_fn"),
-        64,
-    ),
     "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)), two(BERT_MLP), 48),
     "gpt2": (model_helpers.gpt2, two("transformer.h.{}.mlp.act"), 128),
     "opt": (model_helpers.opt, two("model.decoder.layers.{}.activation_fn"), 48),
@@ -76,11 +69,6 @@ SKIPPED = {
     "bert-mlm-head": (
         lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)),
         {"cls.predictions.transform.transform_act_fn": "head"},
-        {},
-    ),
-    "electra": (
-        lambda: hf.ElectraForSequenceClassification(hf.ElectraConfig(**TEXT, embedding_size=16)),
-        {"classifier.activation": "head"},
         {},
     ),
     "roberta": (

@@ -167,30 +167,6 @@ def test_meta_and_empty():
         assert RationalActivation(RationalConfig(activation="silu")).rational_numerator.is_meta
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activation": "mish"}, "unknown activation 'mish'; choose one of gelu"),
-        ({"form": "eq6"}, "unknown form 'eq6'; choose one of abs_of_sum, sum_of_abs"),
-        ({"groups": 0}, "groups must be a positive integer"),
-        ({"degrees": (5, 0)}, "degrees must be two integers from 1 to 9"),
-        ({"degrees": 5}, "degrees must be two integers"),
-        ({"degrees": (5, 12)}, "from 1 to 9"),
-        ({"fit_range": 0}, "fit_range must be a number above 0 or"),
-        ({"fit_range": (1.0, 3.0)}, "low < 0 < high"),
-        ({"fit_range": (-1.0, float("inf"))}, "low < 0 < high"),
-        ({"tails": "flat"}, "unknown tails"),
-        ({"anchor": "maybe"}, "unknown anchor"),
-        ({"channel_dim": 2}, "channel_dim must be -1 or 1"),
-        ({"width": 0}, "width must be a positive integer"),
-    ],
-)
-def test_wrong_settings_are_one_line(options, message):
-    with pytest.raises(UserError, match=message) as caught:
-        RationalConfig(**options)
-    assert "\n" not in str(caught.value)
-
-
 def test_wrong_names_of_a_fit_are_one_line():
     with pytest.raises(UserError, match="no rational fit for 'mish'; there are fits for gelu"):
         fit_rational("mish")

@@ -1,0 +1,73 @@
+"""Wrong settings of sine and rational methods and adapters: one line that names the field, before any work."""
+
+import pytest
+
+from nonlinear_lowrank import NoraConfig, RationalConfig, SineLoraConfig, SineLowRankConfig, UserError
+
+# config: [(settings, what the error says)]; NoRA checks what the two have in common as RationalConfig does.
+WRONG = {
+    RationalConfig: [
+        ({"activation": "mish"}, "unknown activation 'mish'; choose one of gelu"),
+        ({"form": "eq6"}, "unknown form 'eq6'; choose one of abs_of_sum, sum_of_abs"),
+        ({"groups": 0}, "groups must be a positive integer"),
+        ({"degrees": (5, 0)}, "degrees must be two integers from 1 to 9"),
+        ({"degrees": 5}, "degrees must be two integers"),
+        ({"degrees": (5, 12)}, "from 1 to 9"),
+        ({"fit_range": 0}, "fit_range must be a number above 0 or"),
+        ({"fit_range": (1.0, 3.0)}, "low < 0 < high"),
+        ({"fit_range": (-1.0, float("inf"))}, "low < 0 < high"),
+        ({"tails": "flat"}, "unknown tails"),
+        ({"anchor": "maybe"}, "unknown anchor"),
+        ({"channel_dim": 2}, "channel_dim must be -1 or 1"),
+        ({"width": 0}, "width must be a positive integer"),
+    ],
+    NoraConfig: [
+        ({"r": 0}, "r must be a positive integer"),
+        ({"groups": 2.5}, "groups must be"),
+        ({"groups_pattern": {"act": 0}}, r"groups_pattern\['act'\] must be"),
+        ({"form": "kat"}, "unknown form"),
+        ({"fit_range": -1.0}, "fit_range must be"),
+        ({"tuning": "all"}, "unknown tuning 'all'; choose one of low_rank, rational"),
+        ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; leave it out"),
+        ({"numerator_only": True, "denominator_only": True}, "leave nothing to train together"),
+        ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),
+        ({"tuning": "gelu_init", "anchor": "exact"}, "drop one of them"),
+        ({"init_std": 0}, "init_std must be"),
+        ({"lora_r": -1}, "lora_r must be"),
+        ({"lora_sine": True}, "lora_sine is for NoRA"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is for NoRA"),
+        ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be"),
+        ({"lora_r": 2, "lora_omega": 0}, "lora_omega must be"),
+        ({"lora_r": 2, "lora_gain": -1.0}, "lora_gain must be"),
+        ({"lora_r": 2, "lora_alpha": float("nan")}, "lora_alpha must be"),
+    ],
+    SineLoraConfig: [
+        ({"r": 0}, "r must be a positive integer, got 0"),
+        ({"r": 2.5}, "r must be"),
+        ({"omega": 0}, "omega must be a finite number above 0, got 0"),
+        ({"omega": float("nan")}, "omega must be"),
+        ({"omega": "200"}, "omega must be"),
+        ({"gain": 0.0}, "gain must be"),
+        ({"lora_alpha": -1.0}, "lora_alpha must be"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be"),
+        ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] must be"),
+        ({"omega_pattern": {"q_proj": -1}}, r"omega_pattern\['q_proj'\] must be"),
+    ],
+    SineLowRankConfig: [
+        ({"rank": 0}, "rank"),
+        ({"rank": True}, "rank"),
+        ({"omega": 0}, "omega"),
+        ({"omega": float("inf")}, "omega"),
+        ({"omega": "imagenet"}, "vit-base-imagenet"),
+        ({"gain": -1.0}, "gain"),
+        ({"activation": "cosine"}, "activation"),
+        ({"init": "xavier"}, "kaiming_zero"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("make", "settings", "words"), [(make, *case) for make in WRONG for case in WRONG[make]])
+def test_wrong_settings_are_one_line(make, settings, words):
+    with pytest.raises(UserError, match=words) as caught:
+        make(**settings)
+    assert "\n" not in str(caught.value)
