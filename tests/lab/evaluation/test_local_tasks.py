@@ -263,7 +263,11 @@ OPENING = TESTS["piqa_local"]["metadata"]["opening"]
         ("piqa_local", {"instruction": 7}, "field 'instruction' is int"),
         ("piqa_local", {"instruction": "Which?"}, "no question of piqa_local"),
         ("piqa_local", {"instruction": OPENING + "Why?"}, "the instruction does not end in"),
-        ("piqa_local", {"instruction": f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"}, "the "),
+        (
+            "piqa_local",
+            {"instruction": f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"},
+            "the instruction does not end in",
+        ),
         ("mmlu_local", {"subject": "astrology"}, "'astrology' is no subject of MMLU"),
         ("mmlu_local", {"choices": ["a", "b", "c"]}, "field 'choices' must be four strings"),
         *(
