@@ -36,22 +36,31 @@ def sentence(generator: np.random.Generator, words: int = 6) -> str:
     return " ".join(generator.choice(WORDS[:12], words))
 
 
-def _save(model: Any, folder: Path, pairs: bool | None) -> str:
-    """Save a model, with a tokenizer of sentences or of pairs of them unless that is None."""
+def save(model: Any, folder: Path) -> None:
+    """Save a model without transformers' bars."""
     with quiet_loading():
         model.save_pretrained(folder)
+
+
+def tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer of words, of sentences or of pairs of them as BERT's."""
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    names, special = ["input_ids", "attention_mask"], {}
+    if pairs:
+        names.insert(1, "token_type_ids")
+        special = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+        inner.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    special |= {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
+
+
+def _save(model: Any, folder: Path, pairs: bool | None) -> str:
+    save(model, folder)
     if pairs is not None:
-        inner = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
-        inner.pre_tokenizer = WhitespaceSplit()
-        names, special = ["input_ids", "attention_mask"], {}
-        if pairs:
-            names.insert(1, "token_type_ids")
-            special = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
-            inner.post_processor = TemplateProcessing(
-                single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-            )
-        special |= {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[SEP]"}
-        PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special).save_pretrained(folder)
+        tokenizer(pairs).save_pretrained(folder)
     return str(folder)
 
 

@@ -276,7 +276,7 @@ def test_the_own_head_of_a_checkpoint_is_drawn_anew(tmp_path):
     with torch.no_grad():
         old.classifier.weight.fill_(7.0)
     old.config.problem_type = "single_label_classification"
-    kit._quiet_save(old, tmp_path / "tuned")
+    kit.save(old, tmp_path / "tuned")
     for labels in (2, 1):
         model = Pretrained(checkpoint=str(tmp_path / "tuned"), pooling="own").text_classifier(labels, 0)
         assert model.classifier.weight.shape == (labels, 16)
@@ -292,7 +292,7 @@ def test_an_untrained_pooler_counts_as_head(tmp_path):
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig.from_pretrained(kit.encoder(tmp_path / "bert"))
-    kit._quiet_save(BertForMaskedLM(config), tmp_path / "mlm")
+    kit.save(BertForMaskedLM(config), tmp_path / "mlm")
     task = GlueTask(glue=GlueData(task="cola"), model=Pretrained(checkpoint=str(tmp_path / "mlm"), pooling="own"))
     one, two = (task.model.text_classifier(2, 5) for _ in range(2))
     assert task.adapter_setup(one).head == ("classifier", "bert.pooler")
@@ -325,7 +325,7 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     assert again.num_labels == 3
     for (name, one), two in zip(model.encoder.named_parameters(), again.encoder.parameters(), strict=True):
         assert torch.equal(one, two), name
-    kit._quiet_save(model, tmp_path / "whole")
+    kit.save(model, tmp_path / "whole")
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
     assert torch.equal(whole.classifier.weight, model.classifier.weight)
     meta = pretrained.on_meta("text", 3)

@@ -39,7 +39,7 @@ def examples(path, template="plain", **options):
 
 @pytest.fixture
 def tokenizer():
-    return kit._tokenizer(False)
+    return kit.tokenizer(False)
 
 
 def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
@@ -227,7 +227,7 @@ def test_tokenizers_and_rows_that_do_not_serve(tmp_path):
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
     with pytest.raises(UserError, match="0 rows are left"):
         kit.instruction_task(tmp_path, source=empty).prepare(progress=False)
-    tokenizer = kit._tokenizer(False)
+    tokenizer = kit.tokenizer(False)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(task.model.checkpoint)
     with pytest.raises(UserError, match="no end-of-text token"):
