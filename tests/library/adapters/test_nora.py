@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import peft
@@ -270,10 +271,11 @@ def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(RationalConfig, "fit", other)
     again = PeftModel.from_pretrained(base, tmp_path).eval()
     assert torch.equal(logits(again, inputs), expected)
-    saved["fits"]["silu"]["numerator"].pop()
-    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"fits\['silu'\] is not a fit of degrees \(5, 4\)"):
-        peft.PeftConfig.from_pretrained(tmp_path)
+    for numerator in (saved["fits"]["silu"]["numerator"][1:], [math.nan] * 6, ["a"] * 6):
+        saved["fits"]["silu"]["numerator"] = numerator
+        (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+        with pytest.raises(UserError, match=r"fits\['silu'\] is not a fit of degrees \(5, 4\)"):
+            peft.PeftConfig.from_pretrained(tmp_path)
 
 
 def test_the_report_says_how_good_the_fits_are(capsys):

@@ -73,12 +73,12 @@ class NoraConfig(AdapterConfig):
     groups_pattern: dict[str, int] = field(default_factory=dict)
     """{module name or regular expression: groups} where it differs."""
     degrees: tuple[int, int] = (5, 4)
-    """Of numerator and denominator. The low-rank shift touches as many coefficients: all but the constant ones."""
+    """Degrees of numerator and denominator. The low-rank shift touches as many coefficients, all but the constants."""
     form: Form = "abs_of_sum"
     """The denominator: "abs_of_sum" is 1 + |b0 + b1 x + ...|, equation (6) of the paper; "sum_of_abs" is
     1 + |b1| |x| + |b2| |x|^2 + ..., that of the KAT kernels, on which the paper's networks are built."""
     fit_range: float | tuple[float, float] = 10.0
-    """Where the rational function is fitted to the activation it replaces: (low, high), or L for (-L, L)."""
+    """Interval of the fit to the activation that is replaced: (low, high), or L for (-L, L)."""
     tails: Tails = "linear"
     """Beyond fit_range: "linear" goes on straight with the activation's own slopes; "rational" lets R go on."""
     anchor: Anchor = "none"
@@ -89,7 +89,7 @@ class NoraConfig(AdapterConfig):
     denominator_only: bool = False
     """Shift the denominator's coefficients alone (Table 5)."""
     tuning: Tuning = "low_rank"
-    """What is trained (Table 4). "low_rank": NoRA, a shift A B. "rational": the coefficients themselves.
+    """Trained part (Table 4). "low_rank": NoRA, a shift A B. "rational": the coefficients themselves.
     "zero_init": a shift of every coefficient, from zero. "gelu_init": the coefficients, from GELU's fit whatever
     they replace. "constants": a0 and b0 alone."""
     init_std: float = 0.02
@@ -187,16 +187,25 @@ class NoraConfig(AdapterConfig):
         coefficients = tuple(known["numerator"]), tuple(known["denominator"])
         return RationalFit(kind, self.form, check_range(self.fit_range), *coefficients, known["error"])
 
-    def _check_fit(self, kind: str, values: Mapping[str, Any]) -> None:
+    def _check_fit(self, kind: str, values: Any) -> None:
         m, n = self.degrees
-        sizes = {"numerator": m + 1, "denominator": denominator_size(n, self.form), "error": None}
-        given = values.items() if isinstance(values, dict) else ()
-        found = {side: len(value) if isinstance(value, list | tuple) else None for side, value in given}
-        if kind not in KIND.values() or found != sizes:
+        sizes = {"numerator": m + 1, "denominator": denominator_size(n, self.form)}
+        good = (
+            kind in KIND.values()
+            and isinstance(values, dict)
+            and _are_numbers([values.get("error")], 1)
+            and all(_are_numbers(values.get(side), size) for side, size in sizes.items())
+        )
+        if not good:
             raise UserError(
                 f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits, and it "
                 "is filled in"
             )
+
+
+def _are_numbers(values: Any, size: int) -> bool:
+    listed = isinstance(values, list | tuple) and len(values) == size
+    return listed and all(type(each) in (int, float) and math.isfinite(each) for each in values)
 
 
 _SIDES = ("numerator", "denominator")
