@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noble_helpers import BOTTLENECKS, changed, leaf, make_branch, make_linear, outputs_and_gradients, tensors
 from nonlinear_lowrank import NobleConfig, NobleLinear
@@ -39,6 +40,12 @@ def test_cosnet_is_the_papers_equation():
         c2 = torch.cos(branch.frequencies[1] * (c1 @ branch.mixes[0].T) + branch.phases[1])
         expected = x @ weight.T + bias + c2 @ branch.up.T
         torch.testing.assert_close(noble_linear(x, weight, bias, branch), expected)
+
+
+@pytest.mark.parametrize(("activation", "depth"), BOTTLENECKS)
+def test_gradients_pass_gradcheck(activation, depth):
+    flat, spec = tree_flatten(make_linear(activation, depth, batch=(3,), d_in=5, d_out=4, r=2))
+    assert torch.autograd.gradcheck(lambda *each: noble_linear(*tree_unflatten(each, spec)), flat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
