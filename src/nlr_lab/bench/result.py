@@ -29,7 +29,7 @@ class Row:
     over: str | None = None
     """The arm that it is measured against."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What does not depend on the clock; names that end in `bytes` are bytes."""
+    """Figures that do not depend on the clock; names that end in `bytes` are bytes."""
 
     def cells(self) -> dict[str, str]:
         """Return the texts by column."""

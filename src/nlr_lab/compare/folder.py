@@ -36,7 +36,7 @@ from .record import clean
 
 MARKER, RESULTS, REPORT, TIMING, RESULT = "compare.json", "results.json", "report.md", "timing.json", "result.json"
 SHORTENED = "steps-"
-"""How the folder begins, under an arm's, of runs that were shortened for time; the number of steps follows."""
+"""Prefix of the folder, under an arm's, of runs that were shortened for time; the number of steps follows."""
 
 
 class Folder:

@@ -23,7 +23,7 @@ TIMING_SHARE = 0.1
 """Share of a limit that timing steps may take."""
 
 PACE_ROUNDS = 3
-"""Of steps that are timed for the limit alone."""
+"""Rounds of steps that are timed for the limit alone."""
 
 _MARGIN = 1.3  # of the forecast that a length is chosen by: to begin once more costs more than to take fewer steps
 _REPORT_SHARE, _REPORT_SECONDS = 0.05, 30.0  # kept for the pictures and the report

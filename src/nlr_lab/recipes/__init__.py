@@ -35,10 +35,10 @@ NOBLE_ARMS = (*BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256")
 """The ranks of noble.txt, beside the controls."""
 
 AS_PUBLISHED: dict[str, Any] = {"arm": "noble:rank=64", "arms": NOBLE_ARMS, "seeds": 1}
-"""How models of noble.txt's own sizes are compared."""
+"""Comparison of models of noble.txt's own sizes."""
 
 FAST: dict[str, Any] = {"bf16": True, "compile": True, "log_every": 50}
-"""How models of the papers' sizes train."""
+"""Training of models of the papers' sizes."""
 
 EVERY_2000: dict[str, Any] = {"eval_every": 2000, "save_every": 2000}
 EACH_EPOCH: dict[str, Any] = {"eval_every": 0, "save_every": 0}

@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings: versions, the machine, its devices, memory, kernels and threads."""
+"""Conditions of a result beside its settings: versions, the machine, its devices, memory, kernels and threads."""
 
 import contextlib
 import math

@@ -34,9 +34,9 @@ class Role:
     lr: float = 1.0
     """Learning-rate multiplier."""
     decay: bool = True
-    """Whether weight decay applies."""
+    """True where weight decay applies."""
     muon: bool = False
-    """Whether Muon takes it where that is asked for: plain hidden matrices of multiplier 1."""
+    """True where Muon takes it, if it is asked for: plain hidden matrices of multiplier 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class Target:
     config: Any
     """The user's, with what it leaves open filled in for this place."""
     details: str
-    """What is put there, for the report."""
+    """Kind of the new layer, for the report."""
     device: torch.device | None = None
-    """Where the new layer goes; None: the default."""
+    """Module path of the new layer; None: the default."""
     skipped: str = ""
     """Why it is skipped unless the user names it; empty: it is replaced."""
     refused: str = ""
@@ -70,7 +70,7 @@ class Findings:
     targets: Mapping[str, Target]
     """By dotted name, in the model's order. Each place is one of its own, also where places share a module."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """What can never be replaced, and why; "" is the model itself."""
+    """Modules that can never be replaced, and why; "" is the model itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +105,15 @@ class Method:
     """Classes of the modules that the method puts in place."""
 
     kind: ClassVar[str] = "linear"
-    """What its targets are called in messages."""
+    """Name of its targets in messages."""
     include: ClassVar[str | None] = None
     """Regular expression of the whole names that it replaces where the user names none; None: every linear."""
     wraps: ClassVar[bool] = False
-    """Whether its layers go around others, also of other methods, which are then in them as `projection`."""
+    """True where its layers go around others, also of other methods, which are then in them as `projection`."""
     tensor_parallel: ClassVar[bool] = True
-    """Whether a model with its layers may be split over devices by transformers' plans."""
+    """True where a model with its layers may be split over devices by transformers' plans."""
     replaces_weights: ClassVar[bool] = False
-    """Whether its layers do away with the plain layer's weight."""
+    """True where its layers do away with the plain layer's weight."""
     dense: ClassVar[str | None] = None
     """The child of its layers that is the plain linear they go beside, whose tensors files have under the layer's own
     name; its layers are branches, switched by `branch_enabled`. None: they replace the linear."""
@@ -124,13 +124,13 @@ class Method:
     adapter_arms: ClassVar[Mapping[str, AdapterArm]] = {}
     """Arms of comparisons that fine-tune with these adapters, by name."""
     optimizable: ClassVar[bool] = False
-    """Whether `optimize_for_inference` makes a model with its layers faster."""
+    """True where `optimize_for_inference` makes a model with its layers faster."""
     draws_up: ClassVar[bool] = False
-    """Whether `draw_up` is there."""
+    """True where `draw_up` is there."""
     controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Arms of comparisons that change one factor of the method and keep the rest: config fields by the arm's name."""
     budgeted: ClassVar[bool] = False
-    """Whether its config has a `rank_ratio` and `added` says what layers of it add, so that a budget can be met."""
+    """True where its config has a `rank_ratio` and `added` says what layers of it add, so that a budget can be met."""
 
     def is_target(self, module: nn.Module) -> bool:
         """Return whether the method can replace this module: a plain linear, unless overridden."""
@@ -263,7 +263,7 @@ class BranchLayer(nn.Module):
 
     dense: nn.Module
     plain_names: bool
-    """Whether `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
+    """True: `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
     model, it renames them itself (`hub`)."""
 
     def put_beside(self, dense: nn.Module) -> None:

@@ -46,7 +46,7 @@ class QKNormConfig:
     method: ClassVar[str] = "qk-norm"
 
     head_width: int | None = None
-    """Of queries and keys; None: as the model's attention says."""
+    """Width of a head of queries and keys; None: as the model's attention says."""
 
     def __post_init__(self) -> None:
         if self.head_width is not None:

@@ -303,11 +303,11 @@ class Layout(NamedTuple):
     """The layout in which x meets the weight."""
 
     base: bool
-    """Whether the weight itself is part of the sum."""
+    """True: the weight itself is part of the sum."""
     transposed: bool
-    """Whether it is (d_in, d_out)."""
+    """True: the weight is (d_in, d_out)."""
     stride: Sequence[int] = ()
-    """Of a convolution."""
+    """Stride of a convolution."""
 
     def turned(self, *matrices: Tensor | None) -> list[Any]:
         """Return matrices in this layout as (d_out, d_in)."""

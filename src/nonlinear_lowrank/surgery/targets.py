@@ -273,7 +273,7 @@ class Bypass(NamedTuple):
 
     why: str
     refused: bool
-    """Whether it is not put there on request either: it would never act, or not in inference. Else on some paths it
+    """True: it is not put there on request either: it would never act, or not in inference. Else on some paths it
     would."""
 
 

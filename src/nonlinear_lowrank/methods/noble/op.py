@@ -33,12 +33,12 @@ from nonlinear_lowrank.ops.precision import autocast_dtype
 Tensors = Sequence[Tensor | None]
 
 JOIN_UP: bool | None = None
-"""Whether training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
+"""True: training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
 where that moves fewer numbers, d_in + r < T d_out / (T + d_out), and rows are aligned. Never without gradients: a
 branch that starts at zero has to leave the plain output to the bit. Not measured yet (benchmarks/gpu.py, "forms")."""
 
 FUSE_DOWN: bool | None = None
-"""Whether CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
+"""True: CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
 aligned rows, where a tile of tokens is there for every processor. Not measured yet (benchmarks/gpu.py, "forms")."""
 FUSED_DOWN_RANK = 128
 FUSED_DOWN_TOKENS = 64  # in a tile

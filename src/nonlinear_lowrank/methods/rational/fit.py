@@ -31,7 +31,7 @@ class RationalFit:
     kind: str
     """One of `KINDS`."""
     form: str
-    """Of the denominator; in the other form the same coefficients are another function."""
+    """Form of the denominator; in the other form the same coefficients are another function."""
     fit_range: tuple[float, float]
     numerator: tuple[float, ...]
     """a0 first."""

@@ -49,24 +49,24 @@ class RationalConfig:
     method: ClassVar[str] = "rational"
 
     activation: str | None = None
-    """What it is fitted to: one of `reference.FORMULAS`. None: in a model that is augmented, each activation's
+    """The function it is fitted to: one of `reference.FORMULAS`. None: in a model that is augmented, each activation's
     own function; a module of its own needs it."""
     groups: int = 8
     """G, contiguous groups of channels with coefficients of their own; must divide the width."""
     degrees: tuple[int, int] = (5, 4)
-    """Of numerator and denominator."""
+    """Degrees of numerator and denominator."""
     form: Form = "abs_of_sum"
     """The denominator: "abs_of_sum" is 1 + |b0 + b1 x + ...|, equation (6) of the paper; "sum_of_abs" is
     1 + |b1| |x| + |b2| |x|^2 + ..., that of the KAT kernels."""
     fit_range: float | tuple[float, float] = 10.0
-    """Where the fit is good: (low, high) around 0, or L for (-L, L)."""
+    """Interval of the fit: (low, high) around 0, or L for (-L, L)."""
     tails: Tails = "linear"
     """Beyond fit_range: "linear" goes on straight with the activation's own slopes far out; "rational" lets R go
     on, which leaves the activation quickly (both tails of an even denominator share one slope)."""
     anchor: Anchor = "none"
     """"none": R(x), the paper's. "exact": f(x) + (R(x) - R(x; fit)), which starts bit-equal to f."""
     channel_dim: Literal[-1, 1] | None = None
-    """Where the channels are: last, or behind the batch. None: in a model that is augmented, as the layers around an
+    """Dimension of the channels: last, or behind the batch. None: in a model that is augmented, as the layers around an
     activation tell; else last."""
     width: int | None = None
     """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
