@@ -52,19 +52,16 @@ class Images:
         return Images(np.array([classes.index(label) for label in chosen.labels], dtype=np.int64), chosen.read)
 
     def first_readable(self) -> Any:
-        """Return the first image that can be read, of 8 bits a channel; None where there is no image.
-
-        Raises:
-            UserError: none can be read.
-        """
-        first = ""
+        """Return the first image that can be read, of 8 bits a channel; None where there is no image. Raise UserError
+        where none can be read."""
+        reasons = []
         for index in range(len(self)):
             try:
                 return eight_bits(self.read(index))
             except UserError as error:
-                first = first or str(error)
-        if first:
-            raise UserError(f"none of the {len(self)} images can be read ({first})")
+                reasons.append(error)
+        if reasons:
+            raise UserError(f"none of the {len(self)} images can be read ({reasons[0]})")
         return None
 
 
@@ -116,19 +113,15 @@ class ImageSource:
                 check_integer(name, getattr(self, name), minimum=least)
         if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes) or min(self.classes, default=0) < 0:
             raise UserError("classes must be at least two different numbers, from 0")
-        if len(self.mean) != len(self.std):
-            raise UserError("mean and std need one number each for every channel")
-        if not all(map(math.isfinite, self.mean)):
-            raise UserError(f"mean must be finite numbers, got {' '.join(map(str, self.mean))}")
-        if not all(0 < each < math.inf for each in self.std):
-            raise UserError(f"std must be finite numbers above 0, got {' '.join(map(str, self.std))}")
+        fits = len(self.mean) == len(self.std) and all(map(math.isfinite, (*self.mean, *self.std)))
+        if not fits or min(self.std, default=1) <= 0:
+            raise UserError(
+                f"mean and std need one finite number each for every channel, std above 0, got {self.mean}, {self.std}"
+            )
 
     def normalisation(self, channels: int, default: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> Any:
-        """Return mean and standard deviation, one number for each channel.
-
-        Raises:
-            UserError: there are neither as many as channels, nor one for all.
-        """
+        """Return mean and standard deviation, one number for each channel; raise UserError where there are neither as
+        many nor one for all."""
         mean, std = (self.mean, self.std) if self.mean else default or ((0.5,), (0.5,))
         if len(mean) == 1:
             mean, std = mean * channels, std * channels
@@ -137,12 +130,8 @@ class ImageSource:
         return mean, std
 
     def find(self) -> FoundImages:
-        """Return the images, split; they are decoded when they are used.
-
-        Raises:
-            UserError: there is no such source, it has too few images or none that can be read, or there is no class
-                of a chosen number.
-        """
+        """Return the images, split; they are decoded when they are used. Raise UserError where there is no such source
+        or class, or a split has too few images or none that can be read."""
         train, test, classes = read_images(self.source)
         if self.classes:
             if max(self.classes) >= len(classes):
@@ -151,25 +140,16 @@ class ImageSource:
             classes = tuple(classes[number] for number in self.classes)
         train = train.select(choose(len(train), self.train_rows, 1))
         test = test.select(choose(len(test), self.test_rows, 2))
-        if len(train) < 2 or len(test) < 1:
-            raise UserError(f"{self.source} has {len(train)} images to train on and {len(test)} to score: too few")
         kept, held = hold_out(len(train), self.held_out)
-        if not kept:
-            raise UserError(f"{len(train)} training images are too few to hold some out")
-        for what, images in (("train on", train.select(kept)), ("choose on", train.select(held)), ("score", test)):
-            try:
-                images.first_readable()
-            except UserError as error:
-                raise UserError(f"{self.source} has no image to {what}: {error}") from error
+        if len(train) < 2 or not kept or not len(test):
+            raise UserError(f"{self.source} has {len(train)} images to train on and {len(test)} to score: too few")
+        for images in (train.select(kept), train.select(held), test):
+            images.first_readable()
         return FoundImages(train, kept, held, test, classes)
 
 
 def read_images(source: str) -> ImageSplits:
-    """Return the images of a source; see the table of this file.
-
-    Raises:
-        UserError: there is no such source, or it holds no labelled images in one of the forms.
-    """
+    """Return the images of a source; raise UserError where it has no labelled images in a form of this file's table."""
     path = Path(source).expanduser()
     if source == "digits":
         images, labels = read_digits()
@@ -198,12 +178,11 @@ def _split(images: Images, classes: tuple[str, ...]) -> ImageSplits:
 
 def _read_npz(path: Path) -> ImageSplits:
     arrays = read_arrays(path)
-    names = [(f"{side}_blob", f"{side}_off", f"{side}_y") for side in ("train", "test")]
-    if {"x_train", "y_train", "x_test", "y_test"} <= set(arrays):
+    if {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys():
         train, test = (_of_array(path, arrays, f"x_{side}", f"y_{side}") for side in ("train", "test"))
-    elif set(sum(names, ())) <= set(arrays):
-        train, test = (_of_blob(path, arrays, *each) for each in names)
-    elif {"images", "labels"} <= set(arrays):
+    elif {f"{side}_{part}" for side in ("train", "test") for part in ("blob", "off", "y")} <= arrays.keys():
+        train, test = (_of_blob(path, arrays, side) for side in ("train", "test"))
+    elif {"images", "labels"} <= arrays.keys():
         one = _of_array(path, arrays, "images", "labels")
         return _split(one, _numbers(one))
     else:
@@ -215,23 +194,25 @@ def _read_npz(path: Path) -> ImageSplits:
 
 def _of_array(path: Path, arrays: Mapping[str, np.ndarray], name: str, labelled: str) -> Images:
     images, labels = arrays[name], _check_labels(arrays[labelled], f"{path}: {labelled}")
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
+    channels = {3: 1, 4: images.shape[-1]}.get(images.ndim) if images.size else None
+    if images.dtype != np.uint8 or channels not in (1, 3, 4) or len(images) != len(labels):
         raise UserError(
-            f"{path}: {name} must be (N, H, W) or (N, H, W, C) uint8 with N labels, got "
+            f"{path}: {name} must be (N, H, W) or (N, H, W, C) uint8 of 1, 3 or 4 channels with N labels, got "
             f"{images.shape} {images.dtype} with {len(labels)} labels"
         )
-    if 0 in images.shape or (images.ndim == 4 and images.shape[-1] not in (1, 3, 4)):
-        raise UserError(f"{path}: {name} must have pixels, of 1, 3 or 4 channels, got {images.shape}")
     return Images(labels, lambda index: images[index])
 
 
-def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], name: str, cuts: str, labelled: str) -> Images:
-    blob, offsets, labels = arrays[name], arrays[cuts], _check_labels(arrays[labelled], f"{path}: {labelled}")
-    if offsets.shape != (len(labels) + 1,):
-        raise UserError(f"{path}: {offsets.shape} offsets for {len(labels)} labels; there must be one more")
-    rising = offsets.dtype.kind in "iu" and offsets[0] >= 0 and (offsets[:-1] <= offsets[1:]).all()
-    if blob.dtype != np.uint8 or blob.ndim != 1 or not rising or offsets[-1] > len(blob):
-        raise UserError(f"{path}: {cuts} must be integers that rise from 0 to the length of {name}, (bytes,) uint8")
+def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], side: str) -> Images:
+    """Encoded files one after the other; image i is blob[off[i] : off[i + 1]]."""
+    blob, offsets, labels = arrays[f"{side}_blob"], arrays[f"{side}_off"], arrays[f"{side}_y"]
+    labels = _check_labels(labels, f"{path}: {side}_y")
+    rising = offsets.shape == (len(labels) + 1,) and offsets.dtype.kind in "iu" and (offsets[:-1] <= offsets[1:]).all()
+    if not rising or offsets[0] < 0 or offsets[-1] > len(blob) or blob.dtype != np.uint8 or blob.ndim != 1:
+        raise UserError(
+            f"{path}: {side}_off must be {len(labels) + 1} integers that rise from 0 to the length of {side}_blob, "
+            "(bytes,) uint8"
+        )
 
     def read(index: int) -> Any:
         return _open(io.BytesIO(blob[offsets[index] : offsets[index + 1]].tobytes()), f"{path}, image {index}")
@@ -241,20 +222,16 @@ def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], name: str, cuts: str,
 
 def _check_labels(labels: np.ndarray, what: str) -> np.ndarray:
     """Return labels (N,) or (N, 1) as (N,) int64; raise UserError where there are none, or one is no number from 0."""
-    if labels.ndim not in (1, 2) or labels.shape[1:] not in ((), (1,)):
-        raise UserError(f"{what} must be (N,) numbers of classes, got {labels.shape}; of one-hot rows give the argmax")
-    labels = labels.reshape(-1)
-    if not len(labels):
+    values = labels.reshape(-1).tolist() if labels.shape[1:] in ((), (1,)) else labels.tolist()
+    if not values:
         raise UserError(f"{what} holds no labels; give at least one image")
-    numeric = labels.dtype.kind in "biuf"
-    whole = np.array([False])
-    if numeric:
-        whole = np.isfinite(labels) & (labels >= 0) & (labels < _MOST_CLASSES) & (labels == np.floor(labels))
-    if not whole.all():
-        found = labels[~whole][0] if numeric else repr(str(labels[0])[:40])
-        most = f"{_MOST_CLASSES - 1:,}"
-        raise UserError(f"{what} must be integers from 0 to {most}, got {found}; number the classes 0, 1, 2, ...")
-    return labels.astype(np.int64)
+    for each in values:
+        if not isinstance(each, int | float) or not 0 <= each < _MOST_CLASSES or each != int(each):
+            raise UserError(
+                f"{what} must be integers from 0 to {_MOST_CLASSES - 1:,}, got {repr(each)[:40]}; number the classes "
+                "0, 1, 2, ..., and of one-hot rows give the argmax"
+            )
+    return np.array(values, dtype=np.int64)
 
 
 def _read_folder(path: Path) -> ImageSplits:
@@ -302,33 +279,20 @@ def _read_dataset(source: str) -> ImageSplits:
             except Exception as error:  # whatever the decoder raises
                 raise UserError(f"cannot read the image {name}/{index} of {source}: {one_line(error)}") from error
 
-        return Images(_check_labels(_column(rows, label), f"the column {label!r} of {source} ({name})"), read)
+        labels = np.array(list(rows[label]), dtype=object)
+        return Images(_check_labels(labels, f"the column {label!r} of {source} ({name})"), read)
 
-    others = [name for name in ("test", "validation", "valid") if name in data and _scorable(data[name], image, label)]
+    def scorable(name: str) -> bool:  # the labels of ImageNet's test split are -1
+        labels = list(data[name][label]) if name in data and {image, label} <= set(data[name].features) else []
+        return bool(labels) and None not in labels and -1 not in labels
+
+    others = [name for name in ("test", "validation", "valid") if scorable(name)]
     sides = [side(name) for name in ("train", *others[:1])]
     names, numbers = getattr(features[label], "names", None), _numbers(*sides)
     if names and len(numbers) > len(names):
         raise UserError(f"the dataset {source!r} has the label {numbers[-1]}, and names {len(names)} classes")
     classes = tuple(names) if names else numbers
     return ImageSplits(sides[0], sides[1], classes) if others else _split(sides[0], classes)
-
-
-def _scorable(rows: Any, image: str, label: str) -> bool:
-    """Return whether a split has labels; the test split of ImageNet has -1."""
-    if not len(rows) or not {image, label} <= set(rows.features):
-        return False
-    labels = _column(rows, label)
-    return bool((labels >= 0).all()) if labels.dtype.kind in "if" else None not in labels.tolist()
-
-
-def _column(rows: Any, name: str) -> np.ndarray:
-    """Return a column as an array; of texts, of lists or with gaps it is one of objects."""
-    values = list(rows[name])
-    if all(isinstance(each, int | float) for each in values):
-        return np.array(values)
-    found = np.empty(len(values), dtype=object)
-    found[:] = values
-    return found
 
 
 def _open(file: Any, where: str = "") -> Any:
