@@ -1,14 +1,7 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
 Nothing random is carried from step to step (a step's batch comes from the seed and the step's number), so a fit that
-resumes from a checkpoint gives the same bits as one that was never stopped. Its folder:
-
-    fit.json                     settings, hash of the data, versions, machine, git state
-    checkpoints/step-000500/     model.safetensors, optimizer.safetensors, state.json, manifest.json (hashes);
-                                 removed when the fit is finished
-    model/model.safetensors      the fitted field
-    pictures/                    what the problem writes
-    result.json                  scores, curve, sizes; the last file of a finished fit
+resumes from a checkpoint gives the same bits as one that was never stopped.
 """
 
 import contextlib
@@ -63,11 +56,10 @@ SETTINGS, RESULT = "fit.json", "result.json"
 OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
 """Settings of a problem that change its pictures and meshes and no number."""
 
-_PICTURES = {f"problem.{name}" for name in OF_PICTURES}
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding; where the data lie.
 _FREE = {
     *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device", "problem.name", "problem.source"),
-    *_PICTURES,
+    *(f"problem.{name}" for name in OF_PICTURES),
 }
 
 
@@ -120,7 +112,7 @@ def fit(
         config: the optimization.
         out: folder, new or empty unless `resume` or `overwrite`.
         resume: go on from the newest whole checkpoint in `out`; a finished fit is handed back as it is, with
-            new pictures where other ones are asked for.
+            new pictures where a setting differs.
         overwrite: delete what a former fit wrote to `out`.
         quiet: show nothing.
         pictures: whether the problem writes its pictures and meshes at the end.
@@ -137,9 +129,9 @@ def fit(
     # The fingerprint last: a setting that differs is named before the data that it changed.
     of_problem = {"name": problem.name, **(about or {}), "fingerprint": problem.fingerprint}
     settings = {"problem": of_problem, "method": asdict(method), "train": asdict(config)}
-    former, redraw = None, False
+    former, changed = None, False
     if holds_former(path, SETTINGS, "fit", resume=resume, overwrite=overwrite):
-        redraw = _changes_pictures(path, settings) and pictures
+        changed = _changes(path, settings)
         kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
         former = read_json(path / RESULT, **kinds) if (path / RESULT).is_file() else None
     device = choose_device(config.device, dtype=torch.float64)  # losses are summed so
@@ -147,7 +139,7 @@ def fit(
     if former is not None:
         load_weights(model, path)
         result = FitResult(**former, model=model.to(device))
-        if not redraw:
+        if not (changed and pictures):
             return result
     with (
         disk_errors(str(path)),
@@ -210,10 +202,10 @@ class Stepper:
     """Take single steps of a model, in place; what a step sees follows from the seed and its number alone."""
 
     def __init__(self, problem: Problem, model: nn.Module, config: FitConfig) -> None:
-        self.problem, self.config = problem, config
+        self.problem, self.model, self.config = problem, model, config
         self.device = next(model.parameters()).device
-        # compiled for training only: evaluations come in other sizes
-        self.model: Any = torch.compile(model, dynamic=False) if config.compile else model
+        # for training only: evaluations come in other sizes
+        self.compiled: Any = torch.compile(model, dynamic=False) if config.compile else model
         self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.optimizer = torch.optim.Adam(
             self.parameters.values(), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
@@ -228,7 +220,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate(step)
         self.optimizer.zero_grad()
-        loss = self.problem.loss(self.model, batch)
+        loss = self.problem.loss(self.compiled, batch)
         loss.backward()
         if config.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
@@ -236,29 +228,27 @@ class Stepper:
         return loss.detach()
 
 
-class _Run:
-    """The state of one fit: what a checkpoint holds."""
+class _Run(Stepper):
+    """A fit from its newest checkpoint to its end."""
 
     def __init__(self, problem: Problem, model: nn.Module, config: FitConfig, path: Path) -> None:
-        self.problem, self.model, self.config, self.checkpoints = problem, model, config, path / "checkpoints"
-        self.stepper, self.folder = Stepper(problem, model, config), path / "model"
+        super().__init__(problem, model, config)
+        self.path, self.checkpoints = path, path / "checkpoints"
         self.step, self.summed, self.curve = 0, 0, list[dict[str, float]]()
-        self.losses = torch.zeros((), dtype=torch.float64, device=self.stepper.device)
+        self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self.started = time.monotonic()
         self._read()
 
     def train(self, stop: Callable[[int], bool] | None, *, quiet: bool) -> FitResult:
         """Take the steps that are left, write the model, and return the result."""
-        config, steps, device = self.config, self.config.steps, self.stepper.device
-        first, begun, terminal = self.step, time.monotonic(), sys.stderr.isatty()
-        with tqdm(
-            total=steps, initial=first, desc=self.problem.name, disable=quiet or not terminal, leave=False
-        ) as bar:
+        config, steps = self.config, self.config.steps
+        first, begun, hidden = self.step, time.monotonic(), quiet or not sys.stderr.isatty()
+        with tqdm(total=steps, initial=first, desc=self.problem.name, disable=hidden, leave=False) as bar:
             while self.step < steps:
-                self.losses += self.stepper.take(self.step)
+                self.losses += self.take(self.step)
                 self.step, self.summed = self.step + 1, self.summed + 1
-                if device.type == "cpu":  # on a GPU looking would stop it each time
-                    self._check_loss()
+                if self.device.type == "cpu":  # on a GPU looking would stop it each time
+                    self._check_finite("the loss", self.losses)
                 bar.update()
                 if config.evaluates(self.step):
                     numbers = self._evaluate()
@@ -270,14 +260,12 @@ class _Run:
                 if self.step == steps:
                     break
                 if config.save_every and self.step % config.save_every == 0:
-                    self._check_loss()
-                    self._check_weights()
                     self._save()
                 if stop is not None and stop(self.step):
                     raise OutOfTimeError(f"stopped for time at step {self.step} of {steps}; go on with --resume")
         seconds = time.monotonic() - self.started
-        with staged_folder(self.folder, {"step": self.step}) as staged:
-            save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
+        with staged_folder(self.path / "model", {"step": self.step}) as staged:
+            save_file(self.model.state_dict(), staged / "model.safetensors")
         return FitResult(
             score=self.problem.score,
             metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
@@ -288,31 +276,28 @@ class _Run:
             model=self.model,
         )
 
-    def _check_loss(self) -> None:
-        if not torch.isfinite(self.losses):
-            raise self._diverged("the loss")
-
-    def _check_weights(self) -> None:
-        # A loss is of the weights before its step, and a score can be a number though a weight is none.
-        if not torch.stack([each.isfinite().all() for each in self.model.state_dict().values()]).all():
-            raise self._diverged("a weight")
-
-    def _diverged(self, what: str) -> DivergedError:
+    def _check_finite(self, what: str, *values: Tensor) -> None:
+        if torch.stack([each.isfinite().all() for each in values]).all():
+            return
         found, _ = newest_valid(self.checkpoints)
         last = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
-        by = "at" if self.stepper.device.type == "cpu" else "at or before"
+        by = "at" if self.device.type == "cpu" else "at or before"
         where = f"{what} is no longer a finite number {by} step {self.step}"
-        return DivergedError(f"{where}; {last}; lower the learning rate and start anew", self.step)
+        raise DivergedError(f"{where}; {last}; lower the learning rate and start anew", self.step)
+
+    def _check_state(self) -> None:
+        # A loss is of the weights before its step, and a score can be a number though a weight is none.
+        self._check_finite("the loss", self.losses)
+        self._check_finite("a weight", *self.model.state_dict().values())
 
     @torch.no_grad()
     def _evaluate(self) -> str:
         """Add an entry to the curve; return its numbers as text."""
-        self._check_loss()
-        self._check_weights()
+        self._check_state()
         metrics = self.problem.evaluate(self.model.eval())
         self.model.train()
-        if math.isnan(metrics[self.problem.score]):
-            raise self._diverged(f"the {self.problem.score}")
+        if math.isnan(score := metrics[self.problem.score]):
+            self._check_finite(f"the {self.problem.score}", torch.tensor(score))
         entry = {"loss": float(self.losses) / self.summed, **metrics}
         self.curve.append({"step": self.step, **entry})
         self.losses.zero_()
@@ -320,16 +305,16 @@ class _Run:
         return "  ".join(f"{name} {value:.4g}" for name, value in entry.items())
 
     def _save(self) -> None:
+        self._check_state()
         self.checkpoints.mkdir(exist_ok=True)
         moments: dict[str, Tensor] = {}
-        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "summed", "curve")}
-        for name, parameter in self.stepper.parameters.items():
-            moments |= {f"{key}/{name}": value for key, value in self.stepper.optimizer.state[parameter].items()}
-        state |= {"seconds": time.monotonic() - self.started, "losses": float(self.losses)}
+        for name, parameter in self.parameters.items():
+            moments |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
+        state = {"step": self.step, "summed": self.summed, "curve": self.curve, "losses": float(self.losses)}
         with staged_folder(self.checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
-            save_file(_contiguous(self.model.state_dict()), staged / "model.safetensors")
-            save_file(_contiguous(moments), staged / "optimizer.safetensors")
-            write_json(staged / "state.json", state)
+            save_file(self.model.state_dict(), staged / "model.safetensors")
+            save_file(moments, staged / "optimizer.safetensors")
+            write_json(staged / "state.json", {**state, "seconds": time.monotonic() - self.started})
         prune(self.checkpoints, self.step, self.config.keep_checkpoints)
 
     def _read(self) -> None:
@@ -341,15 +326,15 @@ class _Run:
         self.model.load_state_dict(load_file(found / "model.safetensors"))
         for path, value in load_file(found / "optimizer.safetensors").items():
             key, _, name = path.partition("/")
-            self.stepper.optimizer.state[self.stepper.parameters[name]][key] = value.to(self.stepper.device)
+            self.optimizer.state[self.parameters[name]][key] = value.to(self.device)
         state = read_json(found / "state.json")
         self.step, self.summed, self.curve = state["step"], state["summed"], state["curve"]
         self.started -= state["seconds"]
         self.losses.fill_(state["losses"])
 
 
-def _changes_pictures(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether a resumed fit gets other pictures; raise UserError where it would get other numbers."""
+def _changes(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether a resumed fit has other settings; raise UserError where they would change its numbers."""
     before = flatten(read_json(path / SETTINGS, settings=dict)["settings"])
     now = flatten(json.loads(json.dumps(settings)))
     changed = [name for name, value in now.items() if name not in before or before[name] != value]
@@ -361,7 +346,7 @@ def _changes_pictures(path: Path, settings: Mapping[str, Any]) -> bool:
                 f"the fit in {path} was started with {name} {before.get(name)!r}, not {now[name]!r}; "
                 "resume with the former, or choose another folder"
             )
-    return not _PICTURES.isdisjoint(changed)
+    return bool(changed)
 
 
 @contextlib.contextmanager
@@ -383,7 +368,3 @@ def _opened(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Iter
 
 def _factored(model: nn.Module) -> list[SineLowRankLinear]:
     return [each for each in model.modules() if isinstance(each, SineLowRankLinear)]
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
