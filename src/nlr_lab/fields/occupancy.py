@@ -9,11 +9,7 @@ lattice over the tight box of a mesh (`occupancy_grid.LatticePoints` has which),
 
 The places are the same in every fit, and what is inside is asked of the mesh there, not of the lattice.
 
-The published network by default: 3 -> 256, two of 256 -> 256, 256 -> 1, Gaussian. 132,865 parameters dense; 2,817 /
-3,841 / 6,913 / 22,273 at rank 1 / 2 / 5 / 20 (table 13 prints 22.8K for the last).
-
 Pictures of meshes are by parallel rays: clay under a lamp from the upper left and an even sky, with shadows of both.
-The same view gives the same pixels for every mesh.
 """
 
 import hashlib
@@ -55,7 +51,6 @@ _CREASE = np.cos(np.radians(35))  # facets that turn further from their surround
 
 def prepare(settings: OccupancySettings) -> "OccupancyProblem":
     """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
-    import_trimesh()
     # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
     check_grids(
         resolution=(settings.resolution, 5 if settings.surface_share else 1),
@@ -127,8 +122,28 @@ class OccupancyProblem:
         return render(mesh, self.mesh.bounds, height=self.settings.picture_height, **view)
 
     def surface(self, model: nn.Module) -> "Trimesh | None":
-        """Return the closed mesh where the log-odds are 0, in the mesh's coordinates; None: nothing is inside."""
-        return surface(model, self.settings.mesh_resolution, self.mesh.bounds)
+        """Return the mesh where the log-odds are 0, in the shape's coordinates, or None where no point is inside.
+
+        By marching cubes at a lattice of the box, which closes what reaches it; faces are turned outwards.
+        """
+        trimesh = import_trimesh()
+        marching_cubes = require("fields", "skimage.measure").marching_cubes
+        n, (low, high) = self.settings.mesh_resolution, self.mesh.bounds
+        values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
+        axis = ((np.arange(n, dtype=np.float32) + 0.5) * (2 / n) - 1).astype(np.float32)
+        step = max(1, _CHUNK // (n * n))
+        for start in range(0, n, step):
+            part = np.stack(np.meshgrid(axis[start : start + step], axis, axis, indexing="ij"), axis=-1)
+            values[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
+        # Outside mirrors the nearest point with the sign of outside: a surface there lies on the side of the box.
+        for side in range(3):
+            rim = np.moveaxis(values, side, 0)
+            rim[0], rim[-1] = -abs(rim[1]) - 1e-6, -abs(rim[-2]) - 1e-6
+        if not (values > 0).any():
+            return None
+        points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
+        places = (points.astype(np.float64) - 0.5) * (2 / n) - 1
+        return trimesh.Trimesh(places * ((high - low) / 2) + (low + high) / 2, faces, process=False)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write picture.png, the true shape beside the field's, and mesh.ply, the field's."""
@@ -149,32 +164,6 @@ def log_odds(model: nn.Module, points: np.ndarray) -> np.ndarray:
     flat = torch.from_numpy(points.reshape(-1, 3))
     values = [model(part.to(device)).float().cpu().squeeze(-1) for part in flat.split(_CHUNK)]
     return torch.cat(values).numpy().reshape(points.shape[:-1])
-
-
-def surface(model: nn.Module, resolution: int, bounds: np.ndarray) -> "Trimesh | None":
-    """Marching cubes over the field's log-odds at a lattice of the box `bounds` (2, 3), which closes what reaches it.
-
-    Returns a mesh in the coordinates of `bounds`, its faces turned outwards, or None where no point is inside.
-    """
-    trimesh = import_trimesh()
-    marching_cubes = require("fields", "skimage.measure").marching_cubes
-    check_grids(mesh_resolution=(resolution, 8))
-    n, (low, high) = resolution, np.asarray(bounds, dtype=np.float64)
-    values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
-    axis = ((np.arange(n, dtype=np.float32) + 0.5) * (2 / n) - 1).astype(np.float32)
-    step = max(1, _CHUNK // (n * n))
-    for start in range(0, n, step):
-        part = np.stack(np.meshgrid(axis[start : start + step], axis, axis, indexing="ij"), axis=-1)
-        values[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
-    # Outside mirrors the nearest point with the sign of outside: a surface there lies on the side of the box.
-    for side in range(3):
-        rim = np.moveaxis(values, side, 0)
-        rim[0], rim[-1] = -abs(rim[1]) - 1e-6, -abs(rim[-2]) - 1e-6
-    if not (values > 0).any():
-        return None
-    points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
-    places = (points.astype(np.float64) - 0.5) * (2 / n) - 1
-    return trimesh.Trimesh(places * ((high - low) / 2) + (low + high) / 2, faces, process=False)
 
 
 def _beside(pictures: list[np.ndarray], labels: tuple[str, ...]) -> Image.Image:
@@ -198,11 +187,11 @@ def render(
     elevation: float = 15.0,
     height: int = 480,
 ) -> np.ndarray:
-    """A picture (height, width, 3) uint8 of a mesh; None or one without faces gives an empty one of the same size.
+    """A picture (height, width, 3) uint8 of a mesh, which the box `bounds` (2, 3) fills; None: an empty one.
 
-    The box `bounds` (2, 3) fills it. At 0, 0 the eye looks against z with y up, against x with z up, and against y with
-    x up; `azimuth` turns it about the axis `up`, `elevation` raises it, in degrees. The width follows from the box: of
-    one more than four times as wide as high the picture is lower, with as many pixels as one four times as wide has.
+    At 0, 0 the eye looks against z with y up, against x with z up, and against y with x up; `azimuth` turns it about
+    the axis `up`, `elevation` raises it, in degrees. The width follows from the box; where it is more than four times
+    the height, the picture is lower.
     """
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
@@ -215,7 +204,7 @@ def render(
     height, width = _size(height, reach_x / reach_y)
     rows, columns = height * _FINE, width * _FINE
     shade = np.full((rows * columns, 3), _PAPER)
-    if mesh is not None and len(mesh.faces):
+    if mesh is not None:
         mesh = mesh.copy(include_visual=False)
         mesh.vertices = np.asarray(mesh.vertices, dtype=np.float64) / unit
         caster, draw = RayMeshIntersector(mesh), np.random.default_rng(0)
@@ -265,7 +254,9 @@ def _shade(
     slope = flat @ eye
     far = np.einsum("ij,ij->i", origins - corners[:, 0], flat) / slope
     places = origins - far[:, None] * eye
-    normal = np.einsum("ij,ijk->ik", _barycentric(corners, places), mesh.vertex_normals[mesh.faces[face]])
+    with np.errstate(all="ignore"):  # a sliver's area may come to 0
+        weights = np.nan_to_num(import_trimesh().triangles.points_to_barycentric(corners, places)).clip(0, 1)
+    normal = np.einsum("ij,ijk->ik", weights, mesh.vertex_normals[mesh.faces[face]])
     normal /= np.maximum(np.linalg.norm(normal, axis=1, keepdims=True), 1e-12)
     crease = np.einsum("ij,ij->i", normal, flat) < _CREASE
     normal[crease] = flat[crease]
@@ -283,12 +274,3 @@ def _shade(
         sky += ~caster.intersects_any(places, way)
     light = _LAMP * np.clip(normal @ lamp, 0, None) * lit + _SKY * (sky / _SKY_RAYS) * (0.75 + 0.25 * (normal @ up))
     return hit, light[:, None] * _CLAY
-
-
-def _barycentric(corners: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """(P, 3) weights of the corners (P, 3, 3)."""
-    a, b, p = corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0], places - corners[:, 0]
-    aa, ab, bb, pa, pb = (np.einsum("ij,ij->i", m, n) for m, n in ((a, a), (a, b), (b, b), (p, a), (p, b)))
-    area = np.maximum(aa * bb - ab * ab, 1e-300)
-    v, w = (bb * pa - ab * pb) / area, (aa * pb - ab * pa) / area
-    return np.clip(np.stack([1 - v - w, v, w], axis=1), 0, 1)

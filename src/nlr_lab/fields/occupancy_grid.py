@@ -4,10 +4,7 @@ The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowra
 al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells, at (2 i + 1) / n - 1.
 
 A point is inside where a ray from below it has crossed the surface an odd number of times. Rays run along z, one for
-all n points of a column, n columns by n in slabs. A ray that runs along an edge may hit one of its triangles, both or
-none: rays are moved off the lattice by up to a hundredth of a cell (those of random places start where they are), and
-a ray that crosses the surface an odd number of times all in all is cast again from a little further off, and counted.
-Bodies that overlap are hollow where they do: `hollow` of the grid says how much volume that is.
+all n points of a column, n columns by n in slabs; docs/occupancy.md says how they are kept off edges.
 """
 
 from dataclasses import dataclass

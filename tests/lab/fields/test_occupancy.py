@@ -13,7 +13,7 @@ from nlr_lab.fields import occupancy
 from nlr_lab.fields import occupancy_grid as module
 from nlr_lab.fields.fit import FitConfig, fit
 from nlr_lab.fields.mesh_files import knot, read_mesh
-from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, render, surface
+from nlr_lab.fields.occupancy import OccupancyProblem, OccupancySettings, render
 from nlr_lab.fields.occupancy_grid import LatticePoints, occupancy_grid
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig
@@ -103,7 +103,8 @@ def test_iou_is_that_of_the_volumes_and_measured_off_the_lattice():
 @pytest.mark.parametrize("radius", [0.7, 1.2, 3.0], ids=["within", "cut-by-the-box", "the-whole-box"])
 def test_marching_cubes_gives_a_closed_mesh_in_the_shapes_own_coordinates(radius):
     half, middle = torch.rand(3).add(0.5).numpy(), torch.randn(3).mul(10).numpy()
-    mesh = surface(Ball(radius), 40, np.stack([middle - half, middle + half]))
+    shape = trimesh.creation.box(extents=2 * half).apply_translation(middle)
+    mesh = OccupancyProblem(shape, OccupancySettings(**{**SMALL, "mesh_resolution": 40})).surface(Ball(radius))
     assert mesh.is_watertight
     grid = (np.stack(np.meshgrid(*[np.linspace(-0.9875, 0.9875, 80)] * 3), -1) ** 2).sum(-1) < radius**2
     assert mesh.volume == pytest.approx(8 * half.prod() * grid.mean(), rel=0.03)  # positive: faces turned outwards
