@@ -267,7 +267,7 @@ def test_refused_source_leaves_the_former_run(tmp_path, capsys):
 def test_fewer_images_than_classes_for_tokens(tmp_path, capsys):
     where = {"cache-dir": tmp_path / "cache", "out": tmp_path / "run"}
     assert nlr("train", "image-tokens-demo", **SMALL, codes=8, warmup_steps=0, **where, train_images=3) == 2
-    assert "train_images 3 is fewer than the 10 classes of digits; set 10 or more" in capsys.readouterr().err
+    assert "3 training images are fewer than the 10 classes of digits" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

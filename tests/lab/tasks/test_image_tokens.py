@@ -155,10 +155,9 @@ def test_encoded_sets_are_cached_by_content(tmp_path, monkeypatch):
     assert prepare_images(data(tmp_path, tmp_path / "a.npz")).fingerprint == first.fingerprint
 
 
-def test_a_killed_encoding_goes_on_behind_its_last_part(tmp_path, monkeypatch):
+def test_a_killed_encoding_resumes_at_its_last_batch(tmp_path, monkeypatch):
     save_images(tmp_path / "a.npz", train=30)
     whole = prepare_images(data(tmp_path, tmp_path / "a.npz"))
-    monkeypatch.setattr(encoding, "_PART", 8)
     monkeypatch.setattr(encoding, "_BATCH", 4)
     encode, sizes = PatchTokenizer.encode, []
 
@@ -174,16 +173,16 @@ def test_a_killed_encoding_goes_on_behind_its_last_part(tmp_path, monkeypatch):
         prepare_images(other)
     assert sum(sizes) == 20
     (tmp_path / "go").touch()
-    (part,) = (tmp_path / "other").rglob("train-000000008.npz")
-    part.write_bytes(part.read_bytes()[:-30])
+    (begun,) = (tmp_path / "other").rglob("*.parts/train.npy")
+    begun.write_bytes(begun.read_bytes()[: 128 + 10 * 5 * 4])  # cut short in the third batch of four
     assert prepare_images(other).fingerprint == whole.fingerprint
-    assert sum(sizes) == 20 + 30 - 8 + 10, "one of two parts of eight was damaged, the third was begun again"
+    assert sum(sizes) == 20 + 30 - 8 + 10
     assert not list((tmp_path / "other" / "image-tokens").glob("*.parts"))
 
 
 def test_a_corrupt_image_is_named_counted_and_left_out(tmp_path):
     source = damaged_folder(tmp_path / "images", 6, 6, ["train/bee/4.png"])
-    with pytest.warns(UserWarning, match=r"1 of 12 train images of .* skipped: .*bee/4\.png"):
+    with pytest.warns(UserWarning, match=r"bee/4\.png.*; skipped"):
         prepared = prepare_images(data(tmp_path, source))
     assert [int(prepared.train[index]["input_ids"][0]) - 8 for index in range(11)] == [0] * 6 + [1] * 5
     assert prepared.describe()["train"]["unreadable"] == 1
@@ -212,7 +211,7 @@ def test_bad_sources(tmp_path):
     save_images(tmp_path / "a.npz")
     (tmp_path / "config.json").write_text("{}")
     for name, changes, message in (
-        ("few.npz", {}, "4 training images, fewer than its 10 classes"),
+        ("few.npz", {}, "4 training images are fewer than the 10 classes"),
         ("a.npz", {"classes": 10}, "2 classes, not 10; set --classes 2"),
         ("a.npz", {"tokenizer": "./nowhere"}, "no such image tokenizer"),
         ("a.npz", {"tokenizer": str(tmp_path)}, "holds no VQModel"),

@@ -7,9 +7,8 @@ A cache folder, <cache>/image-tokens/<key>, holds
     tokenizer/              the image tokenizer (see `tokenizers`)
     images.json             what they were made of, and how well pictures survive it
 
-The key is a hash of the images' content, of the tokenizer and of what is chosen. Encoding is done in parts, which
-stay in <key>.parts: a run that is killed resumes behind the last one. An image that cannot be read is skipped,
-named and counted.
+The key is a hash of the images' content, of the tokenizer and of what is chosen. What is encoded so far lies in
+<key>.parts: a run that is killed resumes there. An image that cannot be read is skipped, named and counted.
 """
 
 import hashlib
@@ -19,13 +18,14 @@ import os
 import shutil
 import sys
 import warnings
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+from tqdm import tqdm
 
 from nlr_lab.runtime.bounds import eight_bits
 from nlr_lab.tasks.task import Prepared, are_whole, cache_folder, cached, choose, fingerprint
@@ -38,11 +38,10 @@ from .tokenizers import ImageCodec, ImageTokenizer, PatchTokenizer, VQTokenizer,
 from .tokens import ImageTokenData
 
 _VERSION = 2  # of what a source gives and of the cache's layout; part of the key
-_PART = 4096  # images that are encoded before they are written
 _BATCH = 256  # images that are held in pixels
+_UNREADABLE = np.iinfo(np.uint32).max  # in place of the class token
 _FIT_IMAGES = 20_000  # that the means of patches are fitted on
 _PICTURES = 2048  # held-out images whose decoded pictures are compared with them
-_NAMED = 5  # unreadable images that are named
 
 
 def prepare_images(config: ImageTokenData, *, progress: bool = True) -> Prepared:
@@ -55,11 +54,19 @@ def prepare_images(config: ImageTokenData, *, progress: bool = True) -> Prepared
     Raises:
         UserError: the source or the tokenizer cannot be used; the message says why and what to change.
     """
-    splits = read_images(config.source)
-    _check(config, splits)
-    vq = None if config.tokenizer == "patches" else _vq(config)
+    source, splits = config.source, read_images(config.source)
+    count, used = len(splits.classes), min(len(splits.train), config.train_images or len(splits.train))
+    if config.classes not in (None, count):
+        raise UserError(f"{source} has {count} classes, not {config.classes}; set --classes {count}")
+    if used < count:
+        few = f"{used} training images are fewer than the {count} classes of {source}"
+        raise UserError(f"{few}; give more images, or raise train_images")
+    vq = None if config.tokenizer == "patches" else find_vq(config.tokenizer)
+    if vq is not None and (vq.patch, vq.codes) != (config.patch, config.codes):
+        own = f"the VQModel {config.tokenizer} has {vq.codes} codes of {vq.patch} pixels"
+        raise UserError(f"{own}; set --codes {vq.codes} --patch {vq.patch}")
     folder = cache_folder(config.cache_dir) / "image-tokens" / _key(config, splits, vq)[:32]
-    facts, codec = cached(folder, _read, lambda place: _Encoding(config, splits, vq, place, progress).build())
+    facts, codec = cached(folder, _read, lambda place: _build(config, splits, vq, place, progress))
     made_of = json.dumps([facts["train"]["sha256"], facts["valid"]["sha256"], facts["codes"], list(codec.classes)])
     train, valid = (TokenBlocks(folder / f"{side}.npy", config.sequence_length) for side in ("train", "valid"))
     return Prepared(
@@ -79,8 +86,6 @@ def as_square(image: Any, size: int, channels: int) -> np.ndarray:
     Raises:
         UserError: it cannot be shown in 8 bits.
     """
-    from PIL import Image
-
     image = eight_bits(image).convert("L" if channels == 1 else "RGB")
     if min(image.size) != size:
         scale = size / min(image.size)
@@ -89,30 +94,6 @@ def as_square(image: Any, size: int, channels: int) -> np.ndarray:
     left, top = ((side - size) // 2 for side in image.size)
     pixels = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
     return pixels[..., None] if channels == 1 else pixels
-
-
-def _check(config: ImageTokenData, splits: ImageSplits) -> None:
-    source, count = config.source, len(splits.classes)
-    if config.classes not in (None, count):
-        raise UserError(f"{source} has {count} classes, not {config.classes}; set --classes {count}")
-    if config.train_images is not None and config.train_images < count <= len(splits.train):
-        raise UserError(
-            f"train_images {config.train_images} is fewer than the {count} classes of {source}; set {count} or more"
-        )
-    if len(splits.train) < count:
-        raise UserError(f"{source} has {len(splits.train)} training images, fewer than its {count} classes")
-    if not len(splits.test):
-        raise UserError(f"{source} has no image to evaluate on")
-
-
-def _vq(config: ImageTokenData) -> VQTokenizer:
-    found = find_vq(config.tokenizer)
-    if found.patch != config.patch or found.codes != config.codes:
-        raise UserError(
-            f"the VQModel {config.tokenizer} has {found.codes} codes of {found.patch} pixels; set --codes "
-            f"{found.codes} --patch {found.patch}"
-        )
-    return found
 
 
 def _key(config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None) -> str:
@@ -129,10 +110,7 @@ def _identity(source: str) -> str:
     if path.exists():
         digest = hashlib.sha256()
         for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
-            try:
-                digest.update(f"{file.relative_to(path)}\n{hash_file(file)}\n".encode())
-            except OSError as error:
-                raise UserError(f"cannot read {file}: {error.strerror}") from error
+            digest.update(f"{file.relative_to(path)}\n{hash_file(file)}\n".encode())
         return digest.hexdigest()
     from datasets import load_dataset
 
@@ -147,129 +125,104 @@ def _read(folder: Path) -> tuple[dict[str, Any], ImageCodec] | None:
     return (facts, codec) if are_whole(folder, facts) and codec.tokenizer.codes == facts["codes"] else None
 
 
-class _Encoding:
-    """Writer of a folder of the cache; see the file's documentation."""
-
-    def __init__(
-        self, config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None, folder: Path, progress: bool
-    ) -> None:
-        self.config, self.vq, self.folder, self.progress = config, vq, folder, progress
-        self.classes, self.parts = splits.classes, folder.with_name(f"{folder.name}.parts")
-        self.train = splits.train.select(choose(len(splits.train), config.train_images, 1))
-        self.valid = splits.test.select(choose(len(splits.test), config.eval_images, 2))
-
-    def build(self) -> None:
-        """Encode what is not encoded yet, and put the folder in its place."""
-        self.parts.mkdir(exist_ok=True)
-        tokenizer: ImageTokenizer = self.vq or self._fit()
-        side = self.config.side
-        with staged_folder(self.folder) as staged:
-            ImageCodec(tokenizer, side, side, self.classes).save_pretrained(staged / "tokenizer")
-            facts: dict[str, Any] = {
-                "source": self.config.source,
-                "classes": len(self.classes),
-                "size": self.config.size,
-                "channels": tokenizer.channels,
-                "tokenizer": self.config.tokenizer,
-                "codes": tokenizer.codes,
-                "grid": [side, side],
-                "train": self._side("train", self.train, tokenizer, staged),
-                "valid": self._side("valid", self.valid, tokenizer, staged),
-            }
-            facts["psnr_db"] = facts["valid"].pop("psnr_db")
-            (staged / "images.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        shutil.rmtree(self.parts)
-
-    def _fit(self) -> PatchTokenizer:
-        """Fit the mean patches; a run that resumes gets the same ones again."""
-        self._say("fitting the mean patches")
-        some = self.train.select(choose(len(self.train), _FIT_IMAGES, 3))
-        pixels = [batch for batch, _ in self._pixels(some, 0, len(some), _channels(some), [])]
-        if not pixels:
-            raise UserError(f"no image of {self.config.source} can be read")
-        return PatchTokenizer.fit(np.concatenate(pixels), codes=self.config.codes, patch=self.config.patch)
-
-    def _side(self, name: str, images: Images, tokenizer: ImageTokenizer, staged: Path) -> dict[str, Any]:
-        """Encode one side into <name>.npy; return what there is to say of it, and warn of images that were skipped."""
-        source, unreadable = self.config.source, list[str]()
-        error, compared = 0.0, 0
-        with NpyWriter(staged / f"{name}.npy", tokenizer.codes + len(self.classes)) as written:
-            for start in range(0, len(images), _PART):
-                file = self.parts / f"{name}-{start:09d}.npz"
-                if not zipfile.is_zipfile(file):  # absent, or cut short
-                    self._say(f"encoding {name}: {start:,} of {len(images):,} images")
-                    self._part(file, images, start, tokenizer, pictures=_PICTURES if name == "valid" else 0)
-                with np.load(file, allow_pickle=False) as part:
-                    written.append(part["tokens"].reshape(-1))
-                    unreadable += part["unreadable"].tolist()
-                    error, compared = error + float(part["error"]), compared + int(part["compared"])
-        count = written.count // self.config.sequence_length
-        if not count:
-            raise UserError(f"no image of {source} ({name}) can be read: {unreadable[0]}")
-        if unreadable:
-            more = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-            warnings.warn(
-                f"{len(unreadable)} of {count + len(unreadable)} {name} images of {source} cannot be read and are "
-                f"skipped: {'; '.join(unreadable[:_NAMED])}{more}",
-                stacklevel=2,
-            )
-        facts: dict[str, Any] = {"images": count, "tokens": written.count, "unreadable": len(unreadable)}
-        facts["sha256"] = written.digest.hexdigest()
-        if compared:
-            facts["psnr_db"] = round(10 * math.log10(255**2 / max(error / compared, 1e-9)), 3)
-        return facts
-
-    def _part(self, file: Path, images: Images, start: int, tokenizer: ImageTokenizer, pictures: int) -> None:
-        """Encode up to _PART images from `start` into a file, which appears when it is whole."""
-        sequences = [np.zeros((0, self.config.sequence_length), dtype=np.int64)]
-        unreadable: list[str] = []
-        error, compared, seen = 0.0, 0, start
-        end = min(start + _PART, len(images))
-        for pixels, places in self._pixels(images, start, end, tokenizer.channels, unreadable):
-            codes = tokenizer.encode(pixels)
-            classes = tokenizer.codes + images.labels[places]
-            sequences.append(np.concatenate((classes[:, None], codes.reshape(len(codes), -1)), axis=1))
-            if seen < pictures:
-                drawn = tokenizer.decode(codes).astype(np.float64)
-                error, compared = error + float(((drawn - pixels) ** 2).sum()), compared + pixels.size
-            seen += len(pixels)
-        tokens = np.concatenate(sequences).astype(np.uint32)
-        temporary = file.with_name(f".tmp-{file.name}")
-        with temporary.open("wb") as stream:
-            np.savez(stream, tokens=tokens, unreadable=np.array(unreadable, dtype=str), error=error, compared=compared)
-        temporary.replace(file)
-
-    def _pixels(
-        self, images: Images, start: int, end: int, channels: int, unreadable: list[str]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield batches of (pixels (B, size, size, C), their places); what cannot be read goes to `unreadable`."""
-
-        def one(index: int) -> np.ndarray | str:
-            try:
-                return as_square(images.read(index), self.config.size, channels)
-            except UserError as error:
-                return str(error)
-
-        # Decoding a file frees the interpreter, so that threads share the work.
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            for first in range(start, end, _BATCH):
-                places = np.arange(first, min(first + _BATCH, end))
-                found = list(threads.map(one, places.tolist()))
-                unreadable += [each for each in found if isinstance(each, str)]
-                good = [not isinstance(each, str) for each in found]
-                if any(good):
-                    yield np.stack([each for each in found if not isinstance(each, str)]), places[good]
-
-    def _say(self, text: str) -> None:
-        if self.progress and sys.stderr.isatty():
-            print(text, file=sys.stderr)
+def _build(config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None, folder: Path, progress: bool) -> None:
+    """Encode what is not encoded yet, and put the folder in its place."""
+    train = splits.train.select(choose(len(splits.train), config.train_images, 1))
+    valid = splits.test.select(choose(len(splits.test), config.eval_images, 2))
+    valid.first_readable()
+    parts = folder.with_name(f"{folder.name}.parts")
+    parts.mkdir(exist_ok=True)
+    tokenizer: ImageTokenizer = vq or _fit(config, train)
+    side, rows = config.side, {}
+    facts: dict[str, Any] = {
+        "source": config.source,
+        "classes": len(splits.classes),
+        "size": config.size,
+        "channels": tokenizer.channels,
+        "tokenizer": config.tokenizer,
+        "codes": tokenizer.codes,
+        "grid": [side, side],
+    }
+    with staged_folder(folder) as staged:
+        ImageCodec(tokenizer, side, side, splits.classes).save_pretrained(staged / "tokenizer")
+        for name, images in (("train", train), ("valid", valid)):
+            rows[name] = _encode(config, images, tokenizer, parts / f"{name}.npy", progress)
+            facts[name] = _write(staged / f"{name}.npy", rows[name], tokenizer.codes + len(splits.classes))
+        facts["psnr_db"] = _psnr(config, valid, rows["valid"], tokenizer)
+        (staged / "images.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    shutil.rmtree(parts)
 
 
-def _channels(images: Images) -> int:
-    """Return 1 where the first image that can be read is grey, else 3."""
-    for index in range(len(images)):
-        try:
-            return 1 if eight_bits(images.read(index)).mode in ("1", "L") else 3
-        except UserError:
+def _fit(config: ImageTokenData, images: Images) -> PatchTokenizer:
+    """Fit the mean patches; a run that resumes gets the same ones again."""
+    some = images.select(choose(len(images), _FIT_IMAGES, 3))
+    channels = 1 if some.first_readable().mode in ("1", "L") else 3
+    _, pixels = _read_squares(some, range(len(some)), config.size, channels)
+    return PatchTokenizer.fit(pixels, codes=config.codes, patch=config.patch)
+
+
+def _encode(
+    config: ImageTokenData, images: Images, tokenizer: ImageTokenizer, file: Path, progress: bool
+) -> np.ndarray:
+    """Return the sequence of each image, (N, L) uint32, in a file that a killed run may have begun: a batch's class
+    tokens, which are never 0, are written when its codes are on disk."""
+    try:
+        rows = np.load(file, mmap_mode="r+")  # which fills up what is cut short
+    except (OSError, ValueError, EOFError):
+        rows = np.lib.format.open_memmap(file, "w+", np.uint32, (len(images), config.sequence_length))
+    quiet = not progress or not sys.stderr.isatty()
+    for start in tqdm(range(0, len(images), _BATCH), desc=f"encoding {file.stem}", disable=quiet):
+        batch = rows[start : start + _BATCH]
+        if batch[:, 0].all():
             continue
-    return 3
+        places = range(start, start + len(batch))
+        read, pixels = _read_squares(images, places, config.size, tokenizer.channels)
+        if read.any():
+            batch[read, 1:] = tokenizer.encode(pixels).reshape(len(pixels), -1)
+        rows.flush()
+        batch[:, 0] = np.where(read, tokenizer.codes + images.labels[places], _UNREADABLE)
+    return rows
+
+
+def _read_squares(images: Images, places: Sequence[int], size: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of the images can be read, (N,) bool, and the pixels of these, (M, size, size, C)."""
+
+    def one(index: int) -> np.ndarray | UserError:
+        try:
+            return as_square(images.read(index), size, channels)
+        except UserError as error:
+            return error
+
+    # Decoding a file frees the interpreter, so that threads share the work.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        found = list(threads.map(one, places))
+    pixels = [each for each in found if isinstance(each, np.ndarray)]
+    for each in found:
+        if isinstance(each, UserError):
+            warnings.warn(f"{each}; skipped", stacklevel=2)
+    return np.array([isinstance(each, np.ndarray) for each in found]), np.stack(pixels) if pixels else np.empty(0)
+
+
+def _write(file: Path, rows: np.ndarray, tokens: int) -> dict[str, Any]:
+    """Write the sequences of the images that could be read; return what there is to say of them."""
+    readable = rows[:, 0] != _UNREADABLE
+    with NpyWriter(file, tokens) as written:
+        for start in range(0, len(rows), _BATCH):
+            part = slice(start, start + _BATCH)
+            written.append(rows[part][readable[part]].reshape(-1))
+    count = int(readable.sum())
+    facts = {"images": count, "tokens": written.count, "unreadable": len(rows) - count}
+    return {**facts, "sha256": written.digest.hexdigest()}
+
+
+def _psnr(config: ImageTokenData, images: Images, rows: np.ndarray, tokenizer: ImageTokenizer) -> float:
+    """Return the PSNR of the first held-out images after encoding and decoding, in dB."""
+    error, compared = 0.0, 0
+    for start in range(0, min(len(images), _PICTURES), _BATCH):
+        places = range(start, min(start + _BATCH, len(images)))
+        read, pixels = _read_squares(images, places, config.size, tokenizer.channels)
+        if read.any():
+            codes = rows[places][read, 1:].astype(np.int64).reshape(-1, config.side, config.side)
+            error += float(((tokenizer.decode(codes).astype(np.float64) - pixels) ** 2).sum())
+            compared += pixels.size
+    return round(10 * math.log10(255**2 / max(error / max(compared, 1), 1e-9)), 3)
