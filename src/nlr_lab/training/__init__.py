@@ -10,18 +10,16 @@ if TYPE_CHECKING:
     from nonlinear_lowrank.errors import DivergedError
 
     from .arms import Arm
-    from .checkpoints import CheckpointedTrainer
     from .recipe import Recipe, TrainConfig
     from .result import TrainResult
     from .run import run_training
 
-__all__ = ["Arm", "CheckpointedTrainer", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
+__all__ = ["Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
 
-_FILES = {"Arm": "arms", "CheckpointedTrainer": "checkpoints", "DivergedError": "run", "Recipe": "recipe"}
-_FILES |= {"TrainConfig": "recipe", "TrainResult": "result", "run_training": "run"}
+_FILES = {"Arm": "arms", "Recipe": "recipe", "TrainConfig": "recipe", "TrainResult": "result"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_FILES.get(name, 'run')}", __name__), name)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging, strtobool
 
@@ -76,7 +76,7 @@ def run_training(
     with _surroundings(recipe.train):
         if _uses_deepspeed():
             deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
-        arguments = _training_arguments(recipe, folder.path)
+        arguments = training_arguments(recipe, folder.path)
         quiet = quiet or not arguments.should_save
         micro = _micro_batch(recipe.train, arguments.world_size)
         finished: TrainResult | None = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
@@ -92,15 +92,15 @@ def run_training(
         if prepared is None:
             prepared = _prepare(recipe, quiet)
         _check_data(recipe, prepared, micro)
-        on_rank_0(lambda: folder.check_fingerprint(prepared.fingerprint, resume=resume))
         train = recipe.train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
         arguments.per_device_train_batch_size = micro
         arguments.per_device_eval_batch_size = train.eval_batch_size or micro
 
-        model = build_model(recipe, prepared)
+        model: Any = build_model(recipe, prepared)
         plain_parameters = count_parameters(model)
-        folder.name_base(model)
+        if hasattr(model, "write_base"):  # its adapter then finds the base, which is written into this folder
+            model.name_or_path = str(folder.base.resolve())
         model = apply_arm(recipe, arm, model, verbose=report and not quiet)
         parameters = count_parameters(model)
         known = {
@@ -119,12 +119,11 @@ def run_training(
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         progress = ProgressLines(arm.name)
         trainer = RunTrainer(
-            folder.checkpoints,
             model,
             arguments,
             prepared=prepared,
             config=train,
-            allow_torch_checkpoints=allow_torch_checkpoints,
+            checkpoints=folder.path / "checkpoints",
             optimizer_cls_and_kwargs=optimizer,
             callbacks=[Schedule(train, stop), *([] if quiet else [progress])],
         )
@@ -148,32 +147,26 @@ def run_training(
                 torch.accelerator.empty_cache()
 
 
-def join_processes(recipe: Recipe, out: Path) -> None:
-    """Join torchrun's process group the way `run_training` will, so that one process can decide for all."""
-    _training_arguments(recipe, out)
-
-
 @contextlib.contextmanager
 def _surroundings(train: TrainConfig) -> Iterator[None]:
     """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
     environment, bars = dict(os.environ), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of milliseconds, whenever a model is saved
-    with cpu_threads(train.threads), deterministic(train.deterministic):
-        try:
+    try:
+        with cpu_threads(train.threads), deterministic(train.deterministic):
             yield
-        finally:
-            for key in [key for key in os.environ if key.startswith("ACCELERATE_") and key not in environment]:
-                del os.environ[key]
-            os.environ.update({key: value for key, value in environment.items() if key.startswith("ACCELERATE_")})
-            if bars:
-                logging.enable_progress_bar()
+    finally:
+        os.environ.clear()  # accelerate writes its settings there
+        os.environ.update(environment)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _uses_deepspeed() -> bool:
     return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
 
 
-def _training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
+def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
     """Return Trainer's arguments, with the process group joined, if there is one; write nothing."""
     train = recipe.train
     warn_of_restarts()
@@ -215,15 +208,10 @@ def _training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             ddp_timeout=6 * 3600,  # rank 0 may tokenize for hours
             **more,
         )
+        for tracker in get_reporting_integration_callbacks(arguments.report_to):
+            tracker()  # raises where it is not installed
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(one_line(error)) from error
-    if train.tracker not in ("none", "tensorboard"):
-        if train.tracker not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise UserError(f"unknown tracker {train.tracker!r}; choose none or one of {known}")
-        if train.tracker not in get_available_reporting_integrations():
-            hint = "install it, or choose tensorboard or none"
-            raise UserError(f"the tracker {train.tracker!r} is not installed; {hint}")
     if arguments.n_gpu > 1:
         # One process drives one GPU; torchrun starts as many as there are. (Never nn.DataParallel.)
         arguments._n_gpu = 1

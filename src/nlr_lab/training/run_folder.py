@@ -26,7 +26,7 @@ from nlr_lab.runtime.storage import (
 )
 from nlr_lab.tasks.task import changed_files, data_record
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.card import Origin, shown_name, table, write_card
+from nonlinear_lowrank.hub.card import shown_name, table, write_card
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder, versions
 
 from .arms import is_adapted
@@ -51,7 +51,9 @@ class RunFolder:
     """One run's folder: new, empty, or an earlier run's, for a recipe that is to be run in it."""
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path, self.recipe, self.checkpoints = path, recipe, path / "checkpoints"
+        self.path, self.recipe = path, recipe
+        self.base = path / MODEL / "base"
+        """The base of an adapter, where it is written too."""
         self._lock: FolderLock | None = None
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
@@ -73,27 +75,28 @@ class RunFolder:
         result = self.path / RESULT
         return TrainResult.from_json(result.read_text(encoding="utf-8")) if result.is_file() else None
 
-    def check_fingerprint(self, fingerprint: str, *, resume: bool) -> None:
-        """Raise UserError where a run would be resumed with other data than it began with."""
+    def open(self, fingerprint: str, *, overwrite: bool) -> None:
+        """Make the folder this run's.
+
+        Raises:
+            UserError: its run began with other data, it cannot be written, or another process trains in it.
+        """
         about = self.path / RECIPE
-        if resume and about.is_file() and read_json(about, recipe=dict).get("fingerprint") != fingerprint:
+        if not overwrite and about.is_file() and read_json(about, recipe=dict).get("fingerprint") != fingerprint:
             raise UserError(
                 f"the text is no longer the one that the run in {self.path} was started on; "
                 "bring the former one back, or use another folder"
             )
-
-    def open(self, fingerprint: str, *, overwrite: bool) -> None:
-        """Make the folder this run's; raise UserError where it cannot be written, or another process trains in it."""
         with disk_errors(f"to {self.path}", "choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path)
             if overwrite:
                 clear_folder(self.path, *_OURS)
             remove_temporaries(self.path)
-            if not (self.path / RECIPE).is_file():
-                about = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
+            if not about.is_file():
+                recipe = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
                 made = {**provenance(self.recipe.train.threads), "deterministic": determinism()}
-                write_json(self.path / RECIPE, {**about, **made})
+                write_json(about, {**recipe, **made})
             if not (self.path / DATA).is_file():
                 write_json(self.path / DATA, data_record(self.recipe.task, fingerprint))
 
@@ -101,11 +104,6 @@ class RunFolder:
         """Let other processes in."""
         if self._lock is not None:
             self._lock.release()
-
-    def name_base(self, model: Any) -> None:
-        """Name a base that is written into this run's folder by that folder, where its adapter then finds it."""
-        if hasattr(model, "write_base"):
-            model.name_or_path = str((self.path / MODEL / "base").resolve())
 
     def export(self, trainer: RunTrainer, tokenizer: Any, result: TrainResult) -> None:
         """Write the final model, its tokenizer and its card. All processes call it."""
@@ -122,7 +120,7 @@ class RunFolder:
             if hasattr(base, "write_base"):
                 base.write_base(folder / "base")
             data = read_json(self.path / DATA, sources=dict, fingerprint=str)
-            write_card(folder, _origin(self.recipe, result, data))
+            _write_card(folder, self.recipe, result, data)
 
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
         """Write the last file of a run."""
@@ -135,8 +133,8 @@ class RunFolder:
 # --- the model's card -----------------------------------------------------------------------------------------
 
 
-def _origin(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Origin:
-    """The card's content that the model's files do not hold: data, recipe setting by setting, and final numbers."""
+def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> None:
+    """Write the model card, with data, the recipe setting by setting, and final numbers."""
     tuned, arm = recipe.task.pretrained, recipe.arm
     rows: dict[str, Any] = {"fingerprint of the data as trained on": f"`{data['fingerprint']}`"}
     for setting, about in data["sources"].items():
@@ -161,7 +159,8 @@ def _origin(recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> Origin
         numbers["diverged"] = f"the training loss spiked at step {result.diverged_at} and did not recover"
     bases = [value for name, value in flatten(recipe.task).items() if name.endswith("checkpoint") and value]
     how = f"tuned by {arm.name}" if tuned else f"trained from scratch, arm {arm.name}"
-    return Origin(
+    write_card(
+        folder,
         title=f"{recipe.name}, {arm.name}",
         summary=f"A model {how}, {result.steps:,} steps, by nonlinear-lowrank's recipe `{recipe.name}`.",
         command=f"nlr {'finetune' if tuned else 'train'} {recipe.name} --arm {arm}",

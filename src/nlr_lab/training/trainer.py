@@ -1,24 +1,35 @@
-"""The Trainer of a run: a fixed order of the data, evaluation in one pass, progress, and an eye on the loss."""
+"""The Trainer of a run: order of the data, evaluation, progress, whole checkpoints, and an eye on the loss."""
 
 import hashlib
 import itertools
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Sampler
+from torch.utils.data._utils import signal_handling
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError, duration
-from nlr_lab.runtime.processes import on_rank_0
+from nlr_lab.runtime.processes import gather_objects, on_rank_0
+from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
+from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
+from nonlinear_lowrank.validation import one_line
 
-from .checkpoints import CheckpointedTrainer
+from . import checkpoints as files
+from . import deepspeed
+from .arms import is_adapted
 from .recipe import TrainConfig
 from .result import curve_of, rises
 
@@ -75,8 +86,7 @@ class Schedule(TrainerCallback):
     """Decide when to log, evaluate, save and stop, and seed the dropout.
 
     Every evaluation and checkpoint also closes an entry of the training curve: a resumed run then has the same entries
-    as one that was never killed. Where `stop` says so of a step the run ends, without a checkpoint, by OutOfTimeError;
-    it can be resumed.
+    as one that was never killed. Where `stop` says so of a step the run ends, without a checkpoint, by OutOfTimeError.
     """
 
     def __init__(self, train: TrainConfig, stop: Callable[[int], bool] | None = None) -> None:
@@ -87,13 +97,12 @@ class Schedule(TrainerCallback):
             set_seed((args.seed + 1_000_003 * args.process_index) % 2**32)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        step, last = state.global_step, state.global_step >= state.max_steps
+        step, last, stop = state.global_step, state.global_step >= state.max_steps, self.stop
         control.should_evaluate = last or step % self.config.eval_every == 0
         control.should_save = last or step % self.config.save_every == 0
         control.should_log = control.should_evaluate or control.should_save or step % self.config.log_every == 0
-        stop = self.stop
         asked = stop is not None and not last and (args.world_size == 1 or control.should_log)
-        if asked and on_rank_0(lambda: stop is not None and stop(step)):
+        if asked and on_rank_0(lambda: stop(step)):  # type: ignore[misc]
             raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
         return control
 
@@ -121,9 +130,9 @@ class ProgressLines(TrainerCallback):
             self._print("", state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.train_loss = (logs or {}).get("loss", self.train_loss)
+        self.train_loss = logs.get("loss", self.train_loss)
         self.bar.set_postfix_str(f"loss {self.train_loss:.4f}", refresh=False)
-        if "eval_loss" in (logs or {}):
+        if "eval_loss" in logs:
             scores = {key: value for key, value in logs.items() if key.startswith("eval_") or key in _LABELS}
             words = [f"  {_LABELS.get(key, key.removeprefix('eval_'))} {value:.4f}" for key, value in scores.items()]
             self._print(f"  train {self.train_loss:.4f}{''.join(words)}", state)
@@ -137,21 +146,85 @@ class ProgressLines(TrainerCallback):
         tqdm.write(line, file=sys.stderr)
 
 
-class RunTrainer(CheckpointedTrainer):
-    """Fixed order of the training data, and one pass over the held-out data as evaluation.
+class RunTrainer(Trainer):
+    """Trainer with a fixed order of the data, exact resume, and a stop at the first loss that is not finite.
 
-    Evaluations are logged as "eval_loss" and "eval_<score>" on what choices are made on; where another split is
+    Evaluations, one pass over the held-out data, are logged as "eval_loss" and "eval_<score>"; where another split is
     scored, as "test_..." on that; of training examples without their augmentation, as "plain_...".
+
+    The loss is looked at in every step on one CPU process; otherwise, since that would stop the GPU each time, at every
+    log and before every checkpoint, which therefore never holds a diverged model. The step named is exact all the same.
+
+    Trainer writes checkpoints into the final folder and pickles, and has no public hook for either: `_save_checkpoint`
+    and the three `_load_...` that read its files back are replaced (`checkpoints`).
     """
 
-    def __init__(self, *args: Any, prepared: Any, config: TrainConfig, **kwargs: Any) -> None:
-        self.config = config
-        super().__init__(*args, train_dataset=prepared.train, data_collator=prepared.collate_training, **kwargs)
-        self.prepared, self.score = prepared, prepared.score
-        self.train_dataset = prepared.train.seeded(self.args.seed)
-        if self.score is not None:
+    def __init__(
+        self, model: Any, args: Any, *, prepared: Any, config: TrainConfig, checkpoints: Path, **kwargs: Any
+    ) -> None:
+        data = {"train_dataset": prepared.train.seeded(args.seed), "data_collator": prepared.collate_training}
+        super().__init__(model, args, **data, **kwargs)
+        # Trainer's types allow for None and for other kinds, which neither is once training.
+        self.model: Any
+        self.lr_scheduler: Any
+        self.prepared, self.config, self.checkpoints = prepared, config, checkpoints
+        if prepared.score is not None:
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
             self.model_accepts_loss_kwargs = False
+        self._keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
+        self._started = time.monotonic()
+        # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
+        self._bad_step = torch.zeros((), dtype=torch.int64, device=self.args.device)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does; `resume_from_checkpoint` is a checkpoint's path or None.
+
+        Raises:
+            UserError: a checkpoint that cannot be resumed from, or a process that reads data died.
+            DivergedError: the loss, or a weight, is not finite.
+        """
+        self._started = time.monotonic()
+        if resume_from_checkpoint is not None:
+            folder, here = Path(resume_from_checkpoint), {"deepspeed": self.is_deepspeed_enabled}
+            deepspeed.check_readable(folder, self.checkpoints, processes=self.args.world_size, **here)
+            self._started -= json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["seconds"]
+            resume_from_checkpoint = str(folder)
+        # torch's handler of SIGCHLD raises out of whatever goes on when a process that reads data dies: a checkpoint, a
+        # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
+        before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except (RuntimeError, OSError, EOFError) as error:
+            # torch has no class for it. A reader that dies while it hands a batch over breaks the connection first.
+            dead = not isinstance(error, RuntimeError) or str(error).startswith(("DataLoader worker", "Pin memory"))
+            if not (dead and self.args.dataloader_num_workers):
+                raise
+            raise UserError(
+                f"a process that reads data died at step {self.state.global_step} ({one_line(error)}); "
+                f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and go on with --resume"
+            ) from error
+        finally:
+            signal_handling._SIGCHLD_handler_set = before
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """Return the checkpoint to resume from (None: start anew), and a line for each damaged one that is skipped.
+
+        Removes what a killed process left half written. All processes call it and get rank 0's answer.
+        """
+        on_rank_0(lambda: remove_temporaries(self.checkpoints))
+        return on_rank_0(lambda: newest_valid(self.checkpoints))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, those before a resume included."""
+        return time.monotonic() - self._started
+
+    def plain_model(self) -> Any:
+        """Return the model without wrappers."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # Trainer counts all parameters anew in each step, which in small models is a good part of it
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EndlessShuffle:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -161,15 +234,42 @@ class RunTrainer(CheckpointedTrainer):
         order = {"passes": dataset.counts_passes, "lengths": lengths, "batch": per_step}
         return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed, **order)
 
+    # --- the loss ------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        bad = ~torch.isfinite(loss) & (self._bad_step == 0)
+        self._bad_step = torch.where(bad, self.state.global_step + 1, self._bad_step)
+        if loss.device.type == "cpu" and self.args.world_size == 1:
+            self.check_finite()
+        return loss
+
+    def check_finite(self) -> None:
+        """Raise DivergedError, in every process, if the loss of any step so far was not finite anywhere."""
+        steps = self.accelerator.gather(self._bad_step.reshape(1))
+        if bad := [step for step in steps.tolist() if step]:
+            raise self._diverged(min(bad))
+
+    def _diverged(self, step: int, why: str = "the loss is no longer a finite number") -> DivergedError:
+        hint = "lower the learning rate or lengthen the warm-up, and start anew"
+        return DivergedError(f"{why} at step {step}; {self._last_good(step)}; {hint}", step)
+
+    def _last_good(self, before: float = math.inf) -> str:
+        found = [folder for step, folder in step_folders(self.checkpoints).items() if step < before]
+        return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint before it"
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does; raise DivergedError where a run that diverges is to stop."""
+        """Log as Trainer does; raise DivergedError where a loss is not finite, or a run that diverges is to stop."""
+        self.check_finite()
         super().log(logs, *args, **kwargs)
         if self.config.stop_diverged and "loss" in logs:
             found = rises(curve_of(self.state.log_history, "loss"), self.args.max_steps)
             # While the loss is up, or waiting would outlast the last checkpoint from before.
-            self.keep_all = bool(found) and found[-1].end is None
+            self._keep_all = bool(found) and found[-1].end is None
             if (rise := next((each for each in found if each.diverged), None)) is not None:
-                raise self.diverged(rise.start, f"the training loss spiked to {rise.peak:.4g} and did not recover")
+                raise self._diverged(rise.start, f"the training loss spiked to {rise.peak:.4g} and did not recover")
+
+    # --- evaluation ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -182,14 +282,14 @@ class RunTrainer(CheckpointedTrainer):
         model: Any = self.model_wrapped if self.args.torch_compile else self.model
         was_training = model.training
         model.eval()
+        score = self._of_tokens if self.prepared.score is None else self._of_examples
         metrics: dict[str, float] = {}
         for split, name in (("eval", "valid"), ("test", "test"), ("plain", "plain")):
             if (dataset := getattr(self.prepared, name)) is not None:
-                found = self._of_tokens(model, dataset) if self.score is None else self._of_examples(model, dataset)
-                metrics |= {f"{split}_{key}": value for key, value in found.items()}
+                metrics |= {f"{split}_{key}": value for key, value in score(model, dataset).items()}
         model.train(was_training)
         if not math.isfinite(metrics["eval_loss"]):
-            raise self.diverged(self.state.global_step)
+            raise self._diverged(self.state.global_step)
         self.log(dict(metrics))
         return metrics
 
@@ -220,7 +320,7 @@ class RunTrainer(CheckpointedTrainer):
             found = self.accelerator.gather((output["logits"].float(), batch["labels"], kept))
             logits.append(found[0][found[2]].cpu())
             labels.append(found[1][found[2]].cpu())
-        return scores_of_examples(torch.cat(logits), torch.cat(labels), self.score)  # type: ignore[arg-type]
+        return scores_of_examples(torch.cat(logits), torch.cat(labels), self.prepared.score)
 
     def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[Batch, int]]:
         """This process's share as (batch, how many of its examples are real), equally many in every process.
@@ -234,3 +334,72 @@ class RunTrainer(CheckpointedTrainer):
             items = [dataset[min(index, len(dataset) - 1)] for index in range(start, start + size)]
             batch = self.prepared.collate(items)
             yield {name: value.to(self.args.device) for name, value in batch.items()}, max(0, len(dataset) - start)
+
+    # --- files ---------------------------------------------------------------------------------------------
+
+    def export(self, folder: Path) -> None:
+        """Write the model, or the adapter alone, as save_pretrained does. All processes call it; rank 0 writes."""
+        weights = files.whole_weights(self)
+        if self.is_world_process_zero():
+            files.write_model(folder, self.plain_model(), weights)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint under a temporary name, and rename it when it is whole. All processes call it."""
+        self.check_finite()
+        plain, step = self.plain_model(), self.state.global_step
+        if not all(gather_objects(files.is_finite(plain))):  # a loss can be finite, and its gradient not
+            raise self._diverged(step)
+        weights = None if self.is_deepspeed_enabled else files.whole_weights(self)
+        states = gather_objects(files.random_state(self.args.device))
+        about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
+        hint = f"{self._last_good()}; make room and go on with --resume"
+        with disk_errors(f"the checkpoint of step {step} to {self.checkpoints}", hint), ExitStack() as stack:
+
+            def begin() -> str:  # rank 0 has the folder in its stack: gone again if anyone fails
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                return str(stack.enter_context(staged_folder(self.checkpoints / f"step-{step:06d}", about)))
+
+            folder, groups = Path(on_rank_0(begin)), None
+            if self.is_deepspeed_enabled:
+                deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
+            else:
+                groups = files.write_optimizer(folder, self.model, self.optimizer)
+
+            def finish() -> None:
+                if weights is not None:
+                    files.write_trained(folder, plain, weights)
+                state = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
+                (folder / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+                stack.close()
+                if not self._keep_all:
+                    prune(self.checkpoints, step, self.args.save_total_limit or 1)
+
+            on_rank_0(finish)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Read weights, where DeepSpeed's engine does not read its own; all processes call it."""
+        target = self.model if model is None else model
+        plain = self.accelerator.unwrap_model(target, keep_torch_compile=False)
+        files.read_weights(Path(resume_from_checkpoint), plain)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = files.read_state(checkpoint)
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+            if not self.is_deepspeed_enabled:
+                files.read_optimizer(Path(checkpoint), self.model, self.optimizer, state["groups"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        states, here = files.read_state(checkpoint)["random"], self.args.process_index
+        if len(states) == self.args.world_size:
+            files.set_random_state(states[here], self.args.device)
+            return
+        if self.is_world_process_zero():
+            print(
+                f"the checkpoint was written by {len(states)} processes and there are {self.args.world_size} now: "
+                "the run resumes, but not bit-exactly"
+            )
+        set_seed((self.args.seed + 7919 * self.state.global_step + here) % 2**32)

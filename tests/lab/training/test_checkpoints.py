@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from nlr_lab.runtime.storage import newest_valid, read_manifest, step_folders
-from nlr_lab.training import DivergedError, checkpoints, run_training
+from nlr_lab.training import DivergedError, run_training, trainer
 from nlr_lab.training.checkpoints import tensor_names
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
@@ -224,14 +224,14 @@ def test_dead_data_reader_is_named_and_the_run_resumes(server, tmp_path):
     ],
 )
 def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeypatch, arm, settings, step, saved):
-    original = checkpoints.CheckpointedTrainer.training_step
+    original = trainer.RunTrainer.training_step
 
     def training_step(trainer, *args, **kwargs):  # as on a GPU, where looking at every loss would wait for it
         with mock.patch.object(trainer, "check_finite"):
             return original(trainer, *args, **kwargs)
 
     if not saved:
-        monkeypatch.setattr(checkpoints.CheckpointedTrainer, "training_step", training_step)
+        monkeypatch.setattr(trainer.RunTrainer, "training_step", training_step)
     out, recipe = tmp_path / "out", make_recipe(f"training_helpers:{arm}", **settings)
     last = f"the last good checkpoint is .*step-{saved[-1]:06d}" if saved else "there is no checkpoint"
     with pytest.raises(DivergedError, match=f"at step {step}; {last}") as caught:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import finetune_helpers
 from nlr_lab.runtime.processes import warn_of_restarts
-from nlr_lab.training import CheckpointedTrainer, DivergedError, TrainResult, run_training
+from nlr_lab.training import DivergedError, TrainResult, run_training
+from nlr_lab.training.trainer import RunTrainer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
 from processes_helpers import fsdp_environment, run_processes
@@ -65,7 +66,7 @@ def train_all(root, mode, names):
                 cut_back(root / mode / "chain", folder, 8)
             torch.distributed.barrier()
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "GlmDecoderLayer" if prepared else "LlamaDecoderLayer"
-        save = CheckpointedTrainer._save_checkpoint
+        save = RunTrainer._save_checkpoint
 
         def spied(self, *args, save=save, seen=seen):
             groups = self.optimizer.param_groups
@@ -73,7 +74,7 @@ def train_all(root, mode, names):
             seen["kinds"] = sorted({type(p).__name__ for p in self.model.parameters()})
             save(self, *args)
 
-        CheckpointedTrainer._save_checkpoint = spied
+        RunTrainer._save_checkpoint = spied
         try:
             resume = (folder / "checkpoints").exists()
             run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
@@ -82,7 +83,7 @@ def train_all(root, mode, names):
         except UserError as error:
             seen = {"refused": str(error)}
         finally:
-            CheckpointedTrainer._save_checkpoint = save
+            RunTrainer._save_checkpoint = save
         (root / mode / f"{name}-{rank}.json").write_text(json.dumps(seen))
 
 
