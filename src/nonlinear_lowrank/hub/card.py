@@ -1,12 +1,11 @@
 """The model card of a saved model or adapter: README.md with method, settings, results and loading code.
 
-What stands in the folder's own files is read from there (method, settings, class); who made it says the rest. No
-path of the machine is written. peft's own card of an adapter is extended; any other README.md is kept.
+Method, settings and class are read from the folder's own files. No path of the machine is written. peft's own card of
+an adapter is extended; any other README.md is kept.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -31,31 +30,28 @@ _PIPELINES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Facts that the folder's own files do not have."""
+def write_card(
+    folder: Path,
+    *,
+    title: str,
+    summary: str,
+    command: str,
+    base: str | None = None,
+    sections: Mapping[str, str] | None = None,
+    limits: Sequence[str] = (),
+) -> None:
+    """Write README.md into the folder of a model or an adapter, or extend what peft has written there.
 
-    title: str
-    summary: str
-    """One sentence about what was done."""
-    command: str
-    """The call, without paths."""
-    base: str | None = None
-    """Folder or hub name of the model that it came from; None: as an adapter names it, or from scratch."""
-    sections: Mapping[str, str] = field(default_factory=dict)
-    """Headings and their texts, which come between the method and the loading."""
-    limits: tuple[str, ...] = ()
-    """A sentence each, beside those that follow from the method."""
-
-
-def write_card(folder: Path, origin: Origin) -> None:
-    """Write README.md into the folder of a model or an adapter, or extend what peft has written there."""
+    `command` is the call without paths, `base` the folder or hub name of the model that it came from (None: as an
+    adapter names it, or from scratch). `sections` are headings with their texts, which come between the method and the
+    loading; `limits` are sentences beside those that follow from the method.
+    """
     place, config, adapter = folder / CARD, _read(folder / "config.json"), _read(folder / ADAPTER_CONFIG)
     if place.exists() and not adapter:
         return
     former = place.read_text(encoding="utf-8") if place.exists() else "---\n{}\n---\n"
     card = ModelCard(former, ignore_metadata_errors=True)
-    base = origin.base or adapter.get("base_model_name_or_path") or None
+    base = base or adapter.get("base_model_name_or_path") or None
     architecture = (config.get("architectures") or [""])[0]
     methods = _methods(config, adapter)
 
@@ -70,16 +66,16 @@ def write_card(folder: Path, origin: Origin) -> None:
     tags = {*(data.tags or []), "nonlinear-lowrank", *names}
     data.tags = sorted(tag for tag in tags if not tag.startswith(tagged) or tag == f"{tagged}{data.base_model}")
 
-    facts = {"made by": f"`{origin.command}`"}
+    facts = {"made by": f"`{command}`"}
     facts |= {"base model": shown_name(base)} if base else {}
     facts |= {"architecture": f"{architecture} (`{config.get('model_type')}`)"} if architecture else {}
-    parts = [f"# {origin.title}", origin.summary, table(facts)]
+    parts = [f"# {title}", summary, table(facts)]
     parts += [f"## Method: {name}\n\n{table(settings)}" for name, settings in methods.items()]
-    parts += [f"## {heading}\n\n{text}" for heading, text in origin.sections.items()]
+    parts += [f"## {heading}\n\n{text}" for heading, text in (sections or {}).items()]
     if config or methods:
         code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
         parts.append(f"## Loading\n\n```python\n{code}\n```")
-    limits = [*_limits(folder, config, adapter), *origin.limits]
+    limits = [*_limits(folder, config, adapter), *limits]
     parts += ["## Limits", "\n".join(f"- {line}" for line in limits), "## Versions", table(versions())]
     card.text = "\n\n".join([*parts, _PEFT_LOADING.sub("", card.text).strip()]).rstrip() + "\n"
     place.write_text(str(card), encoding="utf-8")
@@ -109,11 +105,8 @@ def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
     """Return the settings of each method in the files, by its name."""
     found: dict[str, Mapping[str, Any]] = {}
     if adapter:
-        found[str(adapter.get("peft_type"))] = {
-            name: value
-            for name, value in adapter.items()
-            if name not in _NOT_SETTINGS and value is not False and value not in (None, {}, [], "")
-        }
+        given = {name: value for name, value in adapter.items() if name not in _NOT_SETTINGS and value is not False}
+        found[str(adapter.get("peft_type"))] = {k: v for k, v in given.items() if v not in (None, {}, [], "")}
     for entry in config.get(FIELD) or []:
         named = entry["method"] if entry["method"] not in found else f"{entry['method']} ({len(found) + 1})"
         found[named] = {**entry["config"], "layers": len(entry["modules"])}

@@ -104,19 +104,12 @@ def dense_names(model: Any) -> DenseNames | None:
     return DenseNames(layers, f"{getattr(model, 'base_model_prefix', '')}.") if layers else None
 
 
-def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model by the names that files have, of those in memory."""
-    names = dense_names(model)
-    return _renamed(names and names.reverse_transform(), tensors)
-
-
-def in_memory(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse `in_files`."""
-    return _renamed(dense_names(model), tensors)
-
-
-def _renamed(names: DenseNames | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {names.rename_source_key(name)[0] if names else name: tensor for name, tensor in tensors.items()}
+def in_files(model: Any, tensors: Mapping[str, Any], *, reverse: bool = False) -> dict[str, Any]:
+    """Return the tensors of a model by the names that files have, of those in memory; with `reverse` the other way."""
+    if (names := dense_names(model)) is None:
+        return dict(tensors)
+    names = names if reverse else names.reverse_transform()
+    return {names.rename_source_key(name)[0]: tensor for name, tensor in tensors.items()}
 
 
 class AugmentedModel:
@@ -180,7 +173,7 @@ class AugmentedModel:
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
-            if unable := sorted({method.name for method in _methods_in(model) if not method.tensor_parallel}):
+            if unable := sorted(method.name for method in _methods_in(model) if not method.tensor_parallel):
                 raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")
             if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
                 raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
@@ -222,8 +215,8 @@ def augmented_layers(model: Any) -> Iterator[Any]:
     return (module for module in model.modules() if method_of_layer(module) is not None)
 
 
-def _methods_in(model: Any) -> Iterator[Method]:
-    return filter(None, map(method_of_layer, model.modules()))
+def _methods_in(model: Any) -> set[Method]:
+    return set(filter(None, map(method_of_layer, model.modules())))
 
 
 def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
@@ -237,7 +230,7 @@ def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
                 layer.get_submodule(dense)._is_hf_initialized = True
 
 
-def _entries_for(model: Any, entries: Any) -> list[dict[str, Any]]:
+def _entries_for(model: Any, entries: list[Any]) -> list[dict[str, Any]]:
     """Return the saved entries with the module names of this model.
 
     Another head changes the prefix ("model.layers.0" in a language model is "layers.0" in its backbone), and modules of
@@ -247,12 +240,10 @@ def _entries_for(model: Any, entries: Any) -> list[dict[str, Any]]:
     plain = {name for name, each in model.named_modules(remove_duplicate=False) if method_of_layer(each) is None}
     prefix = model.base_model_prefix + "."
     resolved = []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        modules: Any = entry.get("modules") if isinstance(entry, dict) else None
-        listed = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
-        if not listed or not {"method", "config"} <= entry.keys():
+    for entry in entries:
+        if not isinstance(entry, dict) or not {"method", "config"} <= entry.keys() or not entry.get("modules"):
             raise UserError(f"the config field {FIELD!r} must list method, config and modules, got {entry!r}")
-        spellings = [(name, name.removeprefix(prefix), prefix + name) for name in modules]
+        spellings = [(name, name.removeprefix(prefix), prefix + name) for name in entry["modules"]]
         names = [next((name for name in each if name in plain), None) for each in spellings]
         resolved.append({**entry, "modules": [name for name in names if name is not None]})
     return resolved
@@ -324,16 +315,16 @@ def _config_twin(base: Any) -> Any:
     return twin
 
 
-def twin_of(base: Any, config_class: type | None = None) -> Any:
+@cache
+def twin_of(base: Any, config_class: Any = None) -> Any:
     """Return the augmented twin of a plain model class (a twin is its own twin).
 
     Its plain config class differs from the one that it names where one model class serves several configs.
     """
-    return base if issubclass(base, AugmentedModel) else _twin_of(base, config_class or base.config_class)
-
-
-@cache
-def _twin_of(base: Any, config_class: Any) -> Any:
+    if issubclass(base, AugmentedModel):
+        return base
+    if config_class is None:
+        return twin_of(base, base.config_class)
     doc = f"`{base.__name__}` with the layers that its config's `{FIELD}` lists."
     own = {"__module__": __name__, "__doc__": doc, "config_class": _config_twin(config_class)}
     twin = type(CLASS_PREFIX + base.__name__, (AugmentedModel, base), own)
@@ -352,6 +343,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@cache
 def register(base_config_class: Any) -> Any:
     """Register the augmented twins of a backbone with transformers' Auto classes, and return the twin config class.
 
@@ -361,13 +353,9 @@ def register(base_config_class: Any) -> Any:
     Raises:
         UserError: the class has no model_type.
     """
-    if not getattr(base_config_class, "model_type", ""):
-        raise UserError(f"{base_config_class.__name__} has no model_type, so that Auto classes cannot find it")
-    return _register(base_config_class)
-
-
-@cache
-def _register(base: Any) -> Any:
+    base = base_config_class
+    if not getattr(base, "model_type", ""):
+        raise UserError(f"{base.__name__} has no model_type, so that Auto classes cannot find it")
     twin = _config_twin(base)
     AutoConfig.register(twin.model_type, twin, exist_ok=True)
     for name, mapping in _model_mappings().items():
@@ -393,13 +381,11 @@ def _model_mappings() -> dict[str, Any]:
 
 def _share_weight_conversions(base: str, twin: str) -> None:
     """Give a twin its base's renamings between disk and memory (ViT has such), kept by class and by type."""
-    conversions = conversion_mapping.get_checkpoint_conversion_mapping(base)
-    if conversions is not None:
+    if (conversions := conversion_mapping.get_checkpoint_conversion_mapping(base)) is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(twin, conversions, overwrite=True)
 
 
 def _share_processors(base: Any, twin: Any) -> None:
-    """Give a twin its base's tokenizers and processors."""
     from transformers.models.auto import tokenization_auto as tokenizers
 
     special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME

@@ -16,37 +16,29 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import method_of_config
-from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.surgery.augment import augment, known_method
 from nonlinear_lowrank.surgery.report import AugmentReport
 from nonlinear_lowrank.validation import check_choice, one_line
 
-from .card import Origin, shown_name, write_card
+from .card import shown_name, write_card
 from .classes import augmented_layers
 from .loading import load_model
 from .registration import TYPE_PREFIX
 from .storage import MANIFEST, check_folder, check_model_folder, check_new_or_empty, staged_output
 
-# What travels beside the weights: tokenizers, processors, chat templates and licences. Never code or pickles.
-_COMPANIONS: tuple[str, ...] = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
+# What travels beside the weights: tokenizers, also those of images (as `nlr_lab.tasks.images.tokenizers` saves them),
+# processors, chat templates and licences. Never code or pickles.
+_COMPANIONS = (
+    *("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
+    *("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors"),
 )
-# Of image tokens also their tokenizer, as `nlr_lab.tasks.images.tokenizers` saves it: mean patches, or a VQModel whole.
-_COMPANIONS += ("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors")
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
 _SEQUENCES, _TOKENS = 2, 32
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Result of `convert`, and how far its outputs are from the input model's."""
+    """Result of `convert`: what was put in, and how far the outputs are from the input model's."""
 
     output: Path
     augmented: AugmentReport
@@ -55,7 +47,6 @@ class ConvertReport:
     difference: float
     """Largest absolute difference of the outputs on random inputs, after writing and loading again."""
     bit_equal: bool
-    """True if every output is the same to the last bit."""
     measured: str
     """Name and shape of the output that was compared."""
     copied: tuple[str, ...]
@@ -105,11 +96,10 @@ def convert(
             do not fit it. Nothing is left in output_dir then.
     """
     check_choice("up_init", up_init, ("zero", "paper"))
-    method = method_of_config(config)
-    if method is not None and (method.replaces_weights or method.wraps):
+    method = known_method(config)
+    if method.replaces_weights or method.wraps:
         raise UserError(f"{method.name} discards trained weights; use NobleConfig or RationalConfig")
-    draws_up = method is not None and method.draws_up
-    if up_init == "paper" and not draws_up:
+    if up_init == "paper" and not method.draws_up:
         raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     if output == source or output in source.parents or source in output.parents:
@@ -122,32 +112,30 @@ def convert(
     model = load_model(source, **load)
     inputs = random_inputs(model)
     before, measured = first_output(model, inputs)
-    settings = config if method is None else method.converted(config)
-    report = augment(model, settings, include=include, exclude=exclude, verbose=False)
+    report = augment(model, method.converted(config), include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
         for layer in augmented_layers(model):
-            method.draw_up(layer)  # type: ignore[union-attr]
+            method.draw_up(layer)
     with staged_output(output, {}) as folder:
         model.save_pretrained(folder)
         del model
         copied = copy_companions(source, folder)
         after, _ = first_output(load_model(folder, **load), inputs)
         difference, bit_equal = (after.double() - before.double()).abs().max().item(), torch.equal(before, after)
-        up = up_init if draws_up else None
+        up = up_init if method.draws_up else None
         converted = ConvertReport(output, report, up, difference, bit_equal, measured, copied)
-        start, what = "" if up is None else f" (up init: {up})", f"{report.method} layers"
-        results = (
-            f"{report.parameters_added:,} parameters were added{start}. {measured} before and after, on random inputs, "
-            f"one measurement (n = 1): {converted.verdict}."
-        )
-        origin = Origin(
+        start, what = f" (up init: {up})" if up else "", f"{report.method} layers"
+        write_card(
+            folder,
             title=f"{shown_name(str(source))} with {what}",
             summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",
             command="nlr convert IN OUT",
             base=str(source),
-            sections={"Results": results},
+            sections={
+                "Results": f"{report.parameters_added:,} parameters were added{start}. {measured} before and after, on "
+                f"random inputs, one measurement (n = 1): {converted.verdict}."
+            },
         )
-        write_card(folder, origin)
     return converted
 
 

@@ -19,7 +19,7 @@ from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line, require
 
-from .card import Origin, shown_name, table, write_card
+from .card import shown_name, table, write_card
 from .classes import make_saveable
 from .conversion import copy_companions, first_output, random_inputs
 from .loading import ADAPTER_CONFIG, base_of, check_weights, head_labels, is_mergeable, load_model, quiet_loading
@@ -44,34 +44,16 @@ _BOUND = 5e-3
 class MergeReport:
     """Result of `merge_adapter`, and how far its outputs are from the base's with the adapter on it."""
 
-    output: Path
-    peft_type: str
-    base: str
     difference: float
     """Largest absolute difference of the outputs on random inputs, after writing and loading again; the adapted ones
     are those in float32, so that what rounding to the weights' type does is in it."""
     scale: float
     """Largest absolute output."""
-    measured: str
-    """Name and shape of the output that was compared."""
-    copied: tuple[str, ...]
-    """Files that were copied from the base's folder and the adapter's."""
-    needs_package: bool
-    """True if loading it needs this package."""
-    untied: bool
-    """True if output head and embedding no longer share one weight."""
+    text: str
+    """What was merged, measured and written, a line each."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.peft_type} adapter merged into {self.base}",
-            f"{self.measured} adapted and merged: max |difference| {self.difference:.3e} "
-            f"(outputs up to {self.scale:.3g})",
-            "the output head has a weight of its own now, no longer the embedding's" if self.untied else "",
-            f"copied {', '.join(self.copied) or 'no other files'}",
-            f"written to {self.output}; "
-            + ("loading it needs `import nonlinear_lowrank`" if self.needs_package else "a plain model"),
-        ]
-        return "\n".join(filter(None, lines))
+        return self.text
 
 
 def merge_adapter(
@@ -133,27 +115,31 @@ def merge_adapter(
     with staged_output(output, {}) as place:
         model.save_pretrained(place)
         del model, adapted, plain
-        theirs = copy_companions(Path(named), place) if Path(named).is_dir() else ()
-        copied = {*theirs, *copy_companions(folder, place, without=ADAPTER_CONFIG)}  # added tokens win
+        copied = set(copy_companions(Path(named), place) if Path(named).is_dir() else ())
+        copied |= {*copy_companions(folder, place, without=ADAPTER_CONFIG)}  # added tokens win
         after, _ = first_output(load_model(place), inputs)
         if rounded is not None:
             _check_same(after, rounded, "its own before it was written")
         difference, scale = (after.double() - before.double()).abs().max().item(), before.double().abs().max().item()
+        numbers = f"max |difference| {difference:.3e}, outputs up to {scale:.3g}"
         settings = {name: config[name] for name in ("peft_type", "r", "target_modules", "omega") if config.get(name)}
-        results = (
-            f"{measured} adapted and merged, on random inputs, one measurement (n = 1): max |difference| "
-            f"{difference:.3e}, outputs up to {scale:.3g}."
-        )
-        origin = Origin(
+        results = f"{measured} adapted and merged, on random inputs, one measurement (n = 1): {numbers}."
+        write_card(
+            place,
             title=f"{shown_name(named)} with a merged {peft_type} adapter",
             summary="A base model with an adapter folded into its weights.",
             command="nlr merge ADAPTER OUT",
             base=named,
             sections={"Adapter": table(settings), "Results": results},
         )
-        write_card(place, origin)
-    copied_names = tuple(sorted(copied))
-    return MergeReport(output, peft_type, named, difference, scale, measured, copied_names, needs_package, untied)
+    lines = [f"{peft_type} adapter merged into {named}", f"{measured} adapted and merged: {numbers}"]
+    if untied:
+        lines.append("the output head has a weight of its own now, no longer the embedding's")
+    lines.append(f"copied {', '.join(sorted(copied)) or 'no other files'}")
+    lines.append(
+        f"written to {output}; {'loading it needs `import nonlinear_lowrank`' if needs_package else 'a plain model'}"
+    )
+    return MergeReport(difference, scale, "\n".join(lines))
 
 
 def _check_type(folder: Path, config: Mapping[str, Any]) -> str:
@@ -205,13 +191,12 @@ def _adapted(
     from peft import PeftModel
 
     class_name = _AUTO.get(config.get("task_type") or "") or (config.get("auto_mapping") or {}).get("base_model_class")
-    options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
-    options |= {"revision": config["revision"]} if config.get("revision") else {}
-    if (labels := head_labels(folder)) is not None:
-        options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
-    known = getattr(transformers, class_name, None) if class_name else None
-    load = load_model if known is None else known.from_pretrained
-    options = {} if known is None else options
+    load, options = load_model, {}
+    if (known := getattr(transformers, class_name or "", None)) is not None:
+        load, options = known.from_pretrained, {"use_safetensors": True, "trust_remote_code": False}
+        options |= {"revision": config["revision"]} if config.get("revision") else {}
+        if (labels := head_labels(folder)) is not None:
+            options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
     try:
         with quiet_loading(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie

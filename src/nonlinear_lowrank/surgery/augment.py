@@ -68,10 +68,7 @@ def augment(
             does not fit or groups do not divide the width, a target is frozen, quantized, hooked, parametrized, not
             called by the model's code, or augmented already.
     """
-    method = method_of_config(config)
-    if method is None:
-        known = ", ".join(sorted(each.config_class.__name__ for each in all_methods().values()))
-        raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+    method = known_method(config)
     if fuse_shared_inputs:
         try:
             config = replace(config, fuse_shared_inputs=True)
@@ -123,6 +120,14 @@ def augment(
     if verbose:
         print(report)
     return report
+
+
+def known_method(config: Any) -> Method:
+    """Return the method of a config; raise UserError where it is the config of none."""
+    if (method := method_of_config(config)) is None:
+        known = ", ".join(sorted(each.config_class.__name__ for each in all_methods().values()))
+        raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+    return method
 
 
 def layer_entries(configs: Mapping[str, Any]) -> list[dict[str, Any]]:

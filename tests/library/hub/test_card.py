@@ -12,7 +12,7 @@ from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import run, run_python
 from model_helpers import llama
 from nlr_lab.training import run_training
-from nonlinear_lowrank.hub.card import Origin, write_card
+from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
 
@@ -114,5 +114,5 @@ def test_converting_writes_a_card(tmp_path, capsys):
     assert (tmp_path / "plain" / "README.md").read_text() == "mine"
     check_no_paths(card, tmp_path)
     (tmp_path / "out" / "README.md").write_text("mine")
-    write_card(tmp_path / "out", Origin(title="x", summary="y", command="z"))
+    write_card(tmp_path / "out", title="x", summary="y", command="z")
     assert (tmp_path / "out" / "README.md").read_text() == "mine"

@@ -19,8 +19,8 @@ from torchtitan.models.llama3.model import Llama3Model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.card import Origin, write_card
-from nonlinear_lowrank.hub.classes import in_memory, listed_problems, register
+from nonlinear_lowrank.hub.card import write_card
+from nonlinear_lowrank.hub.classes import in_files, listed_problems, register
 from nonlinear_lowrank.hub.conversion import copy_companions
 from nonlinear_lowrank.hub.registration import FIELD
 from nonlinear_lowrank.hub.storage import (
@@ -226,24 +226,25 @@ def export(
         model = AutoModelForCausalLM.from_config(config)
     tensors = _adapter(spec).to_hf(state)
     tied: dict[str, str] = model.all_tied_weights_keys
-    whole = in_memory(model, {**{name: tensors[of] for name, of in tied.items() if of in tensors}, **tensors})
+    tensors = {**{name: tensors[of] for name, of in tied.items() if of in tensors}, **tensors}
+    whole = in_files(model, tensors, reverse=True)
     _check_state(whole, model.state_dict(), "the exported state")
     if dtype is not None:
         wide = {own for entry in getattr(config, FIELD, None) or [] for own in all_methods()[entry["method"]].float32}
         whole = {key: each if key.rpartition(".")[2] in wide else each.to(dtype) for key, each in whole.items()}
     model.load_state_dict(whole, assign=True)
     model.tie_weights()
-    origin = Origin(
-        title=f"{spec.name} {spec.flavor}, trained with torchtitan",
-        summary=f"A model of torchtitan {torchtitan.__version__} ({spec.name}, {spec.flavor}), in the Hugging Face "
-        "format.",
-        command="nonlinear_lowrank.integrations.torchtitan.export",
-    )
     with staged_output(output, {}) as staged:
         model.save_pretrained(staged)
         if source is not None:
             copy_companions(source, staged)
-        write_card(staged, origin)
+        kind = f"{spec.name}, {spec.flavor}"
+        write_card(
+            staged,
+            title=f"{spec.name} {spec.flavor}, trained with torchtitan",
+            summary=f"A model of torchtitan {torchtitan.__version__} ({kind}), in the Hugging Face format.",
+            command="nonlinear_lowrank.integrations.torchtitan.export",
+        )
     return output
 
 
