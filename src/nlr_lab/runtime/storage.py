@@ -4,25 +4,15 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import (
-    MANIFEST,
-    TEMPORARY,
-    describe_disk_error,
-    file_fault,
-    is_disk_error,
-    manifest_files,
-    remove,
-    sync,
-)
+from nonlinear_lowrank.hub import storage
+from nonlinear_lowrank.hub.storage import MANIFEST, TEMPORARY, file_fault, manifest_files, remove, sync
 from nonlinear_lowrank.validation import one_line
 
 try:
@@ -188,15 +178,9 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
     return resume
 
 
-@contextmanager
-def disk_errors(what: str, hint: str = "make room and go on with --resume") -> Iterator[None]:
+def disk_errors(what: str, hint: str = "make room and go on with --resume") -> AbstractContextManager[None]:
     """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if not is_disk_error(error):
-            raise
-        raise UserError(f"cannot write {what}: {describe_disk_error(error)}; {hint}") from error
+    return storage.disk_errors(what, hint)
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -42,11 +42,6 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def describe_file(file: Path) -> dict[str, Any]:
-    """Return a manifest's entry of a file."""
-    return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
-
-
 @contextmanager
 def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill; on leaving, it is at `path`, replacing what was there, or on an error nowhere.
@@ -60,7 +55,10 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
         yield staged
         if manifest is not None:
             listed = sorted(each for each in staged.rglob("*") if each.is_file() and each.name != CARD)
-            files = {str(file.relative_to(staged)): describe_file(file) for file in listed}
+            files = {
+                str(each.relative_to(staged)): {"bytes": each.stat().st_size, "sha256": hash_file(each)}
+                for each in listed
+            }
             text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
             (staged / MANIFEST).write_text(text, encoding="utf-8")
         for each in (*staged.rglob("*"), staged):
@@ -79,34 +77,32 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 @contextmanager
 def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Yield a folder as `staged_folder` does, for what a user asked for: parents are made, errors are UserErrors."""
-    try:
+    with disk_errors(str(output)):
         output.parent.mkdir(parents=True, exist_ok=True)
         with staged_folder(output, manifest) as folder:
             yield folder
+
+
+@contextmanager
+def disk_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
-        if not is_disk_error(error):
+        found = re.search(r"os error (\d+)", str(error))  # safetensors has an error of its own for these
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if not isinstance(error, OSError) and number is None:
             raise
-        raise UserError(f"cannot write {output}: {describe_disk_error(error)}") from error
+        why = os.strerror(number) if number else str(error)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            why = "no space left on the disk"
+        raise UserError(f"cannot write {what}: {why}{hint and '; '}{hint}") from error
 
 
 def check_new_or_empty(output: Path, hint: str = "choose another") -> None:
     """Raise UserError if there is a file, or a folder with something in it."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty folder; {hint}")
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Return whether an exception came from writing to the disk (safetensors has its own class for it)."""
-    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and "os error" in str(error))
-
-
-def describe_disk_error(error: BaseException) -> str:
-    """Return a disk error in a few words, for a message."""
-    found = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "no space left on the disk"
-    return os.strerror(number) if number else str(error)
 
 
 def sync(path: Path) -> None:
@@ -173,10 +169,9 @@ def check_hashes(folder: Path) -> None:
 def check_folder(path: str | Path) -> Path:
     """Return the path of a folder that exists; UserError otherwise."""
     folder = Path(path).expanduser()
-    if not folder.exists():
-        raise UserError(f"{folder} does not exist; give a folder that save_pretrained wrote")
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder that holds config.json and {WEIGHTS}")
+        why = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {why}; give a folder that save_pretrained wrote")
     return folder
 
 
@@ -185,15 +180,12 @@ def check_model_folder(path: str | Path) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     folder = check_folder(path)
-    place = folder / "config.json"
-    config = read_json(place)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise UserError(f"{place} is not a model config: it has no model_type")
+    config = read_json(folder / "config.json")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        raise UserError(f"{place}: this transformers version does not know model_type {model_type!r}")
+        raise UserError(f"{folder / 'config.json'}: this transformers version does not know model_type {model_type!r}")
     if model_type.startswith(TYPE_PREFIX) and not isinstance(config.get(FIELD), list):
-        raise UserError(f"{place} has model_type {model_type!r} but no list {FIELD!r} of methods")
+        raise UserError(f"{folder / 'config.json'} has model_type {model_type!r} but no list {FIELD!r} of methods")
     weight_files(folder)
     check_hashes(folder)
     return config
@@ -201,10 +193,10 @@ def check_model_folder(path: str | Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object; UserError if the file is missing or anything else."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}; give a folder that save_pretrained wrote")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} has no {path.name}; give a folder that save_pretrained wrote") from error
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -233,9 +225,9 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{faults[0]}; copy or download it again")
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     elif not files:
-        if any(folder.glob("pytorch_model.bin*")):
-            raise UserError(f"{folder} has only pickled weights, which are never read; save it as safetensors first")
-        raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
+        pickled = any(folder.glob("pytorch_model.bin*"))
+        why = "only pickled weights, which are never read" if pickled else f"no weights: neither {WEIGHTS} nor {INDEX}"
+        raise UserError(f"{folder} has {why}; save it as safetensors first")
     for file in files:
         tensor_shapes(file)
     return files
