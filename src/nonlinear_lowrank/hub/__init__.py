@@ -6,17 +6,12 @@
     import nonlinear_lowrank
     model = AutoModelForCausalLM.from_pretrained("out")
 
-`augment` turns the model, in place, into its augmented twin (see `hub.classes`): class, config class and the config's
-list `nonlinear_lowrank`, to which every further augment appends. The config is a copy, so a plain model that was built
-from the same config object stays plain. Augment the model that is saved, not a part of it: a part does not know the
-whole.
+`augment` turns the model, in place, into its augmented twin: class, config class and the config's list
+`nonlinear_lowrank`, to which every further augment appends. Augment the model that is saved, not a part of it.
 
-A process that did not import this package cannot load such a folder through the Auto classes; the error names the
-model_type `nonlinear_lowrank_...`. **A concrete class cannot be stopped**: `GlmForCausalLM.from_pretrained("out")`
-loads the dense weights, drops the branches and only warns of unexpected tensors. Use the Auto classes or `load_model`.
-
-Loading is strict: tensors that are missing, or that nothing reads, raise `UserError`, unless another head is asked for
-(see `AugmentedModel.from_pretrained`).
+Without this package the Auto classes fail by the model_type `nonlinear_lowrank_...`. **A concrete class cannot be
+stopped**: `GlmForCausalLM.from_pretrained("out")` drops the branches and only warns of unexpected tensors. Loading here
+is strict: tensors that are missing, or that nothing reads, raise `UserError`, unless another head is asked for.
 """
 
 import importlib
@@ -41,17 +36,14 @@ __all__ = [
     "register",
 ]
 
-_FILES = {
-    **dict.fromkeys(("AugmentedModel", "make_saveable", "register"), "classes"),
-    **dict.fromkeys(("ConvertReport", "convert"), "conversion"),
-    **dict.fromkeys(("load_model", "load_tokenizer"), "loading"),
-    "ImageTokensConfig": "image_tokens",
-    "MeanPooledConfig": "pooled",
-}
-"""Files of the names of `__all__`, imported when first used: transformers takes seconds."""
+_FILES = {"ImageTokensConfig": "image_tokens", "MeanPooledConfig": "pooled"}
+_FILES |= dict.fromkeys(("AugmentedModel", "make_saveable", "register"), "classes")
+_FILES |= dict.fromkeys(("ConvertReport", "convert"), "conversion")
+_FILES |= dict.fromkeys(("load_model", "load_tokenizer"), "loading")
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name's file when it is first used: transformers takes seconds."""
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)

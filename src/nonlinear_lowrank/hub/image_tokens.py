@@ -8,8 +8,7 @@ position p in the sequence gives the place in the grid, 0 for the class token an
 
     row 1 + (p - 1) // columns, column 1 + (p - 1) % columns
 
-All weights are drawn by transformers, N(0, initializer_range^2); norms are 1. The model type is `nlr_image_tokens`: a
-process without this package fails by that name.
+All weights are drawn by transformers, N(0, initializer_range^2); norms are 1.
 """
 
 from typing import Any

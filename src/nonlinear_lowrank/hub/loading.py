@@ -38,8 +38,7 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
         UserError: the folder or a file in it is not whole (see `hub.storage`), the architecture is unknown,
             or tensors are missing, extra or of another shape.
     """
-    config = check_model_folder(path)
-    folder = check_folder(path)
+    folder, config = check_folder(path), check_model_folder(path)
     model_class = _architecture(config, folder)
     tensors = sum(len(tensor_shapes(file)) for file in weight_files(folder))
     layers = max((config[name] for name in _LAYERS if isinstance(config.get(name), int)), default=0)
@@ -75,6 +74,13 @@ def load_tokenizer(path: str | Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"{folder} has no tokenizer; save one into it with tokenizer.save_pretrained({str(folder)!r})")
     return _tokenizer(str(folder), local_files_only=True)
+
+
+def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
+    """Load the tokenizer in an adapter's folder, or else its base model's; UserError if that cannot be done."""
+    folder = check_folder(path)
+    named = str(folder) if (folder / "tokenizer_config.json").is_file() else base_of(folder, base)
+    return load_tokenizer(named) if Path(named).is_dir() else _tokenizer(named)
 
 
 def _tokenizer(name: str, **options: Any) -> Any:
@@ -141,12 +147,8 @@ def head_labels(folder: Path) -> int | None:
 def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
     """Load a base language model (default: the one that the adapter names) with an adapter on it, unmerged.
 
-    What peft's AutoPeftModelForCausalLM does, but an adapter whose tensors are not all there is an error
-    instead of a warning, and pickled weights are never read. `kwargs` are for the base model's from_pretrained.
-
-    Raises:
-        UserError: a file is missing or damaged, the base is not there, is no causal language model, or
-            the adapter does not fit it.
+    As peft's AutoPeftModelForCausalLM, but what is missing, damaged, pickled or does not fit is a UserError. `kwargs`
+    are for the base model's from_pretrained.
     """
     folder = check_folder(path)
     task = read_json(folder / ADAPTER_CONFIG).get("task_type")
@@ -159,18 +161,17 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         model = load_model(named, **kwargs)
     else:
         model = _from_hub(named, folder, kwargs)
-    if (folder / "tokenizer_config.json").is_file():
-        rows = model.get_input_embeddings().weight.shape[0]
-        if len(tokenizer := load_tokenizer(folder)) > rows:  # tokens were added for tuning
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the adapter brings them
+    rows = model.get_input_embeddings().weight.shape[0]
+    if (folder / "tokenizer_config.json").is_file() and len(tokenizer := load_tokenizer(folder)) > rows:
+        # Tokens were added for tuning; the adapter brings them.
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     return put_adapter(model, folder, base=named)
 
 
 def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:
     """Put an adapter's folder on a model, which messages call `base`, unmerged; return it in evaluation mode.
 
-    Raises:
-        UserError: a file is missing or damaged, or the adapter does not fit the model.
+    A file that is missing or damaged, or an adapter that does not fit the model, raises UserError.
     """
     peft = require("peft", "peft")
     folder = check_folder(path)
@@ -182,26 +183,17 @@ def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any
             return peft.PeftModel.from_pretrained(model, str(folder)).eval()
     except UserWarning as warning:
         raise UserError(f"{folder / ADAPTER_WEIGHTS} is not whole: {one_line(warning)}") from warning
-    except BUILD_ERRORS as error:
-        if isinstance(error, KeyError) and str(error.args[0]).startswith("base_model."):  # of a module saved whole
-            raise UserError(f"{folder / ADAPTER_WEIGHTS} is not whole: it has no {error.args[0]}") from error
+    except BUILD_ERRORS as error:  # a KeyError has the name of a tensor that is missing
         raise UserError(f"the adapter in {folder} does not fit {base}: {one_line(error)}") from error
 
 
 def check_weights(folder: Path) -> None:
     """Raise UserError if an adapter's tensors are not there, are pickled or have changed."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = "only pickled weights, which are never read" if (folder / "adapter_model.bin").exists() else "none"
-        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS} ({pickled}); save the adapter with safe_serialization=True")
+        why = f"{folder} has no {ADAPTER_WEIGHTS}, and pickled weights are never read"
+        raise UserError(f"{why}; save the adapter with safe_serialization=True")
     tensor_shapes(folder / ADAPTER_WEIGHTS)
     check_hashes(folder)
-
-
-def load_adapter_tokenizer(path: str | Path, *, base: str | None = None) -> Any:
-    """Load the tokenizer in an adapter's folder, or else its base model's; UserError if that cannot be done."""
-    folder = check_folder(path)
-    named = str(folder) if (folder / "tokenizer_config.json").is_file() else base_of(folder, base)
-    return load_tokenizer(named) if Path(named).is_dir() else _tokenizer(named)
 
 
 def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ hidden states are averaged over the tokens of the text, then one linear layer.
 
 An adapter's base may be a folder that holds only config.json: the encoder's weights are then read from the
 checkpoint that the config names (`encoder_checkpoint`), and the head is drawn; the adapter brings its own.
-The model type is `nlr_mean_pooled`: a process without this package fails by that name.
 """
 
 from pathlib import Path
@@ -29,13 +28,7 @@ from .loading import quiet_loading
 
 
 class MeanPooledConfig(PreTrainedConfig):
-    """The encoder's config and where its weights are.
-
-    Args:
-        encoder: the encoder's config, as its `to_dict` gives it.
-        encoder_checkpoint: name or folder of the encoder, for a folder without weights.
-        **kwargs: PreTrainedConfig's (num_labels, ...).
-    """
+    """The encoder's config, as its `to_dict` gives it, and the name or folder of its weights."""
 
     model_type = "nlr_mean_pooled"
 
@@ -45,11 +38,6 @@ class MeanPooledConfig(PreTrainedConfig):
         self.hidden_size = self.encoder.get("hidden_size", 0)
         self.vocab_size = self.encoder.get("vocab_size", 0)
         super().__init__(**kwargs)
-
-    def encoder_config(self) -> PreTrainedConfig:
-        """Return the encoder's config as an object."""
-        values = dict(self.encoder)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 class MeanPooledForSequenceClassification(PreTrainedModel):
@@ -65,19 +53,17 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
     def __init__(self, config: MeanPooledConfig, encoder: Any = None) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.encoder = _without_pooler(AutoModel.from_config, config.encoder_config()) if encoder is None else encoder
-        own: Any = self.encoder.config
+        if encoder is None:
+            encoder = _without_pooler(AutoModel.from_config, AutoConfig.for_model(**config.encoder))
+        self.encoder = encoder
+        own: Any = encoder.config
         self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.0))
         self.classifier = nn.Linear(own.hidden_size, config.num_labels or 2)
         self.post_init()
 
     @classmethod
     def from_encoder(cls, folder: str | Path, *, checkpoint: str, num_labels: int, **kwargs: Any) -> Any:
-        """Return the encoder of a checkpoint under a new head, which is drawn from the global generator.
-
-        `folder` is where transformers finds the encoder, `checkpoint` the name that the config keeps, `kwargs` are of
-        `AutoModel.from_pretrained`. With one label the head is a regression.
-        """
+        """Return the encoder that transformers finds at `folder` under a new head; the config keeps `checkpoint`."""
         kwargs = {"use_safetensors": True, "trust_remote_code": False, **kwargs}
         with quiet_loading():  # an unused pooler is none of the user's business
             encoder = _without_pooler(AutoModel.from_pretrained, str(folder), **kwargs)
@@ -112,11 +98,7 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Return logits (B, num_labels), and the loss: mean squared error for one label, else cross-entropy.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, T), 1 where there is a token; None: everywhere.
-            labels: (B,), float for one label, else int64.
-            **kwargs: of the encoder (token_type_ids, inputs_embeds, ...).
+        `input_ids` and `attention_mask` are (B, T), `labels` (B,); `kwargs` are the encoder's (token_type_ids, ...).
         """
         for name in ("return_dict", "num_items_in_batch"):
             kwargs.pop(name, None)

@@ -35,16 +35,11 @@ class Verification:
 
     path: Path
     faults: list[str] = field(default_factory=list)
-    """A line each."""
-    notes: list[str] = field(default_factory=list)
-    """Lines on what is no fault."""
-    hashed: int = 0
-    """Files whose hashes a manifest has."""
+    notes: list[str] = field(default_factory=list)  # on what is no fault
+    hashed: int = 0  # files whose hashes a manifest has
     tensors: int = 0
-    nbytes: int = 0
-    """Size of the safetensors files."""
-    read: int = 0
-    """JSON files."""
+    nbytes: int = 0  # of the safetensors files
+    read: int = 0  # JSON files
 
     def __str__(self) -> str:
         lines = [f"fault: {line}" for line in self.faults] + [f"note: {line}" for line in self.notes]
@@ -54,10 +49,9 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Check everything under a path; see this file's table. No more than a piece of a tensor is held in memory.
+    """Check everything under a path, a folder or a file of one; see this file's table.
 
-    The path is a checkpoint, a run or comparison folder, a model's, an adapter's, or one file of them. UserError where
-    there is nothing that could be checked.
+    No more than a piece of a tensor is held in memory. UserError where there is nothing that could be checked.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -117,15 +111,12 @@ def _check_file(file: Path, found: Verification) -> None:
             return
         found.read += 1
         content = json.loads(file.read_text(encoding="utf-8"))
-    except UserError as error:
-        found.faults.append(str(error))
-    except (ValueError, RecursionError) as error:
-        found.faults.append(f"{file} is no JSON: {one_line(error)}")
-    except OSError as error:
-        found.faults.append(f"cannot read {file}: {error.strerror}")
-    else:
         if file.name.endswith(".safetensors.index.json"):
             found.faults += [fault for fault in index_faults(file, content) if fault not in found.faults]
+    except UserError as error:
+        found.faults.append(str(error))
+    except (OSError, ValueError, RecursionError) as error:
+        found.faults.append(f"{file} is no JSON: {one_line(error)}")
 
 
 def _check_tensors(file: Path, found: Verification) -> None:
