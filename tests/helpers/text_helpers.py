@@ -9,7 +9,7 @@ import datasets
 import zstandard
 
 from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.tokenizers import END_OF_TEXT
+from nlr_lab.tasks.text.data import END_OF_TEXT
 
 SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.tasks.text import packed as packing
-from nlr_lab.tasks.text.data import Corpus, TextData
+from nlr_lab.tasks.text.data import END_OF_TEXT, Corpus, TextData
 from nlr_lab.tasks.text.packed import prepare_text
-from nlr_lab.tasks.text.tokenizers import END_OF_TEXT, load_tokenizer
+from nlr_lab.tasks.text.tokenizers import load_tokenizer
 from nonlinear_lowrank import UserError
 from text_helpers import SQUEEZE, bad_file, make_documents, small, write
 
@@ -110,7 +110,7 @@ def test_datasets_by_name_configuration_and_split(tmp_path, monkeypatch):
     assert len(seen) == 3
     write(folder / "en-train", "jsonl", make_documents(4))
     assert Corpus(source="owner/rows:en").identity() not in seen
-    with pytest.raises(UserError, match="could not be read as a dataset"):
+    with pytest.raises(UserError, match="cannot load the dataset"):
         list(Corpus(source="owner/rows:fr").documents())
 
 
@@ -157,8 +157,8 @@ def test_separators_and_max_bytes(tmp_path):
     path.write_bytes(f"one\r\n{END_OF_TEXT}\r\ntwo {END_OF_TEXT} two\n{END_OF_TEXT}  \nthree\n%%\nfour".encode())
     read = [each.strip() for each in Corpus(source=str(path)).documents()]
     assert read == ["one", f"two {END_OF_TEXT} two", "three\n%%\nfour"]
-    assert [each.strip() for each in Corpus(source=str(path), separator="%%").documents()][1:] == ["four"]
-    assert list(Corpus(source=str(path), separator="").documents()) == [path.read_bytes().decode()]
+    assert [each.strip() for each in Corpus(source=str(path), document_separator="%%").documents()][1:] == ["four"]
+    assert list(Corpus(source=str(path), document_separator="").documents()) == [path.read_bytes().decode()]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("ab\u4e2d", "cde", "f")), encoding="utf-8")
     # Documents stay whole, but a first one that is longer is cut.
@@ -372,47 +372,47 @@ BROKEN = [
     ("a.bin", b"abc", "no file of a known kind"),
     ("a.txt", b"", "holds no text"),
     ("a.txt", b"   \n\n", "holds no text"),
-    ("a.txt", b"abc\0def", "binary .*offset 3"),
-    ("a.txt", b"abc\xff\xfedef", "not UTF-8 .*offset 3"),
+    ("a.txt", b"abc\0def", "line 1 is binary"),
+    ("a.txt", b"abc\xff\xfedef", "line 1 is not UTF-8"),
     ("a.txt", b"one line", "too few to hold some out"),
-    ("a.txt", b"good\n" * 3_000_000 + b"b\0d", "binary .*offset 15000001"),
-    ("a.txt", (b"a" * 999 + b"\n") * 90, "one document .*the same lines again and again"),
-    ("a.txt.xz", lzma.compress(WORDS)[:-20], "damaged or cut off"),
-    ("a.txt.gz", b"not gzip", "damaged or cut off"),
+    ("a.txt", b"good\n" * 3_000_000 + b"b\0d", "line 3000001 is binary"),
+    ("a.txt", (b"a" * 999 + b"\n") * 90, "one document .* too few to hold some out"),
+    ("a.txt.xz", lzma.compress(WORDS)[:-20], "cannot read .*a.txt"),
+    ("a.txt.gz", b"not gzip", "cannot read .*a.txt"),
     ("a.txt.gz", gzip.compress(b""), "holds no text"),
-    ("a.txt.gz", _flip(gzip.compress(bytes(range(256)) * 40)), "damaged"),
-    ("a.txt.zst", zstandard.compress(WORDS)[:-5], "damaged or cut off"),
-    ("a.txt.zst", b"not zstd", "damaged or cut off"),
-    ("a.parquet", b"PAR1 no", "not a whole parquet file"),
-    ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl:2 is not JSON"),
-    ("a.jsonl", ROW + b'{"body": "b"}\n', r"a\.jsonl:2 has no text .*'text'"),
-    ("a.jsonl", ROW + b'{"text": "\xff"}\n', r"UTF-8 text \(offset 24\)"),
-    ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl:1 holds half a character"),
-    ("a.jsonl", b'{"text": 5}\n', "must be text, got int"),
-    ("a.jsonl", b"[1]\n", r"a\.jsonl:1 has no text"),
-    ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "3,000 copies of one document of 11 characters, too few to hold"),
+    ("a.txt.gz", _flip(gzip.compress(bytes(range(256)) * 40)), "cannot read .*a.txt"),
+    ("a.txt.zst", zstandard.compress(WORDS)[:-5], "cannot read .*a.txt"),
+    ("a.txt.zst", b"not zstd", "cannot read .*a.txt"),
+    ("a.parquet", b"PAR1 no", "cannot read .*a.parquet"),
+    ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl, line 2 is not JSON"),
+    ("a.jsonl", ROW + b'{"body": "b"}\n', r"a\.jsonl, line 2 has no text .*'text': .*body"),
+    ("a.jsonl", ROW + b'{"text": "\xff"}\n', "line 2 is not UTF-8"),
+    ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl, line 1 is not JSON: .*surrogates"),
+    ("a.jsonl", b'{"text": 5}\n', "has no text in the field 'text': {'text': 5}"),
+    ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
+    ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "one document of 11 characters, or copies of one: too few"),
     (
         "a.jsonl",
         ROW + b"\n" + b'{"text": null}\n' * 2 + ROW,
-        r"the field 'text' of .*a\.jsonl:3 is null; drop such rows, or set text_field",
+        r"a\.jsonl, line 3 has no text in the field 'text': {'text': None}; drop such rows, or set text_field",
     ),
 ]
 WRONG = [
     (lambda t: t / "absent.txt", {}, "no file or folder"),
-    (lambda t: "owner/absent-dataset-of-nobody", {}, "no dataset of that name"),
+    (lambda t: "owner/absent-dataset-of-nobody", {}, "cannot load the dataset"),
     (lambda t: t, {}, "holds no file of a known kind"),
-    (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no column 'body'; it has text"),
+    (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no text in the field 'body': {'text':"),
     (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
     (lambda t: write(t, "txt", make_documents()), {"vocab_size": 10**5}, "too small, or repeats .* for a vocabulary"),
     (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
     (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
     (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
     (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
-    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "'text' of row 1 of .* is null; drop such rows"),
-    (lambda t: _saved(t, train={"text": [1, 2]}), {}, "'text' of row 0 of .* must be text, got int"),
-    (lambda t: _saved(t, dev={"text": ["a"]}), {}, "no split 'train'; .* dev"),
-    (lambda t: bad_file(t, "state.json", b"{").parent, {}, "could not be read as a dataset"),
-    (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "could not be read as a dataset"),
+    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "row 1 of .* has no text in the field 'text': .*None.*; drop such rows"),
+    (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* has no text in the field 'text': .*1"),
+    (lambda t: _saved(t, dev={"text": ["a"]}), {}, "cannot load the dataset .*'train'"),
+    (lambda t: bad_file(t, "state.json", b"{").parent, {}, "cannot load the dataset"),
+    (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "cannot load the dataset"),
     *((lambda t, name=name, data=data: bad_file(t, name, data), {}, words) for name, data, words in BROKEN),
 ]
 

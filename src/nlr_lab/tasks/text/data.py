@@ -1,13 +1,14 @@
-"""Settings of a text, and its documents: out of files, folders, the standard library and `datasets`, one string each.
+"""Settings of a text, and its documents: out of files, folders, the standard library and `datasets`.
 
-Text files hold one document, or several with lines of a separator between them; JSON lines and parquet hold one a row.
 Compressed files (.xz .gz .zst) are read as what they contain, line by line; only a compressed parquet file is held in
 memory whole.
 """
 
+import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -21,41 +22,154 @@ from typing import IO, Any
 
 from nlr_lab.runtime.bounds import bounded, check_held, half_of_free
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import hash_file
 from nonlinear_lowrank.validation import check_integer, one_line
 
-SEPARATOR = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 LEARNED = ("bpe", "wordpiece")
 """Tokenizers that are trained on the text itself."""
 
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _COMPRESSED = (".xz", ".gz", ".zst")
-_KNOWN = f"{' '.join(_KINDS)}, also with {' '.join(_COMPRESSED)}"
 # The standard library's own tests and bundled strangers are not library sources.
 _NOT_SOURCES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__")
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%-]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextData:
-    """Settings of a text: source, tokenizer, and sequences."""
+class Corpus:
+    """A source of documents; may be iterated again and again, always in the same order."""
 
     source: str = "stdlib"
     """"stdlib" (the running Python's own library sources), a file or folder (.txt .md .py .jsonl .parquet, also
     .xz .gz .zst), or a dataset's name: "owner/name", "owner/name:config", either with "@split"."""
+    text_field: str = "text"
+    """Field of JSON lines, parquet and datasets that holds the text."""
+    document_separator: str | None = None
+    """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
+    max_bytes: int | None = None
+    """Stop before the document that would exceed so many bytes of text, in each source; a first one is cut."""
+    streaming: bool = False
+    """Read datasets over the network as needed, not whole first. The tokens are cached all the same, so that
+    training can shuffle and resume. A streamed dataset is known to the cache by its name."""
+
+    def files(self) -> list[Path]:
+        """Return the files that a local source is made of, sorted, but hidden ones; none for a dataset. Raise UserError
+        where there are none of a known kind."""
+        if self.source == "stdlib":
+            return library_sources()
+        path = Path(self.source).expanduser()
+        if path.is_file() or (path.is_dir() and not _is_saved_dataset(path) and not self.streaming):
+            files = [each for each in ([path] if path.is_file() else _visible_files(path)) if _kind(each)]
+            if not files:
+                known = f"{' '.join(_KINDS)}, also with {' '.join(_COMPRESSED)}"
+                raise UserError(f"{path} is or holds no file of a known kind; use {known}")
+            return files
+        if not path.exists() and (_kind(path) or not _DATASET.fullmatch(self.source)):
+            raise UserError(f"there is no file or folder {self.source!r}; give a path, 'stdlib' or a dataset's name")
+        return []
+
+    def identity(self) -> str:
+        """Return a hash of the source's content and of how it is read. A dataset is known by its name and fingerprint,
+        a streamed one by its name alone."""
+        files, (name, *parts) = self.files(), self._name()
+        # A folder that `datasets` reads may give other documents than its files do.
+        reading = [self.text_field, self.document_separator, self.max_bytes, "files" if files else "dataset"]
+        digest = hashlib.sha256(json.dumps(reading).encode())
+        if files or Path(name).is_dir():
+            digest.update(json.dumps(parts).encode())
+            for path in files or _visible_files(Path(name)):
+                digest.update(f"{path.name}\n{hash_file(path)}\n".encode())
+        else:
+            fingerprint = None if self.streaming else getattr(self._dataset(), "_fingerprint", None)
+            digest.update(json.dumps([self.source, fingerprint]).encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        """Yield every document that is not blank; raise UserError where a file is binary, damaged or lacks the text."""
+        size, readers = 0, {".parquet": self._parquet, ".jsonl": self._json_lines}
+        parts = [readers.get(_kind(path), self._text)(path) for path in self.files()] or [self._rows()]
+        for document in itertools.chain.from_iterable(parts):
+            if not document.strip():
+                continue
+            if self.max_bytes is not None:
+                data = document.encode()
+                size += len(data)
+                if size > self.max_bytes:
+                    first = data[: self.max_bytes].decode(errors="ignore") if size == len(data) else ""
+                    yield from [first] if first.strip() else []
+                    return
+            yield document
+
+    def _text(self, path: Path) -> Iterator[str]:
+        separator = END_OF_TEXT if self.document_separator is None else self.document_separator
+        parts: list[str] = []
+        held, most = 0, half_of_free()
+        for _, line in lines(path):
+            # Only where it stands alone on a line: text may speak of the separator.
+            if separator and line.startswith(separator) and not line[len(separator) :].strip(" \t\r\n"):
+                yield "".join(parts)
+                parts, held = [], 0
+            else:
+                parts.append(line)
+                held += len(line)
+                check_held(held, most, f"a document of {path}")
+        yield "".join(parts)
+
+    def _json_lines(self, path: Path) -> Iterator[str]:
+        for place, row in json_lines(path):
+            yield self._field(row, place)
+
+    def _parquet(self, path: Path) -> Iterator[str]:
+        import pyarrow.parquet
+
+        with _reading(path, pyarrow.ArrowException), _open(path) as file:
+            packed = path.suffix.lower() in _COMPRESSED
+            table = pyarrow.parquet.ParquetFile(io.BytesIO(b"".join(bounded(file, str(path)))) if packed else file)
+            # Without the column, the error shows the others.
+            columns = [self.text_field] if self.text_field in table.schema_arrow.names else None
+            batches = table.iter_batches(columns=columns, batch_size=1024)
+            for number, row in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches)):
+                yield "" if row.get(self.text_field, "") is None else self._field(row, f"row {number} of {path}")
+
+    def _rows(self) -> Iterator[str]:
+        try:
+            for number, row in enumerate(self._dataset()):
+                yield self._field(row, f"row {number} of {self.source}")
+        except UserError:
+            raise
+        except Exception as error:  # the library raises many kinds, of its own and of its network stack
+            raise UserError(f"reading the dataset {self.source!r} failed: {one_line(error)}") from error
+
+    def _field(self, row: Any, place: str) -> str:
+        text = row.get(self.text_field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            what = f"{place} has no text in the field {self.text_field!r}: {str(row)[:100]}"
+            raise UserError(f"{what}; drop such rows, or set text_field")
+        return text
+
+    def _name(self) -> tuple[str, str | None, str | None]:
+        """Return a dataset's name or folder, configuration, and split."""
+        path = Path(self.source).expanduser()
+        match = None if path.exists() else _DATASET.fullmatch(self.source)
+        return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
+
+    def _dataset(self) -> Any:
+        name, config, split = self._name()
+        # Of a folder, `datasets` would go on giving what it cached when the folder has changed.
+        streaming = self.streaming or Path(name).is_dir()
+        return load_rows(name, config, split=split or "train", **({"streaming": True} if streaming else {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Corpus):
+    """Settings of a text: source, tokenizer, and sequences."""
+
     valid_source: str | None = None
     """Held-out text of its own, less the documents that are also in the source; None: a part of the source's
     documents, chosen by the hash of their content. Of a single document pieces are held out."""
     valid_fraction: float = 0.02
     """Part of the documents held out when there is no valid_source; at least one is."""
-    max_bytes: int | None = None
-    """Stop before the document that would exceed so many bytes of text, in each source."""
-    streaming: bool = False
-    """Read datasets over the network as needed, not whole first. The tokens are cached all the same, so that
-    training can shuffle and resume. A streamed dataset is known to the cache by its name."""
-    text_field: str = "text"
-    """Field of JSON lines, parquet and datasets that holds the text."""
-    document_separator: str | None = None
-    """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
     tokenizer: str = "bpe"
     """"bpe" (a byte-level BPE trained on the training documents), "wordpiece" (of BERT's kind, likewise), a folder
     with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name."""
@@ -81,183 +195,19 @@ class TextData:
         if self.tokenizer in LEARNED:
             check_integer("vocab_size", self.vocab_size, minimum=257)  # every byte, and the end of text
 
-    def corpus(self, source: str) -> "Corpus":
-        """Return the documents of one of the sources."""
-        reading: Any = {"streaming": self.streaming, "max_bytes": self.max_bytes}
-        return Corpus(source=source, text_field=self.text_field, separator=self.document_separator, **reading)
 
+def load_rows(name: str, config: str | None = None, *, split: str, **options: Any) -> Any:
+    """Return a split of a dataset, by its name or its folder; raise UserError where it cannot be loaded."""
+    import datasets
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A source of documents; may be iterated again and again, always in the same order."""
-
-    source: str
-    """See `TextData`, as for the other settings."""
-    text_field: str = "text"
-    separator: str | None = None
-    streaming: bool = False
-    max_bytes: int | None = None
-    """A first document that is longer is cut."""
-
-    def files(self) -> list[Path]:
-        """Return the files that a local source is made of, sorted, but hidden ones; none for a dataset. Raise UserError
-        where there are none of a known kind."""
-        if self.source == "stdlib":
-            return library_sources()
-        path = Path(self.source).expanduser()
-        if path.is_file() or (path.is_dir() and not _is_saved_dataset(path) and not self.streaming):
-            files = [each for each in ([path] if path.is_file() else _visible_files(path)) if _kind(each) is not None]
-            if not files:
-                raise UserError(f"{path} is or holds no file of a known kind; use {_KNOWN}")
-            return files
-        if not path.exists() and (_kind(path) is not None or not _DATASET.fullmatch(self.source)):
-            raise UserError(f"there is no file or folder {self.source!r}; give a path, 'stdlib' or a dataset's name")
-        return []
-
-    def identity(self) -> str:
-        """Return a hash of the source's content and of how it is read. A dataset is known by its name and fingerprint,
-        a streamed one by its name alone."""
-        files = self.files()
-        # A folder that `datasets` reads may give other documents than its files do.
-        reading = [self.text_field, self.separator, self.max_bytes, "files" if files else "dataset"]
-        digest = hashlib.sha256(json.dumps(reading).encode())
-        name, *parts = self._name()
-        if not files and not Path(name).is_dir():
-            fingerprint = None if self.streaming else getattr(self._dataset(), "_fingerprint", None)
-            digest.update(json.dumps([self.source, fingerprint]).encode())
-            return digest.hexdigest()
-        digest.update(json.dumps(parts).encode())
-        for path in files or _visible_files(Path(name)):
-            try:
-                with path.open("rb") as file:
-                    digest.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}") from error
-        return digest.hexdigest()
-
-    def documents(self) -> Iterator[str]:
-        """Yield every document that is not blank; raise UserError where a file is binary, damaged or lacks the text."""
-        size, files = 0, self.files()
-        for document in self._of_files(files) if files else self._rows():
-            if not document.strip():
-                continue
-            if self.max_bytes is not None:
-                data = document.encode()
-                if size + len(data) > self.max_bytes:
-                    cut = "" if size else data[: self.max_bytes].decode(errors="ignore")
-                    if cut.strip():
-                        yield cut
-                    return
-                size += len(data)
-            yield document
-
-    def _of_files(self, files: list[Path]) -> Iterator[str]:
-        readers = {".parquet": self._parquet, ".jsonl": self._json_lines}
-        for path in files:
-            try:
-                yield from readers.get(_kind(path) or "", self._text)(path)
-            except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-                failed = isinstance(error, OSError) and error.errno is not None  # decompressors give no number
-                fault = f"cannot read {path}" if failed else f"{path} is damaged or cut off"
-                raise UserError(f"{fault}: {one_line(error)}") from error
-
-    def _text(self, path: Path) -> Iterator[str]:
-        separator = SEPARATOR if self.separator is None else self.separator
-        parts: list[str] = []
-        held, most = 0, half_of_free()
-        for _, line in _lines(path):
-            # Only where it stands alone on a line: text may speak of the separator.
-            if separator and line.startswith(separator) and not line[len(separator) :].strip(" \t\r\n"):
-                yield "".join(parts)
-                parts, held = [], 0
-            else:
-                parts.append(line)
-                held += len(line)
-                check_held(held, most, f"a document of {path}")
-        yield "".join(parts)
-
-    def _json_lines(self, path: Path) -> Iterator[str]:
-        for number, line in _lines(path):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number} is not JSON: {one_line(error)}") from error
-            document = self._field(row, f"{path}:{number}")
-            # The one way to write half of a surrogate pair, which no tokenizer takes.
-            if "\\u" in line and (half := re.search("[\ud800-\udfff]", document)):
-                raise UserError(f"{path}:{number} holds half a character (\\u{ord(half[0]):04x}); fix or drop it")
-            yield document
-
-    def _parquet(self, path: Path) -> Iterator[str]:
-        import pyarrow.parquet
-
-        whole: Any = path
-        if path.suffix.lower() in _COMPRESSED:
-            with _open(path) as file:
-                whole = io.BytesIO(b"".join(bounded(file, str(path))))
-        try:
-            with pyarrow.parquet.ParquetFile(whole) as table:
-                names = table.schema_arrow.names
-                if self.text_field not in names:
-                    has = ", ".join(names)
-                    raise UserError(f"{path} has no column {self.text_field!r}; it has {has} (set text_field)")
-                row = 0
-                for batch in table.iter_batches(columns=[self.text_field], batch_size=1024):
-                    for text in batch.column(0).to_pylist():
-                        yield "" if text is None else self._field({self.text_field: text}, f"row {row} of {path}")
-                        row += 1
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{path} is not a whole parquet file: {one_line(error)}") from error
-
-    def _rows(self) -> Iterator[str]:
-        try:
-            for index, row in enumerate(self._dataset()):
-                yield self._field(row, f"row {index} of {self.source}")
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"reading the dataset {self.source!r} failed: {one_line(error)}") from error
-
-    def _field(self, row: Any, place: str) -> str:
-        if not isinstance(row, dict) or self.text_field not in row:
-            has = f"; it has {', '.join(map(str, row))[:100]}" if isinstance(row, dict) and row else ""
-            raise UserError(f"{place} has no text in the field {self.text_field!r}{has} (set text_field)")
-        text = row[self.text_field]
-        if text is None:
-            raise UserError(f"the field {self.text_field!r} of {place} is null; drop such rows, or set text_field")
-        if not isinstance(text, str):
-            raise UserError(f"the field {self.text_field!r} of {place} must be text, got {type(text).__name__}")
-        return text
-
-    def _name(self) -> tuple[str, str | None, str | None]:
-        """Return a dataset's name or folder, configuration, and split."""
-        path = Path(self.source).expanduser()
-        match = None if path.exists() else _DATASET.fullmatch(self.source)
-        return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
-
-    def _dataset(self) -> Any:
-        import datasets
-
-        name, config, split = self._name()
-        folder = Path(name).is_dir()
-        try:
-            if not _is_saved_dataset(Path(name)):
-                # Of a folder, `datasets` would go on giving what it cached when the folder has changed.
-                streaming = self.streaming or folder
-                return datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
-            found = datasets.load_from_disk(name)
-        except Exception as error:  # the library raises many kinds, of its own and of its network stack
-            what = f"the folder {name!r} could not be read as a dataset"
-            if not folder:
-                what = f"there is no file or folder {self.source!r}, and no dataset of that name could be loaded"
-            raise UserError(f"{what} ({type(error).__name__}: {one_line(error)})") from error
-        if not isinstance(found, datasets.DatasetDict):
-            return found
-        if "train" not in found:
-            raise UserError(f"{name} has no split 'train'; give the folder of one of {', '.join(found)}")
-        return found["train"]
+    try:
+        if not _is_saved_dataset(Path(name)):
+            return datasets.load_dataset(name, config, split=split, **options)
+        found = datasets.load_from_disk(name)
+        return found[split] if isinstance(found, datasets.DatasetDict) else found
+    except Exception as error:  # the library raises many kinds, of its own and of its network stack
+        why = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise UserError(f"cannot load the dataset {name!r} ({why}); give a file or folder, or another name") from error
 
 
 def library_sources() -> list[Path]:
@@ -268,11 +218,45 @@ def library_sources() -> list[Path]:
     return found
 
 
-def _kind(path: Path) -> str | None:
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every line of a file, unpacked, with its number from one; raise UserError where it is no whole text."""
+    most = half_of_free()
+    with _reading(path), _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
+            check_held(len(line), most, f"line {number} of {path}")
+            if b"\0" in line:
+                raise UserError(f"{path}, line {number} is binary (it has a zero byte); give text")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte-order mark is no text
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number} is not UTF-8 text; convert it first") from error
+            yield number, text
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of JSON lines with their places; raise UserError for a line that is none."""
+    for number, line in lines(path):
+        if line.strip():
+            yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
+
+
+def parse_json(text: str, place: str) -> Any:
+    """Return the value of JSON; raise UserError where it is none, or holds half a character."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON: {one_line(error)}") from error
+    return value
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that tells how a file is read, without that of its compression; "" for an unknown kind."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in _KINDS else None
+    return suffixes[-1] if suffixes and suffixes[-1] in _KINDS else ""
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -297,18 +281,9 @@ def _open(path: Path) -> IO[bytes]:
     return opener(path, "rb")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every line with its number, from one."""
-    offset, most = 0, half_of_free()
-    with _open(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
-            check_held(len(line), most, f"line {number} of {path}")
-            if (nul := line.find(b"\0")) >= 0:
-                raise UserError(f"{path} is binary (a zero byte at offset {offset + nul}); give text")
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                at = offset + error.start
-                raise UserError(f"{path} is not UTF-8 text (offset {at}); convert it first") from error
-            yield number, text if offset else text.removeprefix("\ufeff")  # a byte-order mark is no text
-            offset += len(line)
+@contextlib.contextmanager
+def _reading(path: Path, *also: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (lzma.LZMAError, zlib.error, EOFError, OSError, *also) as error:
+        raise UserError(f"cannot read {path}: {one_line(error)}") from error

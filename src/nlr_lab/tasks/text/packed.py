@@ -8,7 +8,6 @@ A cache folder, <cache>/text/<key>, where the key hashes the sources' content an
     tokenizer/, text.json  what they were made with and what they contain
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -16,9 +15,9 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -85,24 +84,26 @@ class TokenBlocks(Examples):
         return self._tokens[index * self.length : (index + 1) * self.length]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedBlocks(Examples):
     """Sequences with hidden tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64; labels are -100 but where a
-    token is predicted. Tokens in `special` are never hidden, random ones are drawn from 0 to V - 1. `seed` is of
-    training's draws, an index beyond the sequences being a later pass; None: one draw for ever.
+    token is predicted.
     """
 
-    def __init__(
-        self, blocks: Any, masking: "Masking", *, mask: int, special: Sequence[int], vocab_size: int, seed: int | None
-    ) -> None:
-        self.blocks, self.masking, self.vocab_size, self.seed = blocks, masking, vocab_size, seed
-        self.length, self._mask = blocks.length, mask
-        self._special = np.isin(np.arange(vocab_size), special)
+    blocks: TokenBlocks
+    masking: "Masking"
+    mask: int
+    """Token that stands for a hidden one."""
+    special: Sequence[int]
+    """Tokens that are never hidden."""
+    vocab_size: int
+    """V: random tokens are drawn from 0 to V - 1."""
+    seed: int | None
+    """Of training's draws, an index beyond the sequences being a later pass; None: one draw for ever."""
 
     def seeded(self, seed: int) -> "MaskedBlocks":
         """Return the same sequences with the draws of a run."""
-        found = copy.copy(self)
-        found.seed = seed
-        return found
+        return replace(self, seed=seed)
 
     @property
     def counts_passes(self) -> bool:  # type: ignore[override]
@@ -119,12 +120,12 @@ class MaskedBlocks(Examples):
         # As many numbers are drawn for every sequence, whatever becomes of them.
         chance, kind = generator.random(len(tokens)), generator.random(len(tokens))
         others = generator.integers(0, self.vocab_size, len(tokens))
-        ordinary = ~self._special[tokens]
+        ordinary = ~np.isin(tokens, self.special)
         chosen = ordinary & (chance < self.masking.probability)
         if not chosen.any():
             chosen = ordinary & (chance == chance.min(where=ordinary, initial=1.0))
         hidden, changed = self.masking.mask_share, self.masking.mask_share + self.masking.random_share
-        shown = np.where(chosen & (kind < hidden), self._mask, tokens)
+        shown = np.where(chosen & (kind < hidden), self.mask, tokens)
         shown = np.where(chosen & (kind >= hidden) & (kind < changed), others, shown)
         return {"input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(np.where(chosen, tokens, -100))}
 
@@ -145,35 +146,39 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     given = None if config.tokenizer in LEARNED else load_tokenizer(config.tokenizer)
     folder = cache_folder(config.cache_dir) / "text" / _key(config, given)[:32]
     facts = cached(folder, _read, lambda place: _pack(config, given, place, progress))
-    _check_lengths(facts, config.sequence_length)
-    train = TokenBlocks(folder / "train.npy", config.sequence_length)
-    valid = TokenBlocks(folder / "valid.npy", config.sequence_length, config.eval_sequences)
+    length = config.sequence_length
+    train = TokenBlocks(folder / "train.npy", length)
+    valid = TokenBlocks(folder / "valid.npy", length, config.eval_sequences)
+    for side, blocks in (("train", train), ("valid", valid)):
+        if not len(blocks):
+            hint = "raise valid_fraction, " if side == "valid" and config.valid_source is None else ""
+            fault = f"the {side} text has {facts[side]['tokens']} tokens, fewer than one sequence of {length}"
+            raise UserError(f"{fault}; {hint}give more text or lower sequence_length")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
-    made_of = json.dumps([*hashes, train.length, len(valid)])
-    sizes = TokenBlocks(folder / "valid_bytes.npy", config.sequence_length)
+    made_of = json.dumps([*hashes, length, len(valid)])
+    sizes = TokenBlocks(folder / "valid_bytes.npy", length)
     total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(valid)))
+    counts = {"train_sequences": len(train), "evaluated_sequences": len(valid)}
     shape: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
-        "valid_bytes_per_token": total / (len(valid) * (config.sequence_length - 1)),
+        "valid_bytes_per_token": total / (len(valid) * (length - 1)),
     }
-    counts = {"train_sequences": len(train), "evaluated_sequences": len(valid)}
     return Prepared(
         train=train,
         valid=valid,
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(made_of.encode()).hexdigest()[:32],
-        facts={**facts, "sequence_length": config.sequence_length, **counts, **shape},
+        facts={**facts, "sequence_length": length, **counts, **shape},
         **shape,
     )
 
 
 def _key(config: TextData, tokenizer: Any) -> str:
     valid = config.valid_source
-    held_out = config.valid_fraction if valid is None else config.corpus(valid).identity()
+    held_out = config.valid_fraction if valid is None else replace(config, source=valid).identity()
     made = [config.vocab_size, config.tokenizer] if tokenizer is None else [tokenizer_hash(tokenizer)]
-    parts = [_VERSION, config.corpus(config.source).identity(), held_out, *made]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_VERSION, config.identity(), held_out, *made]).encode()).hexdigest()
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -181,15 +186,6 @@ def _read(folder: Path) -> dict[str, Any] | None:
     facts = json.loads((folder / "text.json").read_text(encoding="utf-8"))
     whole = are_whole(folder, facts) and (folder / "tokenizer" / "tokenizer_config.json").is_file()
     return facts if whole else None
-
-
-def _check_lengths(facts: dict[str, Any], sequence_length: int) -> None:
-    """Raise UserError where a side is shorter than one sequence."""
-    for side, what in (("train", "training"), ("valid", "held-out")):
-        hint = "raise valid_fraction, " if side == "valid" and facts["valid_source"] is None else ""
-        if (tokens := facts[side]["tokens"]) < sequence_length:
-            fault = f"the {what} text has {tokens} tokens, fewer than one sequence of {sequence_length}"
-            raise UserError(f"{fault}; {hint}give more text or lower sequence_length")
 
 
 def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None:
@@ -200,75 +196,62 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
         yield from tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
 
     with staged_folder(place) as folder:
-        source, spool = config.corpus(config.source), folder / "documents.jsonl.zst"
-        documents = shown(source.documents(), "reading")
-        if source.streaming and not source.files():  # it is read over the network once
-            documents, source = _spooled(documents, spool), Corpus(source=str(spool))
-        split = _split(config, documents, source)
+        spools = [folder / f"{side}.jsonl.zst" for side in ("source", "valid_source")]
+        source = valid = _on_disk(config, spools[0])
+        if config.valid_source is not None:
+            valid = _on_disk(replace(config, source=config.valid_source), spools[1])
+        split = _split(config, shown(source.documents(), "reading"), source, valid)
         count = split.count
         if tokenizer is None:
             sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
-        kept, held_out = (split.side(shown(source.documents(), "tokenizing"), held_out=each) for each in (False, True))
-        train = _write_tokens(kept, tokenizer, folder / "train.npy")
-        if config.valid_source is not None:
-            held_out = (each for each in config.corpus(config.valid_source).documents() if not split.knows(each))
-        valid = _write_tokens(held_out, tokenizer, folder / "valid.npy", folder / "valid_bytes.npy")
-        spool.unlink(missing_ok=True)
-        if split.dropped and not valid["documents"]:
-            what = f"all {len(split.dropped)} documents of {config.valid_source}"
-            raise UserError(f"{what} are also in {config.source}; give other held-out text")
+        kept = split.side(shown(source.documents(), "tokenizing"), held_out=False)
+        held_out = split.side(shown(valid.documents(), "tokenizing"), held_out=True)
         facts = {
             "source": config.source,
             "valid_source": config.valid_source,
             "divided_documents": split.divide is not None,
-            "train": train,
-            "valid": valid,
-            "held_out_documents_dropped_as_also_in_train": len(split.dropped),
+            "train": _write_tokens(kept, tokenizer, folder / "train.npy"),
+            "valid": _write_tokens(held_out, tokenizer, folder / "valid.npy", folder / "valid_bytes.npy"),
+            "held_out_documents_dropped_as_also_in_train": split.dropped,
             "tokenizer_sha256": tokenizer_hash(tokenizer),
         }
-        _check_lengths(facts, config.sequence_length)
+        for spool in spools:
+            spool.unlink(missing_ok=True)
         (folder / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
-def _spooled(documents: Iterable[str], path: Path) -> Iterator[str]:
-    """Pass the documents on, and keep them in a file that a Corpus reads."""
-    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
-        for document in documents:
+def _on_disk(corpus: Corpus, spool: Path) -> Corpus:
+    """Return a corpus that can be read again and again: what comes over the network is written to a file."""
+    if not corpus.streaming or corpus.files():
+        return corpus
+    with pyarrow.CompressedOutputStream(str(spool), "zstd") as file:
+        for document in corpus.documents():
             file.write(json.dumps({"text": document}).encode() + b"\n")
-            yield document
+    return Corpus(source=str(spool))
 
 
-@dataclass(kw_only=True)
-class _Split:
+class _Split(NamedTuple):
     """Choice of the documents that are held out: of pieces of `divide` characters, where the source is one document."""
 
     count: int
-    divide: int | None = None
-    held_out: frozenset[int] = frozenset()
+    """Documents of the source."""
+    held_out: frozenset[int]
     """Hashes."""
-    train: Any = ()
-    """Hashes of all training documents, ascending; where the held-out text has a source of its own."""
-    dropped: list[int] = field(default_factory=list)
-    """Hashes of documents of the held-out text that are also in the source."""
+    divide: int | None = None
+    dropped: int = 0
+    """Documents of a held-out text of its own that are also in the source."""
 
     def side(self, documents: Iterable[str], *, held_out: bool) -> Iterator[str]:
         """Yield the documents (or pieces of one) of a side."""
         for document in documents:
             for part in [document] if self.divide is None else pieces(document, self.divide):
-                if (bool(self.held_out) and _hash(part) in self.held_out) == held_out:
+                if (_hash(part) in self.held_out) == held_out:
                     yield part
 
-    def knows(self, document: str) -> bool:
-        """Return whether it is a training document, and note it."""
-        value = np.uint64(_hash(document))
-        found = np.searchsorted(self.train, value) < np.searchsorted(self.train, value, "right")
-        self.dropped += [int(value)] * int(found)
-        return bool(found)
 
-
-def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split:
+def _split(config: TextData, documents: Iterable[str], source: Corpus, valid: Corpus) -> _Split:
     """Read the documents once and decide which are held out; `source` gives them again. By the hash of the content, so
     that equal documents land on one side, and by rank among the hashes, which gives the wanted number."""
     hashes, sizes = array("Q"), array("Q")
@@ -279,7 +262,12 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split
         raise UserError(f"{config.source} holds no text, or only blank and null documents; give a source with text")
     unique, first = np.unique(np.array(hashes), return_index=True)
     if config.valid_source is not None:
-        return _Split(count=len(hashes), train=unique)
+        theirs = np.array([_hash(document) for document in valid.documents()], dtype=np.uint64)
+        known = np.isin(theirs, unique)
+        if len(known) and known.all():
+            what = f"all {len(known)} documents of {config.valid_source}"
+            raise UserError(f"{what} are also in {config.source}; give other held-out text")
+        return _Split(len(hashes), frozenset(theirs[~known].tolist()), dropped=int(known.sum()))
     unique_sizes, divide = np.array(sizes)[first], None
     if len(unique) == 1:
         divide = max(1000, sizes[0] // _PIECES)
@@ -287,14 +275,12 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus) -> _Split
         unique = np.array(sorted(lengths), dtype=np.uint64)
         unique_sizes = np.array([lengths[int(each)] for each in unique])
         if len(unique) == 1:
-            copies = f"{len(hashes):,} copies of one document" if len(hashes) > 1 else "one document"
-            why = "too few to hold some out" if sizes[0] <= 2 * divide else "the same lines again and again"
-            what = f"{config.source} is {copies} of {sizes[0]:,} characters, {why}"
-            raise UserError(f"{what}; give other text too, or a valid_source")
+            what = f"{config.source} is one document of {sizes[0]:,} characters, or copies of one"
+            raise UserError(f"{what}: too few to hold some out; give other text too, or a valid_source")
     # A document that is most of the text is for training, whatever its hash.
     eligible = unique[unique_sizes <= unique_sizes.sum() / 2]
-    count = max(1, math.ceil(config.valid_fraction * len(unique)))
-    return _Split(count=len(hashes), divide=divide, held_out=frozenset(eligible[:count].tolist()))
+    held_out = eligible[: max(1, math.ceil(config.valid_fraction * len(unique)))]
+    return _Split(len(hashes), frozenset(held_out.tolist()), divide)
 
 
 def _hash(document: str) -> int:
@@ -336,28 +322,24 @@ def _write_tokens(
     boundary, unknown, lengths = boundary_id(tokenizer), tokenizer.unk_token_id, byte_lengths(tokenizer)
     # A normalizer changes the text, so that its bytes need not come back.
     complete = lengths is not None and tokenizer.backend_tokenizer.normalizer is None
-    count = size = lost = 0
+    count = size = lost = rest = 0
     # Of training text nobody asks for the bytes.
     with NpyWriter(path, vocabulary_size(tokenizer)) as tokens, NpyWriter(bytes_path or os.devnull, 2**32) as nbytes:
         for batch in _batches(documents):
-            texts = [piece for document in batch for piece in pieces(document, _PIECE)]
-            encoded = encode(tokenizer, texts, lengths, offsets=bytes_path is not None)
-            for document in batch:
-                covered = 0
-                for piece in pieces(document, _PIECE):
-                    ids, sizes = next(encoded)
-                    tokens.append(ids)
-                    if complete:
-                        lost += max(0, len(piece.encode()) - int(sizes.sum()))
-                    elif unknown is not None and unknown != boundary:
-                        lost += int((ids == unknown).sum())
-                    if bytes_path is not None:
-                        nbytes.append(sizes)
-                        covered += int(sizes.sum())
-                whole = len(document.encode())
-                tokens.append(np.array([boundary]))
-                nbytes.append(np.array([whole - covered if lengths is None else 0]))
-                count, size = count + 1, size + whole
+            encoded = encode(tokenizer, [piece for piece, _ in batch], lengths, offsets=bytes_path is not None)
+            for (piece, is_last), (ids, sizes) in zip(batch, encoded, strict=True):
+                whole, covered = len(piece.encode()), int(sizes.sum())
+                tokens.append(ids)
+                nbytes.append(sizes)
+                if complete:
+                    lost += max(0, whole - covered)
+                elif unknown is not None and unknown != boundary:
+                    lost += int((ids == unknown).sum())
+                size, rest = size + whole, rest + whole - covered
+                if is_last:
+                    tokens.append(np.array([boundary]))
+                    nbytes.append(np.array([rest if lengths is None else 0]))
+                    count, rest = count + 1, 0
             if lost > _UNFIT * (size if complete else tokens.count):
                 share = 100 * lost / (size if complete else tokens.count)
                 what = f"{share:.1f} % of its {'bytes are lost' if complete else 'tokens are unknown'}"
@@ -366,11 +348,13 @@ def _write_tokens(
     return {"documents": count, "bytes": size, "tokens": tokens.count, "sha256": tokens.digest.hexdigest()}
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield pieces of documents, and whether each is the last of its document."""
+    batch: list[tuple[str, bool]] = []
     waiting = 0
     for document in documents:
-        batch.append(document)
+        *parts, last = pieces(document, _PIECE)
+        batch += [*((part, False) for part in parts), (last, True)]
         waiting += len(document)
         if waiting > _BATCH:
             yield batch

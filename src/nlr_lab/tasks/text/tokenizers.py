@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-END_OF_TEXT = "<|endoftext|>"
+from .data import END_OF_TEXT
 
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # looked for where a tokenizer names no end
 _BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -132,21 +132,24 @@ def byte_lengths(tokenizer: Any) -> np.ndarray | None:
 
 def encode(
     tokenizer: Any, texts: list[str], lengths: np.ndarray | None, *, offsets: bool
-) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yield the tokens of each text without added specials, and the bytes of each token by `lengths`, or by offsets if
-    asked for, or None. Text that looks like a special token is encoded as text."""
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens of each text without added specials, and the bytes of each token: by `lengths`, else by offsets
+    if asked for, else 0. Text that looks like a special token is encoded as text."""
     backend = tokenizer.backend_tokenizer
-    offsets = offsets and lengths is None
     backend.no_truncation()
     backend.no_padding()
     before, backend.encode_special_tokens = backend.encode_special_tokens, True
     try:
-        encoded = (backend.encode_batch if offsets else backend.encode_batch_fast)(texts, add_special_tokens=False)
+        make = backend.encode_batch if offsets and lengths is None else backend.encode_batch_fast
+        encoded = make(texts, add_special_tokens=False)
     finally:
         backend.encode_special_tokens = before
     for text, each in zip(texts, encoded, strict=True):
         ids = np.array(each.ids, dtype=np.int64)
-        yield ids, _bytes_to_ends(text, each.offsets) if offsets else None if lengths is None else lengths[ids]
+        if lengths is not None:
+            yield ids, lengths[ids]
+        else:
+            yield ids, _bytes_to_ends(text, each.offsets) if offsets else np.zeros_like(ids)
 
 
 def _bytes_to_ends(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
