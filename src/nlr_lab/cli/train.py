@@ -77,7 +77,7 @@ def run_train(arguments: list[str]) -> None:
     recipe, options, former = _parse_run(TrainOptions, arguments, "train")
 
     from nlr_lab.tasks.images.tokens import ImageTokenTask
-    from nlr_lab.tasks.text.language_model import NextTokenTask
+    from nlr_lab.tasks.text.language_model import LanguageModelTask, OptLanguageModelTask
 
     result = _run_recipe(recipe, options)
     if rank() != 0:
@@ -90,8 +90,9 @@ def run_train(arguments: list[str]) -> None:
         print(f"it diverged: the training loss spiked at step {result.diverged_at} and did not recover")
     if former is not None:
         print(former.verdict(result, Path(options.out)))
-    generate = f"   nlr generate {options.out}" if isinstance(recipe.task, NextTokenTask | ImageTokenTask) else ""
-    generate += " --prompt 'def '" if isinstance(recipe.task, NextTokenTask) else ""
+    text = isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask)
+    generate = f"   nlr generate {options.out}" if text or isinstance(recipe.task, ImageTokenTask) else ""
+    generate += " --prompt 'def '" if text else ""
     print(f"next: nlr evaluate {options.out}{generate}")
 
 

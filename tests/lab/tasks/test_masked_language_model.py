@@ -22,7 +22,7 @@ def blocks(folder, sequences=200, masking=None, seed=None, tokens=None):
     tokens = rng().integers(0, VOCABULARY, sequences * LENGTH) if tokens is None else tokens
     np.save(folder / "tokens.npy", tokens.astype(np.uint16))
     facts = {"mask": MASK, "special": SPECIAL, "vocab_size": VOCABULARY, "seed": seed}
-    return MaskedBlocks(TokenBlocks(folder / "tokens.npy", LENGTH), masking or Masking(), **facts)
+    return MaskedBlocks(blocks=TokenBlocks(folder / "tokens.npy", LENGTH), masking=masking or Masking(), **facts)
 
 
 def whole(dataset, indices):

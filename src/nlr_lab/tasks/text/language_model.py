@@ -16,7 +16,7 @@ Init of every tensor; draws depend on the seed alone, never on the global genera
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from nlr_lab.tasks.task import Measure, Prepared, Task, fingerprint
@@ -28,7 +28,6 @@ from .data import TextData
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import EuroBertConfig, GlmConfig, OPTConfig
 
 DenseInit = Literal["stock", "noble", "kaiming"]
 
@@ -54,36 +53,51 @@ class Backbone:
     dropout: float = 0.0
     """Dropout on the attention weights, the only one these backbones have (OPT: also on what each block adds)."""
 
-    _head_multiple: ClassVar[int] = 2
-    """Factor of a head's width."""
+    model_class: ClassVar[str]
+    """Of transformers."""
+    tokens: ClassVar[tuple[str, ...]] = ("eos_token_id",)
+    """Special tokens of the tokenizer that the config has."""
+    _head_step: ClassVar[int] = 2
+    """What a head's width is a multiple of."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):
             check_integer(name, getattr(self, name), minimum=1)
-        if self.width % (step := self._head_multiple * self.heads):
-            even = " of even size" if self._head_multiple == 2 else ""
+        if self.width % (step := self._head_step * self.heads):
+            even = " of even size" if self._head_step == 2 else ""
             what = f"width {self.width} does not split into {self.heads} heads{even}"
             raise UserError(f"{what}; choose a multiple of {step}")
         check_number("embedding_std", self.embedding_std, above=0)
         check_share("dropout", self.dropout)
         check_dense_init(self.dense_init)
 
-    def _rotary_sizes(self, vocab_size: int, sequence_length: int) -> dict[str, Any]:
-        """Return what the configs of the backbones with rotary positions and a gated MLP share."""
+    def _config(self, model_type: str, vocab_size: int, sequence_length: int, **more: Any) -> Any:
+        """Return transformers' config of these sizes, without special tokens: a class's own lie far outside a small
+        vocabulary, or leave a row of the embedding untrained."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(
+            model_type,
+            vocab_size=vocab_size,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            attention_dropout=self.dropout,
+            max_position_embeddings=sequence_length,
+            **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more,
+        )
+
+    def _rotary(self, **more: Any) -> dict[str, Any]:
+        """Return what the configs with rotary positions and a gated MLP share."""
         return {
-            "vocab_size": vocab_size,
-            "hidden_size": self.width,
             "intermediate_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "head_dim": self.width // self.heads,
             "hidden_act": "gelu",
-            "attention_dropout": self.dropout,
             "attention_bias": False,
-            "max_position_embeddings": sequence_length,
             "initializer_range": 0.02,
             "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, **more},
         }
 
 
@@ -91,18 +105,12 @@ class Backbone:
 class GlmBackbone(Backbone):
     """A GLM. Every linear is separate but the gate-up projection, one linear of width -> 2 x hidden."""
 
-    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> "GlmConfig":
-        """Return transformers' config of these sizes."""
-        from transformers import GlmConfig
+    model_class = "GlmForCausalLM"
 
-        config = GlmConfig(
-            **self._rotary_sizes(vocab_size, sequence_length),
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-            # GLM's own special tokens lie far outside a small vocabulary.
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=0,
-        )
+    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> Any:
+        """Return transformers' config of these sizes."""
+        rotary = self._rotary(partial_rotary_factor=1.0)
+        config = self._config("glm", vocab_size, sequence_length, **rotary, eos_token_id=0)
         config.eos_token_id = eos_token_id  # given as an argument, None would mean GLM's own three
         return config
 
@@ -112,45 +120,27 @@ class OptBackbone(Backbone):
     """An OPT without biases. Every linear is separate: q, k, v, out, fc1, fc2; `hidden` is the width between the last
     two. At 12 layers of width 768 that is GPT-3 small: 84,973,056 parameters outside the embeddings."""
 
-    _head_multiple: ClassVar[int] = 1
+    model_class = "OPTForCausalLM"
+    _head_step = 1
 
-    def config(self, vocab_size: int, sequence_length: int, eos_token_id: int | None = None) -> "OPTConfig":
-        """Return the transformers config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
-        from transformers import OPTConfig
-
-        return OPTConfig(
-            vocab_size=vocab_size,
-            hidden_size=self.width,
-            word_embed_proj_dim=self.width,
-            ffn_dim=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            max_position_embeddings=sequence_length,
-            activation_function="gelu",
-            enable_bias=False,
-            dropout=self.dropout,
-            attention_dropout=self.dropout,
-            # OPT's own special tokens would leave a row of the embedding untrained.
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=eos_token_id,
-        )
+    def config(self, vocab_size: int, sequence_length: int, **more: Any) -> Any:
+        """Return transformers' config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
+        sizes = {"word_embed_proj_dim": self.width, "ffn_dim": self.hidden, "dropout": self.dropout}
+        sizes |= {"activation_function": "gelu", "enable_bias": False}
+        return self._config("opt", vocab_size, sequence_length, **sizes, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBackbone(Backbone):
     """A EuroBERT: the GLM's block with attention to both sides, every linear separate."""
 
-    def config(self, vocab_size: int, sequence_length: int, **tokens: Any) -> "EuroBertConfig":
-        """Return the transformers config of these sizes and of the tokens mask_token_id and pad_token_id."""
-        from transformers import EuroBertConfig
+    model_class = "EuroBertForMaskedLM"
+    tokens = ("mask_token_id", "pad_token_id")
 
-        return EuroBertConfig(
-            **self._rotary_sizes(vocab_size, sequence_length),
-            mlp_bias=False,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            **{"bos_token_id": None, "eos_token_id": None, "mask_token_id": 0, "pad_token_id": None} | tokens,
-        )
+    def config(self, vocab_size: int, sequence_length: int, **tokens: Any) -> Any:
+        """Return transformers' config of these sizes and of the tokens mask_token_id and pad_token_id."""
+        more = {**self._rotary(), "mlp_bias": False, "mask_token_id": 0, **tokens}
+        return self._config("eurobert", vocab_size, sequence_length, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +152,6 @@ class TextTask(Task):
     backbone: Any
     """The model that is not changed."""
 
-    _model_class: ClassVar[str]
-    """The transformers class of the backbone's config."""
-    _tokens: ClassVar[tuple[str, ...]] = ("eos_token_id",)
-    """Special tokens of the tokenizer that the config has."""
-
     @property
     def sequence_length(self) -> int:
         return self.text.sequence_length
@@ -177,32 +162,27 @@ class TextTask(Task):
         return prepare_text(self.text, progress=progress)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        config = self._config(prepared.vocab_size, **{name: getattr(prepared.tokenizer, name) for name in self._tokens})
-        return build_drawn(self._model_class, config, self.backbone, dense_init, seed)
+        tokens = {name: getattr(prepared.tokenizer, name) for name in self.backbone.tokens}
+        config = self._config(prepared.vocab_size, **tokens)
+        return build_drawn(self.backbone.model_class, config, self.backbone, dense_init, seed)
 
-    def build_on_meta(self, vocab_size: int | None = None) -> Any:
-        return build_meta(self._model_class, self._config(vocab_size or self.text.vocab_size))
+    def build_on_meta(self) -> Any:
+        return build_meta(self.backbone.model_class, self._config(self.text.vocab_size))
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:
         return self.backbone.config(vocab_size, self.text.sequence_length, **tokens)
 
 
-class NextTokenTask(TextTask):
-    """Next-token prediction on packed text."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelTask(NextTokenTask):
+class LanguageModelTask(TextTask):
     """Next-token prediction on packed text, by a GLM."""
 
     backbone: GlmBackbone
     """The model without branches."""
 
-    _model_class = "GlmForCausalLM"
-
 
 @dataclass(frozen=True, kw_only=True)
-class OptLanguageModelTask(NextTokenTask):
+class OptLanguageModelTask(TextTask):
     """Next-token prediction on packed text, by an OPT."""
 
     backbone: OptBackbone
@@ -210,12 +190,8 @@ class OptLanguageModelTask(NextTokenTask):
     tie_embeddings: bool = True
     """Use the input embedding as the output head."""
 
-    _model_class = "OPTForCausalLM"
-
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:
-        config = super()._config(vocab_size, **tokens)
-        config.tie_word_embeddings = self.tie_embeddings
-        return config
+        return super()._config(vocab_size, **tokens, tie_word_embeddings=self.tie_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +227,6 @@ class MaskedLanguageModelTask(TextTask):
     masking: Masking = Masking()
     """Shares of the tokens that are hidden."""
 
-    _model_class = "EuroBertForMaskedLM"
-    _tokens = ("mask_token_id", "pad_token_id")
-
     def __post_init__(self) -> None:
         if self.text.tokenizer == "bpe":
             raise UserError(f"hidden tokens need a tokenizer with a mask token, which 'bpe' has not; choose {_CHOICES}")
@@ -265,20 +238,24 @@ class MaskedLanguageModelTask(TextTask):
         from .packed import MaskedBlocks
 
         text = super().prepare(progress)
-        tokenizer, size = text.tokenizer, text.vocab_size
+        tokenizer = text.tokenizer
         if tokenizer.mask_token_id is None:
             raise UserError(f"the tokenizer {self.text.tokenizer!r} has no mask token; choose {_CHOICES}")
-        tokens: Any = {"mask": tokenizer.mask_token_id, "special": tokenizer.all_special_ids, "vocab_size": size}
-        # A masked token's loss is no measure of the text's bytes.
-        facts = {name: value for name, value in text.facts.items() if name != "valid_bytes_per_token"}
-        return Prepared(
-            train=MaskedBlocks(text.train, self.masking, **tokens, seed=0),
-            valid=MaskedBlocks(text.valid, self.masking, **tokens, seed=None),
-            tokenizer=tokenizer,
-            vocab_size=size,
+        options: Any = {"mask": tokenizer.mask_token_id, "special": tokenizer.all_special_ids}
+        train, valid = (
+            MaskedBlocks(blocks=blocks, masking=self.masking, vocab_size=text.vocab_size, seed=seed, **options)
+            for blocks, seed in ((text.train, 0), (text.valid, None))
+        )
+        facts = {**text.facts, "text_fingerprint": text.fingerprint}
+        del facts["valid_bytes_per_token"]  # a masked token's loss is no measure of the text's bytes
+        return replace(
+            text,
+            train=train,
+            valid=valid,
+            valid_bytes_per_token=None,
             predicts_next=False,
             fingerprint=fingerprint("masked", text.fingerprint, self.masking),
-            facts={**facts, "text_fingerprint": text.fingerprint},
+            facts=facts,
         )
 
 
@@ -288,10 +265,9 @@ def build_drawn(model_class: Any, config: Any, backbone: Any, dense_init: DenseI
     import torch
 
     model = build_plain(model_class, config, seed)
-    with torch.no_grad():
-        # One generator a kind: an arm's dense init must not shift the embedding's draws.
-        generator = torch.Generator().manual_seed(2 * seed + 1)
-        model.get_input_embeddings().weight.normal_(0.0, backbone.embedding_std, generator=generator)
+    # One generator a kind: an arm's dense init must not shift the embedding's draws.
+    generator = torch.Generator().manual_seed(2 * seed + 1)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, 0.0, backbone.embedding_std, generator)
     draw_linears(model.model, dense_init or backbone.dense_init, seed)
     return model
 
@@ -317,24 +293,21 @@ def build_meta(model_class: Any, config: Any) -> Any:
 def draw_linears(module: "nn.Module", dense_init: DenseInit, seed: int) -> None:
     """Draw the weights of a part's linears by this file's table, in place; "stock" leaves them."""
     import torch
-    from torch import nn
 
     generator = torch.Generator().manual_seed(2 * seed + 2)
     for each in module.modules():
-        if isinstance(each, nn.Linear):
+        if isinstance(each, torch.nn.Linear):
             draw_linear(each, dense_init, generator)
 
 
 def draw_linear(linear: "nn.Linear", dense_init: DenseInit, generator: "torch.Generator | None" = None) -> None:
     """Draw one linear's weight by this file's table, in place; "stock" leaves it as transformers drew it."""
-    import torch
     from torch import nn
 
-    with torch.no_grad():
-        if dense_init == "noble":
-            linear.weight.normal_(0.0, 0.5 / math.sqrt(linear.in_features), generator=generator)
-        elif dense_init == "kaiming":
-            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+    if dense_init == "noble":
+        nn.init.normal_(linear.weight, 0.0, 0.5 / math.sqrt(linear.in_features), generator)
+    elif dense_init == "kaiming":
+        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
 
 
 def check_dense_init(value: object) -> None:
