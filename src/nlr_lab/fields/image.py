@@ -36,41 +36,35 @@ EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 _CHUNK = 1 << 15  # pixels that an evaluation takes at once
 _ORIENTATION = 0x0112  # EXIF's number of the tag
 _FLIPS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
-_TURNS = dict(enumerate(_FLIPS.split(), 2))  # by EXIF's orientation
+_TURNS = {number: Transpose[name] for number, name in enumerate(_FLIPS.split(), 2)}  # by EXIF's orientation
 
 
 def prepare(settings: ImageSettings) -> "ImageProblem":
     """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
-    source, crop = settings.source, settings.crop
-    image = read_image(source)
+    source, crop, pixels = settings.source, settings.crop, read_image(settings.source)
+    height, width = pixels.shape[:2]
     if crop:
-        if crop > min(image.size):
-            raise UserError(f"crop {crop} is larger than {source}, {image.width} x {image.height} pixels")
-        left, top = (image.width - crop) // 2, (image.height - crop) // 2
-        image = image.crop((left, top, left + crop, top + crop))
-    longer = max(image.size)
-    if settings.size and settings.size < longer:
-        width, height = (max(round(side * settings.size / longer), 1) for side in image.size)
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
-    return ImageProblem(np.asarray(image), name=Path(source).stem, field=settings.field, points=settings.points)
+        if crop > min(height, width):
+            raise UserError(f"crop {crop} is larger than {source}, {width} x {height} pixels")
+        top, left = (height - crop) // 2, (width - crop) // 2
+        pixels = pixels[top : top + crop, left : left + crop]
+        height = width = crop
+    if settings.size and settings.size < (longer := max(height, width)):
+        size = [max(round(side * settings.size / longer), 1) for side in (width, height)]
+        pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS))
+    return ImageProblem(pixels, name=Path(source).stem, field=settings.field, points=settings.points)
 
 
-def read_image(source: str) -> Image.Image:
-    """Read an embedded photograph or an image file, in red, green and blue: upright, clear pixels before white."""
+def read_image(source: str) -> np.ndarray:
+    """Read an embedded photograph or an image file, (height, width, 3) uint8: upright, clear pixels before white."""
     if source in EMBEDDED:
         from sklearn.datasets import load_sample_image
 
-        return Image.fromarray(load_sample_image(EMBEDDED[source]))
-    path = Path(source)
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no such file"
-        raise UserError(f"{source} is {kind}; name an image file, or one of {', '.join(EMBEDDED)}")
-    if path.stat().st_size == 0:
-        raise UserError(f"{source} is an empty file, no image")
-    pixels = read_pixels(path, upright=True)
-    if not pixels.size:
-        raise UserError(f"{source} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
-    return Image.fromarray(np.rint(over_white(pixels) * 255).astype(np.uint8))
+        return load_sample_image(EMBEDDED[source])
+    if not Path(source).is_file():
+        raise UserError(f"{source} is no such file; name an image file, or one of {', '.join(EMBEDDED)}")
+    pixels = over_white(read_pixels(Path(source), upright=True))
+    return np.rint(pixels * 255).astype(np.uint8)
 
 
 def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
@@ -94,10 +88,10 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()  # Pillow turns .tiff files while it loads them, and drops the tag
     try:
         with warnings.catch_warnings(action="ignore"):
-            turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+            turn = _TURNS.get(image.getexif().get(_ORIENTATION))
     except Exception:  # whatever a parser meets in broken tags: the pixels can be read
-        return image
-    return image if turn is None else image.transpose(Transpose[turn])
+        turn = None
+    return image if turn is None else image.transpose(turn)
 
 
 def over_white(pixels: np.ndarray) -> np.ndarray:
@@ -123,10 +117,8 @@ class ImageProblem:
 
     def __init__(self, pixels: np.ndarray, *, name: str = "image", field: FieldConfig | None = None, points: int = 0):
         pixels = np.asarray(pixels)
-        if pixels.ndim != 3 or pixels.shape[2] != 3:
-            raise UserError(f"an image must be an array (height, width, 3), got {pixels.shape}")
-        if not pixels.size:
-            raise UserError(f"{name} has zero size: {pixels.shape[1]} x {pixels.shape[0]} pixels")
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+            raise UserError(f"{name} must be an array (height, width, 3) of some pixels, got {pixels.shape}")
         if pixels.dtype != np.uint8:
             if not (np.issubdtype(pixels.dtype, np.floating) and (pixels >= 0).all() and (pixels <= 1).all()):
                 raise UserError(f"the values of {name} must be uint8, or floats from 0 to 1")
@@ -163,9 +155,12 @@ class ImageProblem:
         rounded = copy.deepcopy(model)
         for each in rounded.parameters():
             each.data = each.data.half().float()
-        whole, half = (psnr(self.picture(each), self._pixels) for each in (model, rounded))
-        bits = {"bits_per_pixel": 32 * per_pixel, "psnr_half": half, "bits_per_pixel_half": 16 * per_pixel}
-        return {"psnr": whole, **bits}
+        return {
+            "psnr": psnr(self.picture(model), self._pixels),
+            "bits_per_pixel": 32 * per_pixel,
+            "psnr_half": psnr(self.picture(rounded), self._pixels),
+            "bits_per_pixel_half": 16 * per_pixel,
+        }
 
     @torch.no_grad()
     def picture(self, model: nn.Module | None) -> np.ndarray:
@@ -178,10 +173,9 @@ class ImageProblem:
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write fitted.png, and truth.png beside it."""
-        written = [folder / "fitted.png", folder / "truth.png"]
-        for file, shown in zip(written, (model, None), strict=True):
-            Image.fromarray(self.picture(shown)).save(file)
-        return written
+        Image.fromarray(self.picture(model)).save(folder / "fitted.png")
+        Image.fromarray(self._pixels).save(folder / "truth.png")
+        return [folder / "fitted.png", folder / "truth.png"]
 
 
 def positions(height: int, width: int) -> Tensor:

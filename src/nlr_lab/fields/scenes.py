@@ -8,9 +8,10 @@ Blender: rendered objects; `transform_matrix` is camera-to-world. Source: Milden
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from nlr_lab.runtime.bounds import read_array, read_arrays
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import is_inside
-from nonlinear_lowrank.validation import check_integer, one_line
+from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .image import over_white, read_pixels
 from .rendering import Cameras, Rays, circle, look_at, pixel_rays, recentred, render, spiral
@@ -61,15 +62,10 @@ class Scene:
         if self.images.shape != (len(cameras), cameras.height, cameras.width, 3):
             size = f"{len(cameras)} cameras of {cameras.width} x {cameras.height} pixels"
             raise UserError(f"{self.name} has images {self.images.shape} and {size}; give one pose for each image")
-        wrong = [view for view in out if not 0 <= view < views]
-        if wrong:
-            raise UserError(f"{self.name} has views 0 to {views - 1}; view {wrong[0]} cannot be held out")
-        if len(set(out)) != len(out):
-            raise UserError(f"the held-out views {', '.join(map(str, out))} name one twice")
-        if not out or not self.trained:
-            beside = f" beside {len(self.set_aside)} test views" if self.set_aside else ""
-            hint = "hold out at least one and leave at least one to train on"
-            raise UserError(f"{self.name} has {views} views; {hint}, not {len(out)}{beside}")
+        if not out or len(set(out)) < len(out) or not set(out) <= set(range(views)) or not self.trained:
+            named = ", ".join(map(str, out)) or "none"
+            hint = f"hold out different ones of 0 to {views - 1}, and leave at least one to train on"
+            raise UserError(f"{self.name} cannot hold out the views {named}; {hint}")
         if not 0 <= self.near < self.far < np.inf:
             raise UserError(f"{self.name} needs 0 <= near < far, not near {self.near:g} and far {self.far:g}")
         if self.ndc and (behind := np.flatnonzero((cameras.corners()[..., 2] >= 0).any(1))).size:
@@ -120,58 +116,60 @@ def read_scene(
     if path.is_file():
         arrays = read_arrays(path)
         if {"images", "poses_bounds"} <= set(arrays):
-            pictures = _pictures_of(path.stem, arrays["images"], downscale)
-            return _llff(path.stem, pictures, arrays["poses_bounds"], downscale, out, ndc)
-        parts, poses, intrinsics = _blender_npz(path, arrays, downscale)
+            images = _unpacked(path.stem, arrays["images"], arrays["poses_bounds"])
+            return _llff(path.stem, images, arrays["poses_bounds"], downscale, out, ndc)
+        sides = list(_packed_sides(path, arrays))
     elif not path.is_dir():
         raise UserError(f"there is no file or folder {path}; give a scene's folder or .npz file")
     elif (path / "poses_bounds.npy").is_file():
-        bounds = read_array(path / "poses_bounds.npy")
         folder, factor = _llff_images(path, downscale)
         files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
-        return _llff(path.name, _pictures_in(files, factor), bounds, factor, out, ndc)
+        return _llff(path.name, _read(files), read_array(path / "poses_bounds.npy"), factor, out, ndc)
     else:
-        parts, poses, intrinsics = _blender_folder(path, downscale)
-    if len({(part.height, part.width) for part in parts}) > 1:
-        raise UserError(f"{path}: training and test pictures are of different sizes; give all one size")
-    images = np.concatenate([part.colours for part in parts])
-    cameras = Cameras(poses, np.array(intrinsics), parts[0].height, parts[0].width).reduced(downscale)
-    tests = tuple(range(len(parts[0].colours), len(images)))
-    out = (tests or tuple(range(0, len(images), HOLD_OUT))) if out is None else out
+        sides = [_read_side(path, file) for file in _transforms(path)]
+    colours, height, width = _reduced(str(path), chain.from_iterable(side.images for side in sides), downscale)
+    lenses = [_intrinsics(side.name, lens, height, width) for side in sides for lens in side.lenses]
+    poses = np.concatenate([side.poses for side in sides])
+    tests = tuple(range(len(sides[0].poses), len(colours)))
+    out = (tests or tuple(range(0, len(colours), HOLD_OUT))) if out is None else out
+    cameras = Cameras(poses, np.array(lenses), height, width).reduced(downscale)
     name = path.stem if path.is_file() else path.name
-    return Scene(name, images, cameras, out, near, far, ndc=False, background=1.0, set_aside=tests)
+    return Scene(name, colours, cameras, out, near, far, ndc=False, background=1.0, set_aside=tests)
 
 
-class _Pictures(NamedTuple):
-    """Pictures (N, H // factor, W // factor, 3) float32 in [0, 1], and their H and W before they were reduced."""
-
-    colours: np.ndarray
-    height: int
-    width: int
+_Images = Iterable[tuple[str, np.ndarray]]  # (H, W, 3 or 4) uint8 by their names; of files one at a time is held
 
 
-def _pictures_of(name: str, images: np.ndarray, factor: int) -> _Pictures:
-    """The pictures of an array (N, H, W, 3 or 4) uint8."""
+class _Side(NamedTuple):
+    """Training or test views of a Blender scene, poses (N, 3, 4)."""
+
+    name: str
+    images: _Images
+    poses: np.ndarray
+    lenses: list[dict[str, Any]]
+
+
+def _unpacked(name: str, images: np.ndarray, poses: np.ndarray) -> _Images:
+    if len(images) != len(poses):
+        raise UserError(f"{name} has {len(images)} images and {len(poses)} poses; give one of each a view")
     if images.ndim != 4 or images.shape[3] not in (3, 4) or images.dtype != np.uint8:
         raise UserError(f"{name}: images must be (N, H, W, 3 or 4) uint8, got {images.shape} {images.dtype}")
-    if 0 in images.shape:
-        raise UserError(f"{name} has {len(images)} images of {images.shape[2]} x {images.shape[1]} pixels; give some")
-    return _reduced(((name, image) for image in images), factor)
+    return [(name, image) for image in images]
 
 
-def _pictures_in(files: Sequence[Path], factor: int) -> _Pictures:
-    """The pictures of files; one at a time is held at full size."""
-    if not files:
-        raise UserError("the scene has no images")
-    return _reduced(((file.name, read_pixels(file)) for file in files), factor)
+def _read(files: Iterable[Path]) -> _Images:
+    return ((file.name, read_pixels(file)) for file in files)
 
 
-def _reduced(images: Iterable[tuple[str, np.ndarray]], factor: int) -> _Pictures:
-    """Clear pixels become white, then blocks of factor x factor pixels one; what is left at the edge is cut off."""
+def _reduced(name: str, images: _Images, factor: int) -> tuple[np.ndarray, int, int]:
+    """(N, H // factor, W // factor, 3) float32 in [0, 1], and H and W, which are the same in all pictures.
+
+    Clear pixels become white, then blocks of factor x factor pixels one; what is left at the edge is cut off.
+    """
     colours, sizes = [], dict[tuple[int, int], str]()
-    for name, pixels in images:
+    for title, pixels in images:
         height, width = pixels.shape[:2]
-        sizes.setdefault((height, width), f"{name} has {width} x {height} pixels")
+        sizes.setdefault((height, width), f"{title} has {width} x {height} pixels")
         if len(sizes) > 1:
             raise UserError(f"the images are of different sizes: {', '.join(sizes.values())}; give all one size")
         rows, columns = height // factor, width // factor
@@ -180,7 +178,9 @@ def _reduced(images: Iterable[tuple[str, np.ndarray]], factor: int) -> _Pictures
             raise UserError(f"{size}, which cannot get {factor} times smaller; give a smaller downscale")
         blocks = over_white(pixels[: rows * factor, : columns * factor]).reshape(rows, factor, columns, factor, 3)
         colours.append(blocks.mean((1, 3), dtype=np.float64).astype(np.float32))
-    return _Pictures(np.stack(colours), height, width)
+    if not colours:
+        raise UserError(f"{name} has no images")
+    return np.stack(colours), height, width
 
 
 def _llff_images(path: Path, downscale: int) -> tuple[Path, int]:
@@ -196,88 +196,77 @@ def _llff_images(path: Path, downscale: int) -> tuple[Path, int]:
 
 
 def _llff(
-    name: str, pictures: _Pictures, bounds: np.ndarray, factor: int, held_out: tuple[int, ...] | None, ndc: bool
+    name: str, images: _Images, bounds: np.ndarray, factor: int, held_out: tuple[int, ...] | None, ndc: bool
 ) -> Scene:
-    """Out of rows of poses_bounds.npy, (N, 17), and pictures that were reduced by `factor`."""
+    """Out of rows of poses_bounds.npy, (N, 17), and pictures that get smaller by `factor`."""
     if bounds.ndim != 2 or bounds.shape[1] != 17 or bounds.dtype.kind != "f":
         raise UserError(f"{name}: poses_bounds must be (N, 17) floats, got {bounds.shape} {bounds.dtype}")
-    _check_count(name, pictures, bounds)
     table, depths = bounds[:, :15].astype(np.float64).reshape(-1, 3, 5), bounds[:, 15:].astype(np.float64)
     if not ((depths[:, 0] > 0) & (depths[:, 0] < depths[:, 1]) & (depths[:, 1] < np.inf)).all():
         raise UserError(f"{name}: the depths of every view must be 0 < nearest < farthest (columns 16 and 17)")
+    if (table[:, :2, 4] <= 0).any():
+        raise UserError(f"{name}: height and width (columns 5 and 10) must be above 0")
     poses = np.concatenate([table[:, :, 1:2], -table[:, :, 0:1], table[:, :, 2:4]], 2)
     unit = depths.min() * _NEAR_PLANE
     poses[:, :, 3] /= unit
     depths = depths / unit
-    size = height, width = pictures.height, pictures.width
+    colours, height, width = _reduced(name, images, factor)
     full_height, full_width, focal = table[:, :, 4].T
-    if (table[:, :2, 4] <= 0).any():
-        raise UserError(f"{name}: height and width (columns 5 and 10) must be above 0")
     middle = np.full(len(focal), width / 2), np.full(len(focal), height / 2)
-    checked = Cameras(poses, np.stack([focal * width / full_width, focal * height / full_height, *middle], 1), *size)
-    cameras = Cameras(recentred(checked.poses), checked.intrinsics, *size).reduced(factor)
+    lenses = np.stack([focal * width / full_width, focal * height / full_height, *middle], 1)
+    cameras = Cameras(poses, lenses, height, width)
+    cameras = replace(cameras, poses=recentred(cameras.poses)).reduced(factor)
     # Between the nearest and the farthest depth, three quarters of the way in 1 / depth: as LLFF's own paths do.
     focus = 1 / (0.25 / (0.9 * depths.min()) + 0.75 / (5.0 * depths.max()))
     held_out = tuple(range(0, len(bounds), HOLD_OUT)) if held_out is None else held_out
     near, far = (0.0, 1.0) if ndc else (0.9 * float(depths.min()), float(depths.max()))
-    return Scene(name, pictures.colours, cameras, held_out, near, far, ndc, background=None, focus=float(focus))
+    return Scene(name, colours, cameras, held_out, near, far, ndc, background=None, focus=float(focus))
 
 
-def _check_count(name: str, pictures: _Pictures, poses: np.ndarray) -> None:
-    if len(pictures.colours) != len(poses):
-        raise UserError(f"{name} has {len(pictures.colours)} images and {len(poses)} poses; give one of each a view")
-
-
-def _blender_npz(path: Path, arrays: dict[str, np.ndarray], downscale: int) -> tuple[list[_Pictures], np.ndarray, list]:
-    """Pictures (N, H, W, 3 or 4) uint8, poses (N, 4, 4), focal length in pixels."""
-    sides = ("train", "test")
+def _packed_sides(path: Path, arrays: dict[str, np.ndarray]) -> Iterator[_Side]:
+    """Views of an .npz file: images (N, H, W, 3 or 4) uint8, poses (N, 4, 4), focal length in pixels."""
     focals = {"focal", "camera_angle_x"} & set(arrays)
-    missing = [name for side in sides for name in (f"images_{side}", f"poses_{side}") if name not in arrays]
+    missing = [name for name in ("images_train", "poses_train", "images_test", "poses_test") if name not in arrays]
     if missing or not focals:
         lacks, has = ", ".join(missing + ([] if focals else ["focal"])), ", ".join(arrays) or "nothing"
         raise UserError(f"{path} lacks {lacks} (it has {has}); give these, or images and poses_bounds")
-    parts, poses = [], []
-    for side in sides:
-        parts.append(_pictures_of(f"{path.stem}, images_{side}", arrays[f"images_{side}"], downscale))
-        poses.append(_matrices(f"{path.name}, poses_{side}", arrays[f"poses_{side}"]))
-        _check_count(f"{path} ({side})", parts[-1], poses[-1])
     lens = {("fl_x" if name == "focal" else name): (arrays[name].reshape(-1).tolist() or [None])[0] for name in focals}
-    one = _intrinsics(path.name, {**lens, "w": parts[0].width}, parts[0])
-    return parts, np.concatenate(poses), [one] * sum(map(len, poses))
+    for side in ("train", "test"):
+        name = f"{path.stem} ({side})"
+        poses = _matrices(name, arrays[f"poses_{side}"])
+        yield _Side(name, _unpacked(name, arrays[f"images_{side}"], poses), poses, [lens] * len(poses))
 
 
-def _blender_folder(path: Path, downscale: int) -> tuple[list[_Pictures], np.ndarray, list]:
+def _transforms(path: Path) -> list[Path]:
     sides = [path / f"transforms_{side}.json" for side in ("train", "test")]
     if (path / "transforms.json").is_file() and not any(each.is_file() for each in sides):
-        sides = [path / "transforms.json"]
+        return [path / "transforms.json"]
     missing = [each.name for each in sides if not each.is_file()]
     if missing:
         raise UserError(f"{path} lacks {' and '.join(missing)}; give these, or poses_bounds.npy, or transforms.json")
-    parts, poses, intrinsics = [], [], []
-    for side in sides:
-        try:
-            table = json.loads(side.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{side} cannot be read: {one_line(error)}") from error
-        frames = table.get("frames") if isinstance(table, dict) else None
-        if not isinstance(frames, list) or not frames:
-            raise UserError(f"{side} names no frames")
-        files = []
-        for number, frame in enumerate(frames):
-            if not isinstance(frame, dict) or not {"file_path", "transform_matrix"} <= set(frame):
-                raise UserError(f"{side}: frame {number} needs file_path and transform_matrix")
-            if not is_inside(frame["file_path"]):
-                raise UserError(f"{side} names {frame['file_path']!r}, not in the scene's folder; name files in it")
-            file = path / frame["file_path"]
-            files.append(file if file.suffix.lower() in _SUFFIXES else file.with_name(file.name + ".png"))
-        parts.append(_pictures_in(files, downscale))
-        try:
-            matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{side}: every transform_matrix must be 4 x 4 numbers") from error
-        poses.append(_matrices(side.name, matrices))
-        intrinsics += [_intrinsics(side.name, {**table, **frame}, parts[-1]) for frame in frames]
-    return parts, np.concatenate(poses), intrinsics
+    return sides
+
+
+def _read_side(path: Path, side: Path) -> _Side:
+    """Views that a file of transforms in the folder `path` names."""
+    try:
+        table = json.loads(side.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{side} cannot be read: {one_line(error)}") from error
+    frames = table.get("frames") if isinstance(table, dict) else None
+    if not isinstance(frames, list) or not frames:
+        raise UserError(f"{side} names no frames")
+    files = []
+    for number, frame in enumerate(frames):
+        if not isinstance(frame, dict) or "transform_matrix" not in frame or not is_inside(frame.get("file_path")):
+            raise UserError(f"{side}: frame {number} needs transform_matrix and a file_path in the scene's folder")
+        file = path / frame["file_path"]
+        files.append(file if file.suffix.lower() in _SUFFIXES else file.with_name(file.name + ".png"))
+    try:
+        matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{side}: every transform_matrix must be 4 x 4 numbers") from error
+    return _Side(side.name, _read(files), _matrices(side.name, matrices), [{**table, **frame} for frame in frames])
 
 
 def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
@@ -287,31 +276,25 @@ def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
     return poses[:, :3].astype(np.float64)
 
 
-def _intrinsics(name: str, table: dict[str, Any], pictures: _Pictures) -> tuple[float, float, float, float]:
+def _intrinsics(name: str, table: dict[str, Any], height: int, width: int) -> tuple[float, float, float, float]:
     """Focal lengths and centre, out of the field of view, or of lengths in pixels of pictures w wide (and h high)."""
-    bad = [key for key in _DISTORTION if table.get(key)]
-    if bad:
+    if bad := [key for key in _DISTORTION if table.get(key)]:
         raise UserError(f"{name} has lens distortion ({', '.join(bad)}); undistort the pictures first")
-
-    def number(key: str) -> float:
-        value = table[key]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise UserError(f"{name}: {key} must be a finite number above 0, got {value!r}")
-        return float(value)
-
-    height, width = pictures.height, pictures.width
+    lens = {key: table[key] for key in ("w", "h", "fl_x", "fl_y", "cx", "cy", "camera_angle_x") if key in table}
+    for key, value in lens.items():
+        check_number(f"{name}: {key}", value, above=0)
     # The pictures may be smaller than those that the lengths are for.
-    across = width / number("w") if "w" in table else 1.0
-    down = height / number("h") if "h" in table else across
-    if "fl_x" in table:
-        focal_x = number("fl_x") * across
-        focal_y = number("fl_y") * down if "fl_y" in table else focal_x
-    elif "camera_angle_x" in table:
-        focal_x = focal_y = width / 2 / float(np.tan(number("camera_angle_x") / 2))
+    across = width / lens["w"] if "w" in lens else 1.0
+    down = height / lens["h"] if "h" in lens else across
+    if "fl_x" in lens:
+        focal_x = lens["fl_x"] * across
+        focal_y = lens["fl_y"] * down if "fl_y" in lens else focal_x
+    elif "camera_angle_x" in lens:
+        focal_x = focal_y = width / 2 / float(np.tan(lens["camera_angle_x"] / 2))
     else:
         raise UserError(f"{name} needs camera_angle_x, or fl_x and w")
-    centre_x = number("cx") * across if "cx" in table else width / 2
-    centre_y = number("cy") * down if "cy" in table else height / 2
+    centre_x = lens["cx"] * across if "cx" in lens else width / 2
+    centre_y = lens["cy"] * down if "cy" in lens else height / 2
     return focal_x, focal_y, centre_x, centre_y
 
 

@@ -92,8 +92,8 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path):
     Image.fromarray(_image(4, 4)).save(tmp_path / "small.png")
     for name, message in (
         ("absent.png", "no such file"),
-        ("", "a folder"),
-        ("empty.png", "empty file"),
+        ("", "no such file"),
+        ("empty.png", "cannot read the image .*empty.png"),
         ("text.png", "cannot read the image .*text.png"),
         ("cut.png", "cannot read the image .*cut.png"),
         ("whole.tif", r"whole.tif: its values are 32-bit \(mode I\).*8 or 16 bits"),
@@ -108,7 +108,7 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("pixels", "field", "message"),
     [
-        (np.zeros((0, 8, 3), np.uint8), SMALL, "has zero size: 8 x 0 pixels"),
+        (np.zeros((0, 8, 3), np.uint8), SMALL, r"an array \(height, width, 3\) of some pixels"),
         (np.zeros((8, 8), np.uint8), SMALL, r"an array \(height, width, 3\)"),
         (np.full((4, 4, 3), np.nan), SMALL, "floats from 0 to 1"),
         (np.full((4, 4, 3), 2.0), SMALL, "floats from 0 to 1"),
@@ -126,12 +126,12 @@ def test_deep_greys_are_scaled_and_clear_pixels_come_before_white(tmp_path):
     grey[0, :2] = 0, 65535
     for suffix in ("png", "tif"):
         Image.fromarray(grey).save(tmp_path / f"deep.{suffix}")
-        found = np.asarray(read_image(str(tmp_path / f"deep.{suffix}")))
+        found = read_image(str(tmp_path / f"deep.{suffix}"))
         assert np.array_equal(found, np.repeat(np.rint(grey / 257).astype(np.uint8)[..., None], 3, 2))
     pixels = _image(channels=4)
     pixels[0, 0] = 0, 0, 0, 0
     Image.fromarray(pixels).save(tmp_path / "clear.png")
-    found = np.asarray(read_image(str(tmp_path / "clear.png")))
+    found = read_image(str(tmp_path / "clear.png"))
     share = pixels[..., 3:] / 255
     assert abs(found - (pixels[..., :3] * share + 255 * (1 - share))).max() < 0.5 + 1e-3
     assert found[0, 0].tolist() == [255] * 3
@@ -145,4 +145,4 @@ def test_pictures_are_upright(tmp_path, kind):
         Image.fromarray(_image()).save(tmp_path / "turned", kind, exif=tags)
         with Image.open(tmp_path / "turned") as opened:
             upright = np.asarray(ImageOps.exif_transpose(opened))
-        assert np.array_equal(np.asarray(read_image(str(tmp_path / "turned"))), upright)
+        assert np.array_equal(read_image(str(tmp_path / "turned")), upright)
