@@ -33,12 +33,11 @@ from nlr_lab.runtime.environment import (
     told_of_memory,
 )
 from nlr_lab.runtime.storage import (
-    FolderLock,
-    clear_folder,
     disk_errors,
     flatten,
     holds_former,
     newest_valid,
+    opened,
     prune,
     read_json,
     read_manifest,
@@ -352,18 +351,12 @@ def _changes(path: Path, settings: Mapping[str, Any]) -> bool:
 @contextlib.contextmanager
 def _opened(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
     """Make the folder this fit's while it runs; raise UserError where another process fits in it."""
-    path.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(path)
-    try:
-        if overwrite:  # SETTINGS last: while it is there, the folder can still be resumed or overwritten
-            clear_folder(path, RESULT, "model", "pictures", "checkpoints", SETTINGS)
-        remove_temporaries(path)
+    # SETTINGS last: while it is there, the folder can still be resumed or overwritten.
+    with opened(path, RESULT, "model", "pictures", "checkpoints", SETTINGS, overwrite=overwrite):
         remove_temporaries(path / "checkpoints")
         if not (path / SETTINGS).is_file():
             write_json(path / SETTINGS, {"settings": settings, **provenance()})
         yield
-    finally:
-        lock.release()
 
 
 def _factored(model: nn.Module) -> list[SineLowRankLinear]:

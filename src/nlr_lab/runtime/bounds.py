@@ -6,10 +6,9 @@ No pickle is ever read.
 
 import io
 import lzma
-import math
 import zipfile
-import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,13 +41,10 @@ def read_array(path: Path) -> np.ndarray:
     Raises:
         UserError: it is no such file, is shorter than its header says, holds Python objects, or is too large.
     """
-    try:
+    with _refused(path, ".npy"):
+        check_room(path.stat().st_size, str(path))
         with path.open("rb") as file:
-            return _array(file, path.stat().st_size, "the array")
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise UserError(f"{path} is no .npy file that can be read: {one_line(error)}") from error
+            return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -58,24 +54,29 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         UserError: it is no such file, an array is shorter than its header says or holds Python objects, or all
             together are too large.
     """
-    try:
-        source: Any = io.BytesIO(read_bytes(path)) if path.suffix.lower() == ".xz" else path
+    source: Any = path
+    with _refused(path, ".npz"):
+        if path.suffix.lower() == ".xz":
+            source = io.BytesIO(read_bytes(path))
         with zipfile.ZipFile(source) as archive:
             members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
             check_room(sum(each.file_size for each in members), f"{path}, unpacked,")
             found = {}
             for member in members:
-                name = member.filename.removesuffix(".npy")
                 with archive.open(member) as file:
-                    found[name] = _array(file, member.file_size, name)
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+                found[member.filename.removesuffix(".npy")] = array
             return found
+
+
+@contextmanager
+def _refused(path: Path, suffix: str) -> Iterator[None]:
+    try:
+        yield
     except UserError:
         raise
-    except (
-        *(OSError, ValueError, EOFError, SyntaxError, RuntimeError, NotImplementedError),
-        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
-    ) as error:
-        raise UserError(f"{path} is no .npz file that can be read: {one_line(error)}") from error
+    except Exception as error:  # zip, lzma, numpy and Python's parser, which reads headers, have classes of their own
+        raise UserError(f"{path} is no {suffix} file that can be read: {one_line(error)}") from error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -107,28 +108,6 @@ def check_held(nbytes: int, most: int, what: str) -> None:
     """Raise UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
     if nbytes > most:
         raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
-
-
-def _array(file: IO[bytes], size: int, name: str) -> np.ndarray:
-    """One array out of a stream of `size` bytes; ValueError where it is none, UserError where it is too large."""
-    version = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    try:
-        shape, fortran, dtype = read_header(file)
-    except Exception as error:  # numpy has tokenize and the parser of Python look at it
-        raise ValueError(f"the header of {name} cannot be read: {one_line(error)}") from error
-    if dtype.hasobject:
-        raise ValueError(f"{name} holds Python objects, which are never read; save it as numbers")
-    claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if claimed != there:
-        raise ValueError(f"{name} claims {tuple(shape)} of {dtype}, {claimed:,} bytes, and has {there:,}")
-    check_room(claimed, name)
-    data, at = bytearray(claimed), 0  # which takes memory as it is written to
-    while at < claimed:
-        if not (count := file.readinto(memoryview(data)[at : at + _PIECE])):  # type: ignore[attr-defined]
-            raise ValueError(f"{name} is cut off: {at:,} bytes of {claimed:,}")
-        at += count
-    return np.ndarray(shape, dtype, data, order="F" if fortran else "C")
 
 
 def eight_bits(image: Any) -> Any:

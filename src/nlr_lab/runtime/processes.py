@@ -45,16 +45,10 @@ def on_rank_0(function: Callable[[], T]) -> T:
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome = [function(), None]
+            outcome[0] = function()
         except Exception as error:
-            outcome = [None, error]
-    raised = outcome[1]
-    try:
-        dist.broadcast_object_list(outcome, src=0)
-    except Exception:
-        if raised is not None:  # it cannot be pickled: raised here, the others see the lost connection
-            raise raised from None
-        raise
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -69,23 +63,6 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def in_every_process(function: Callable[[], object]) -> None:
-    """Run a function in all processes; raise in all of them if it failed in one.
-
-    A process that waits for one that was killed ends by its group's time limit.
-    """
-    failure: Exception | None = None
-    try:
-        function()
-    except Exception as error:
-        failure = error
-    failures = gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    if any(failures):
-        raise RuntimeError(f"another process failed: {next(filter(None, failures))}")
 
 
 @functools.cache

@@ -4,15 +4,14 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub import storage
-from nonlinear_lowrank.hub.storage import MANIFEST, TEMPORARY, file_fault, manifest_files, remove, sync
+from nonlinear_lowrank.hub.storage import MANIFEST, TEMPORARY, disk_errors, file_fault, manifest_files, remove, sync
 from nonlinear_lowrank.validation import one_line
 
 try:
@@ -68,17 +67,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the manifest or a file is missing, cut short or changed; the message names it.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"].items()
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} has no {MANIFEST}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read") from error
-    for name, entry in files:
+    files = manifest_files(folder)
+    if files is None:
+        raise UserError(f"{folder} has no {MANIFEST} that can be read")
+    for name, entry in files.items():
         if (fault := file_fault(folder, name, entry)) is not None:
             raise UserError(fault)
-    return manifest
+    return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -137,25 +132,10 @@ def _has_its_sizes(folder: Path) -> bool:
     )
 
 
-def is_free(folder: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Return whether a folder that is to be written to is new or empty.
-
-    What a process that was killed before its first file left does not count, nor does a lock.
-
-    Raises:
-        UserError: it is a file, or both ways to use a former folder are asked for.
-    """
-    if resume and overwrite:
-        raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder")
-    return not folder.exists() or all(
-        child.name == LOCK or child.name.startswith(TEMPORARY) for child in folder.iterdir()
-    )
-
-
 def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrite: bool) -> bool:
     """Return whether there is something of ours to resume in a folder that is to be written to.
+
+    What a process that was killed before its first file left does not count, nor does a lock.
 
     Args:
         folder: to write to.
@@ -165,9 +145,14 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
         overwrite: replace what is there.
 
     Raises:
-        UserError: the folder is in use for something else, or neither `resume` nor `overwrite` is asked for.
+        UserError: the folder is in use for something else, or not one of `resume` and `overwrite` is asked for.
     """
-    if is_free(folder, resume=resume, overwrite=overwrite):
+    if resume and overwrite:
+        raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder")
+    names = [child.name for child in folder.iterdir()] if folder.exists() else []
+    if all(name == LOCK or name.startswith(TEMPORARY) for name in names):
         return False
     ours = (folder / marker).is_file()
     if not resume and not overwrite:
@@ -178,11 +163,6 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
     return resume
 
 
-def disk_errors(what: str, hint: str = "make room and go on with --resume") -> AbstractContextManager[None]:
-    """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
-    return storage.disk_errors(what, hint)
-
-
 def remove_temporaries(folder: Path) -> None:
     """Remove what killed processes left directly in a folder."""
     for child in folder.iterdir() if folder.is_dir() else ():
@@ -190,32 +170,30 @@ def remove_temporaries(folder: Path) -> None:
             remove(child)
 
 
-def clear_folder(folder: Path, *names: str) -> None:
-    """Remove files and folders of ours from a folder, and nothing else; by the last one it is known as ours."""
-    remove_temporaries(folder)
-    for name in names:
-        remove(folder / name)
+@contextmanager
+def opened(folder: Path, *ours: str, overwrite: bool) -> Iterator[None]:
+    """Make a folder, and keep other processes out of it for as long as this one writes there.
 
+    With `overwrite` the files and folders of `ours` are removed, and nothing else; by the last one it is known as ours.
 
-class FolderLock:
-    """A lock of the process that writes to a folder; gone when the process is, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        # Not flock: data-loading workers, being forks, would go on holding it after a kill.
-        self._file = (folder / LOCK).open("w")
-        if fcntl is None:
-            return
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise UserError(f"another process is training in {folder}; wait for it, or stop it") from error
-            raise
-
-    def release(self) -> None:
-        """Let others in."""
-        self._file.close()
+    Raises:
+        UserError: it cannot be written, or another process writes there.
+    """
+    with ExitStack() as stack:
+        with disk_errors(f"to {folder}", "choose another folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / LOCK).open("w"))
+            try:  # not flock: data-loading workers, being forks, would go on holding it after a kill
+                if fcntl is not None:
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                raise UserError(f"another process is writing to {folder}; wait for it, or stop it") from error
+            remove_temporaries(folder)
+            for name in ours if overwrite else ():
+                remove(folder / name)
+        yield
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,9 @@ from .methods import ArmKind, Augmented, Function, WideMlp, as_text, read_value
 from .recipe import Optimizer, Recipe
 from .tuning import TUNINGS
 
-_TEXTS = ("include", "exclude", "match")  # settings that are names, also where they look like a number
+# What a short form says of the whole arm, and what are names also where they look like a number.
+_WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid")
+_TEXTS = ("include", "exclude", "match")
 _UP = re.compile(r"lora_B|lora_embedding_B|_up(?:\.|$)")
 
 _KINDS: tuple[ArmKind, ...] = (
@@ -92,20 +94,19 @@ class Arm:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.method, str):
             raise UserError(f"an arm's name and method must be texts, got {self.name!r} and {self.method!r}")
-        if not isinstance(self.settings, Mapping):
-            raise UserError(f"settings of the arm {self.method!r} must be names with values, got {self.settings!r}")
         if self.dense_init is not None:
             check_dense_init(self.dense_init)
         if not isinstance(self.qk_norm, bool):
             raise UserError(f"qk_norm must be true or false, got {self.qk_norm!r}")
         if self.optimizer is not None:
             check_choice("optimizer", self.optimizer, get_args(Optimizer))
+        grid = self.grid if isinstance(self.grid, list | tuple) else (self.grid,)
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
-        object.__setattr__(self, "grid", tuple(self.grid))  # JSON turns tuples into lists
-        for rate in self.grid:
+        for rate in grid:
             check_number("grid", rate, above=0)
-        if self.grid and (self.lr is not None or len(set(self.grid)) < 2):
+        object.__setattr__(self, "grid", tuple(grid))  # JSON turns tuples into lists
+        if grid and (self.lr is not None or len(set(grid)) < 2):
             wanted = "at least two different learning rates, and no lr beside it"
             raise UserError(f"grid of the arm {self.method!r} needs {wanted}")
         object.__setattr__(self, "settings", self._read_settings())
@@ -115,23 +116,23 @@ class Arm:
             raise UserError(f"the arm's name {self.name!r} must be made of letters, digits, '.', '_' and '-'")
 
     def _read_settings(self) -> dict[str, Any]:
-        parts = self._parts()
-        names = [kind.name for kind, _ in parts]
-        for name, own in self.settings.items() if len(parts) > 1 else ():
-            if name not in names or not isinstance(own, Mapping):
-                raise UserError(f"settings of {self.method} are those of its parts by name; {name!r} is none of them")
-        read = {kind.name: kind.read(given) for kind, given in parts}
-        for kind, given in parts:
-            own = read[kind.name]
-            if twice := sorted(key for key in given if key not in own and len(own) < len(given)):
-                raise UserError(f"{twice[0]} of the arm {self.method!r} is given twice, by two names; give it once")
-        return read if len(parts) > 1 else read[names[0]]
+        read: dict[str, Any] = {}
+        for kind, given in self._parts():
+            full = {kind.aliases.get(key, key): value for key, value in given.items()}
+            if len(full) < len(given):
+                raise UserError(f"a setting of the arm {self.method!r} is given twice, by two names; give it once")
+            read[kind.name] = kind.read(full)
+        return read if len(read) > 1 else read.popitem()[1]
 
     def _parts(self) -> list[tuple[ArmKind, Mapping[str, Any]]]:
         """The methods of the arm, each with its settings."""
         kinds = _find_kinds(self.method)
-        alone = len(kinds) == 1
-        return [(kind, self.settings if alone else self.settings.get(kind.name, {})) for kind in kinds]
+        of_kinds = {kinds[0].name: self.settings} if len(kinds) == 1 else self.settings
+        if not isinstance(of_kinds, Mapping) or not all(isinstance(own, Mapping) for own in of_kinds.values()):
+            raise UserError(f"settings of the arm {self.method!r} must be names with values, got {self.settings!r}")
+        if odd := sorted(of_kinds.keys() - {kind.name for kind in kinds}):
+            raise UserError(f"settings of {self.method} are those of its parts by name; {odd[0]!r} is none of them")
+        return [(kind, of_kinds.get(kind.name, {})) for kind in kinds]
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -149,39 +150,55 @@ class Arm:
         Raises:
             UserError: an unknown method or setting, a bad value, or a function that cannot be imported.
         """
-        fields: dict[str, Any] = {}
-        parts: list[tuple[str, dict[str, Any]]] = []
+        whole: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
+        names = []
         for part in _split_parts(text.strip()):
-            method, settings, shared = _read_part(part, text)
-            if twice := fields.keys() & shared.keys():
-                raise UserError(f"{min(twice)} is of the whole arm and is given twice in {text!r}; give it once")
-            fields |= shared
-            parts.append((method, settings))
-        method = "+".join(name for name, _ in parts)
-        _find_kinds(method)  # refuses a method that is named twice, before its settings become one
-        arm = cls(method=method, settings=dict(parts) if len(parts) > 1 else parts[0][1], **fields)
+            head, *options = [each.strip() for each in part.split(",")]
+            method, _, first = head.partition(":")
+            if method not in ARM_METHODS:
+                method = head  # a function
+            elif first:
+                options.insert(0, first)
+            own_init = _find_kinds(method)[-1].own_init
+            names.append(method)
+            own = parts.setdefault(method, {})
+            for option in options:
+                key, _, value = (each.strip() for each in option.partition("="))
+                if not key or not value:
+                    raise UserError(
+                        f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64"
+                    )
+                if key == "init" and not own_init:
+                    key = "dense_init"
+                place = whole if key in _WHOLE else own
+                if key in place:
+                    raise UserError(f"{key} is given twice in the arm {text!r}; give it once")
+                is_text = key == "name" or (key in _TEXTS and ":" not in method)
+                place[key] = value if is_text else read_value(value)
+        arm = cls(method="+".join(names), settings=parts if len(names) > 1 else parts[names[0]], **whole)
         if ":" in arm.method:
             arm.function()
         return arm
 
     def __str__(self) -> str:
         """Return the short form; `Arm.parse` reads it back."""
-        parts = [(kind, [f"{key}={as_text(value)}" for key, value in own.items()]) for kind, own in self._parts()]
-        kind, options = parts[-1]
-        if self.dense_init is not None:
-            options.append(f"{'dense_init' if kind.own_init else 'init'}={self.dense_init}")
-        if self.optimizer is not None:
-            options.append(f"optimizer={self.optimizer}")
-        if self.qk_norm:
-            options.append("qk_norm=true")
-        if self.lr is not None:
-            options.append(f"lr={self.lr!r}")
-        if self.grid:
-            options.append(f"grid={'/'.join(map(repr, self.grid))}")
-        if self.name != self._default_name():
-            options.append(f"name={self.name}")
-        forms = ((kind.name, "," if ":" in kind.name else ":", ",".join(own)) for kind, own in parts)
-        return "+".join(name + mark + own if own else name for name, mark, own in forms)
+        parts = self._parts()
+        whole = {
+            "dense_init" if parts[-1][0].own_init else "init": self.dense_init,
+            "optimizer": self.optimizer,
+            "qk_norm": self.qk_norm or None,
+            "lr": self.lr,
+            "grid": self.grid or None,
+            "name": self.name if self.name != self._default_name() else None,
+        }
+        settings = [dict(own) for _, own in parts]
+        settings[-1] |= {key: value for key, value in whole.items() if value is not None}
+        forms = []
+        for (kind, _), own in zip(parts, settings, strict=True):
+            options = ",".join(f"{key}={as_text(value)}" for key, value in own.items())
+            forms.append(f"{kind.name}{',' if ':' in kind.name else ':'}{options}" if options else kind.name)
+        return "+".join(forms)
 
     @property
     def control(self) -> bool:
@@ -225,40 +242,6 @@ class Arm:
         parts += [self.optimizer] if self.optimizer is not None else []
         parts += ["qk-norm"] if self.qk_norm else []
         return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(parts))
-
-
-def _read_part(part: str, text: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """One method's short form, out of a whole one -> its name, its settings, and what it says of the whole arm."""
-    head, *options = [each.strip() for each in part.strip().split(",")]
-    method, _, rest = head.partition(":")
-    if method not in ARM_METHODS:
-        method = head
-    elif rest:
-        options.insert(0, rest)
-    own_init = _find_kinds(method)[-1].own_init
-    settings: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
-    for option in options:
-        key, _, value = (each.strip() for each in option.partition("="))
-        if not key or not value:
-            raise UserError(f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64")
-        if key == "init" and not own_init:
-            key = "dense_init"
-        if key in settings or key in shared:
-            raise UserError(f"{key} is given twice in the arm {text!r}; give it once")
-        if key in ("lr", "grid"):
-            try:
-                rates = tuple(map(float, value.split("/") if key == "grid" else [value]))
-            except ValueError as error:
-                raise UserError(f"{key} must be a number, got {value!r}, in the arm {text!r}") from error
-            shared[key] = rates if key == "grid" else rates[0]
-        elif key in ("name", "dense_init", "optimizer"):
-            shared[key] = value
-        elif key == "qk_norm":
-            shared[key] = read_value(value)
-        else:
-            settings[key] = value if key in _TEXTS and method in ARM_METHODS else read_value(value)
-    return method, settings, shared
 
 
 # --- a recipe's model under an arm, and its optimizer ---------------------------------------------------------

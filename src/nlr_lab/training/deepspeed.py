@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nlr_lab.runtime.processes import in_every_process, on_rank_0
+from nlr_lab.runtime.processes import gather_objects, on_rank_0
 from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
-
-PICKLED = (
-    "DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints (reading a pickle can run code: only for runs "
-    "of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
-)
 
 
 def check_engine(*, muon: bool, allowed: bool) -> None:
     """Raise UserError where DeepSpeed cannot be used, or would spoil the run."""
     if not allowed:
-        raise UserError(PICKLED)
+        raise UserError(
+            "DeepSpeed's checkpoints are pickled; give --allow-torch-checkpoints (reading a pickle can run code: only "
+            "for runs of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+        )
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed: pip install 'nonlinear-lowrank[deepspeed]', or use FSDP2")
     if muon:
@@ -53,9 +51,9 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
     """
     pickled = (folder / "latest").is_file()  # DeepSpeed writes it into every checkpoint
     if deepspeed != pickled:
+        how = "by" if pickled else "without"
         raise UserError(
-            f"{folder} was {'' if pickled else 'not '}written by DeepSpeed; resume with the engine the run began "
-            "with, or start anew"
+            f"{folder} was written {how} DeepSpeed; resume with the engine the run began with, or start anew"
         )
     if not pickled:
         return
@@ -63,13 +61,19 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
         raise UserError(f"{folder} is not in the run's own folder, or has links; pickles are read from nowhere else")
     written_by = on_rank_0(lambda: read_manifest(folder))["processes"]
     if written_by != processes:
-        found = f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}"
-        raise UserError(f"{found}; start as many")
+        raise UserError(f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}")
 
 
 def write_engine(engine: Any, folder: Path, *, adapted: bool) -> None:
-    """Write the engine's checkpoint. All processes call it."""
-    in_every_process(lambda: engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted))
+    """Write the engine's checkpoint; raise in every process where it failed in one. All processes call it."""
+    failure = None
+    try:
+        engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted)
+    except Exception as error:
+        failure = error
+    for fault in gather_objects(failure):
+        if fault is not None:
+            raise fault
 
 
 def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:

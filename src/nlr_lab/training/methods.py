@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class ArmKind:
     """It is there to be compared with: none of the methods of this library."""
     own_init: bool = False
     """Its settings have an `init` of their own; else `init=` is the dense init."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Short names of settings."""
     stage: int | None = None
     """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings with their full names and JSON's types; raise UserError where they do not fit."""
+        """Return the settings with JSON's types; raise UserError where they do not fit."""
         if settings:
             raise UserError(f"a baseline has no setting {next(iter(settings))!r}; it takes init=, lr= and name=")
         return {}
@@ -93,29 +96,29 @@ class Augmented(ArmKind):
         """Linears of certain names come before every linear that is left, and norms around them last."""
         return 3 if self.method.wraps else 2 if self.method.include is None else 1
 
+    @property
+    def aliases(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {} if "r" in self._fields() else {"r": "rank"}
+
     def read(self, settings: Settings) -> dict[str, Any]:
-        known = (*self._fields(), *(_CHOICES if self.method.kind == "linear" else _PATTERNS))
-        full = {"rank" if key == "r" and key not in known else key: value for key, value in settings.items()}
-        if unknown := [key for key in full if key not in known]:
+        known = (*self._fields(), *_PATTERNS)
+        known += ("select",) if self.method.kind == "linear" else ()
+        known += ("budget",) if self.method.budgeted else ()
+        if unknown := [key for key in settings if key not in known]:
             raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
-        if "budget" in full:
-            parse_budget(full["budget"])
-            if not self.method.budgeted:
-                raise UserError(f"{self.name} cannot choose ranks for a budget; give the rank itself")
-            if "rank" in full or "rank_ratio" in full:
-                raise UserError(f"{self.name}: a budget chooses the ranks; give budget= or rank=, not both")
-        if "rank" in full and "rank_ratio" in full:
-            raise UserError(f"{self.name}: rank_ratio takes the place of rank; give one of them")
-        if "select" in full and not set(str(full["select"]).split("/")) <= set(PARTS):
+        if len(ranks := [name for name in ("rank", "rank_ratio", "budget") if name in settings]) > 1:
+            raise UserError(f"{self.name}: {ranks[1]} takes the place of {ranks[0]}; give one of them")
+        if "budget" in settings:
+            parse_budget(settings["budget"])
+        if "select" in settings and not set(str(settings["select"]).split("/")) <= set(PARTS):
             parts = f"choose from {', '.join(PARTS)}, joined by '/'"
-            raise UserError(f"select={full['select']} names no part of a block; {parts}")
-        for key in _PATTERNS:
-            patterns = full.get(key, ())
-            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
-            if not all(isinstance(each, str) for each in listed):
-                raise UserError(f"{key} must be a pattern of names, or a list of them, got {patterns!r}")
-        self._config(full)
-        return full
+            raise UserError(f"select={settings['select']} names no part of a block; {parts}")
+        for key in settings.keys() & set(_PATTERNS):
+            patterns = settings[key] if isinstance(settings[key], list | tuple) else [settings[key]]
+            if not all(isinstance(each, str) for each in patterns):
+                raise UserError(f"{key} must be a pattern of names, or a list of them, got {settings[key]!r}")
+        self._config(settings)
+        return dict(settings)
 
     def label(self, settings: Settings) -> list[str]:
         parts = [self.name]

@@ -9,19 +9,18 @@ out/result.json                the numbers; written last, so that it stands for 
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from nlr_lab.runtime.environment import determinism, provenance
 from nlr_lab.runtime.storage import (
-    FolderLock,
-    clear_folder,
     disk_errors,
     flatten,
     holds_former,
+    opened,
     read_json,
-    remove_temporaries,
     write_json,
 )
 from nlr_lab.tasks.task import changed_files, data_record
@@ -54,7 +53,7 @@ class RunFolder:
         self.path, self.recipe = path, recipe
         self.base = path / MODEL / "base"
         """The base of an adapter, where it is written too."""
-        self._lock: FolderLock | None = None
+        self._held = ExitStack()
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
         """Return the result of a finished run that is resumed, else None; change nothing.
@@ -87,12 +86,8 @@ class RunFolder:
                 f"the text is no longer the one that the run in {self.path} was started on; "
                 "bring the former one back, or use another folder"
             )
-        with disk_errors(f"to {self.path}", "choose another folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)
-            if overwrite:
-                clear_folder(self.path, *_OURS)
-            remove_temporaries(self.path)
+        self._held.enter_context(opened(self.path, *_OURS, overwrite=overwrite))
+        with disk_errors(str(self.path)):
             if not about.is_file():
                 recipe = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
                 made = {**provenance(self.recipe.train.threads), "deterministic": determinism()}
@@ -102,8 +97,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes in."""
-        if self._lock is not None:
-            self._lock.release()
+        self._held.close()
 
     def export(self, trainer: RunTrainer, tokenizer: Any, result: TrainResult) -> None:
         """Write the final model, its tokenizer and its card. All processes call it."""

@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -36,7 +36,6 @@ from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .methods import ArmKind, Settings, Setup, as_text
 
-_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 _SHORT = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "target_modules": "on-", "groups": "g"}
 # Fields that are peft's own bookkeeping, or set by the task.
 _NOT_SETTINGS = {
@@ -53,9 +52,10 @@ class Tuning(ArmKind):
     adapter: AdapterArm | None = None
     control: bool = False
     everything: bool = False
+    aliases: ClassVar = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        full = {_ALIASES.get(key, key): value for key, value in settings.items()}
+        full = dict(settings)
         if (adapter := self.adapter) is None:
             if full:
                 raise UserError(f"{self.name} has no setting {next(iter(full))!r}; it takes lr=, grid= and name=")

@@ -77,14 +77,14 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 @contextmanager
 def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Yield a folder as `staged_folder` does, for what a user asked for: parents are made, errors are UserErrors."""
-    with disk_errors(str(output)):
+    with disk_errors(str(output), hint=""):
         output.parent.mkdir(parents=True, exist_ok=True)
         with staged_folder(output, manifest) as folder:
             yield folder
 
 
 @contextmanager
-def disk_errors(what: str, hint: str = "") -> Iterator[None]:
+def disk_errors(what: str, hint: str = "make room and go on with --resume") -> Iterator[None]:
     """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
     try:
         yield
