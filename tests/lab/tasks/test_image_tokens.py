@@ -82,12 +82,8 @@ def test_a_codec_is_saved_and_read_back(tmp_path):
     assert [codec.find_class(name) for name in ("dog", "7", "0")] == [2, 1, 0]
     with pytest.raises(UserError, match="no class 'cow'; the model has 3: cat, 7, dog"):
         codec.find_class("cow")
-    with pytest.raises(UserError, match="takes 3 channels, and these have 1"):
-        codec.tokenizer.encode(noise(5, 4, 4, 1))
-    with pytest.raises(UserError, match="images of 5 pixels do not divide into patches of 2"):
-        codec.tokenizer.encode(noise(5, 4, 5, 3))
     text = (tmp_path / "a" / "image_tokenizer.json").read_text()
-    for change, message in (('"kind": "x"', "not known: 'x'"), ('"kind": "patches", "codes": 8', "9 codes")):
+    for change, message in (('"kind": "x"', "cannot be read .'x'"), ('"kind": "patches", "codes": 8', "9 codes")):
         broken = text.replace('"kind": "patches",\n  "codes": 9', change)
         (tmp_path / "a" / "image_tokenizer.json").write_text(broken)
         with pytest.raises(UserError, match=message):

@@ -401,7 +401,7 @@ def vary_image(picture: Any, pixels: "Pixels", generator: np.random.Generator, *
     """Mirror an image by the toss of a coin; move it by up to an eighth (4 pixels of 32) where `crop` says so."""
     import torch
 
-    numbers, size = pixels.numbers(pixels.fitted(picture)), pixels.size
+    numbers, size = pixels.tensor(pixels.fitted(picture)).numpy(), pixels.size
     if generator.random() < 0.5:
         numbers = numbers[:, :, ::-1]
     if crop:

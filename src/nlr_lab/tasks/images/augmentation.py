@@ -54,16 +54,9 @@ class Augmentation:
         check_number("cutmix", self.cutmix, minimum=0)
 
     def vary(self, picture: Any, pixels: "Pixels", generator: np.random.Generator) -> "Batch":
-        """Return an item without its label: {"pixel_values": (C, H, W) uint8, "mixing": (4,)}."""
-        import torch
-
-        mixing = self.draw_mixing(generator)
-        numbers = pixels.numbers(self.picture(picture, pixels.size, pixels.fitted, generator))
-        return {"pixel_values": torch.from_numpy(numbers), "mixing": mixing}
-
-    def picture(self, picture: Any, size: int, fitted: Callable[[Any], Any], generator: np.random.Generator) -> Any:
-        """Vary a PIL image, "L" or "RGB"; return it with `size` pixels a side, which `fitted` brings it to."""
-        picture = _random_part(picture, size, generator) if self.crop == "resized" else fitted(picture)
+        """Vary a PIL image, "L" or "RGB"; return {"pixel_values": (C, H, W) uint8, "mixing": (4,)}."""
+        mixing, size = self.draw_mixing(generator), pixels.size
+        picture = _random_part(picture, size, generator) if self.crop == "resized" else pixels.fitted(picture)
         if self.crop == "shift":
             edge = max(1, size // 8)  # as 4 pixels of 32
             left, top = (int(each) for each in generator.integers(-edge, edge + 1, 2))
@@ -74,7 +67,7 @@ class Augmentation:
             name = list(OPERATIONS)[int(generator.integers(len(OPERATIONS)))]
             sign = 1 if generator.random() < 0.5 else -1
             picture = OPERATIONS[name](picture, self.magnitude / 30, sign)
-        return picture
+        return {"pixel_values": pixels.tensor(picture), "mixing": mixing}
 
     def draw_mixing(self, generator: np.random.Generator) -> "torch.Tensor":
         """Draw what happens to a pair: (0 nothing, 1 Mixup or 2 CutMix; the weight of the own image; centre y, x of the
@@ -147,17 +140,9 @@ def mix_pairs(batch: Mapping[str, "torch.Tensor"], mixing: "torch.Tensor", class
     Returns:
         pixel_values as before, and labels (B, K) as probabilities. CutMix weighs them by the pixels that were really
         swapped.
-
-    Raises:
-        UserError: there are no labels to mix, or the number of images is odd.
     """
     import torch
 
-    if "labels" not in batch:
-        raise UserError(
-            "Mixup and CutMix mix labels as they mix images, and these have none; set mixup and cutmix to 0"
-        )
-    check_pairs(len(mixing))
     pixels, mixed = batch["pixel_values"], batch["pixel_values"].clone()
     own = torch.nn.functional.one_hot(batch["labels"], classes).to(pixels.dtype)
     labels = own.clone()

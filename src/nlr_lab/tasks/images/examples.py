@@ -33,13 +33,10 @@ class Pixels:
     shorter: int | None = None
     """Pixels that the shorter side is brought to before the middle is cut out; None: the image is squeezed whole."""
 
-    def picture(self, image: Any) -> Any:
-        """Return a PIL image or an array (H, W[, C]) as a PIL image of these channels, in its own size.
-
-        Raises:
-            UserError: it cannot be shown in 8 bits.
-        """
-        return eight_bits(image).convert("L" if self.channels == 1 else "RGB")
+    @property
+    def mode(self) -> str:
+        """PIL's name of these channels."""
+        return "L" if self.channels == 1 else "RGB"
 
     def fitted(self, picture: Any) -> Any:
         """Bring a PIL image to this size."""
@@ -52,14 +49,14 @@ class Pixels:
         picture = picture.resize(sides, Image.Resampling.BILINEAR)
         return picture.crop((left, top, left + self.size, top + self.size))
 
-    def numbers(self, picture: Any) -> np.ndarray:
+    def tensor(self, picture: Any) -> torch.Tensor:
         """Return a PIL image of this size as (C, size, size) uint8."""
         pixels = np.array(picture, dtype=np.uint8)
-        return pixels[None] if self.channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        return torch.from_numpy(pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1).copy())
 
     def array(self, image: Any) -> np.ndarray:
         """Return a PIL image or an array (H, W[, C]) as (C, size, size) uint8."""
-        return self.numbers(self.fitted(self.picture(image)))
+        return self.tensor(self.fitted(eight_bits(image).convert(self.mode))).numpy()
 
     def collate(self, items: Items) -> Batch:
         """Items -> pixel_values (B, C, H, W) float32 and labels (B,)."""
@@ -107,17 +104,17 @@ class ImageExamples(Examples):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Batch:
-        picture = self.read(index)
+        picture, pixels = self.read(index), self.pixels
         if picture is None:
-            nothing = torch.zeros(self.pixels.channels, self.pixels.size, self.pixels.size, dtype=torch.uint8)
+            nothing = torch.zeros(pixels.channels, pixels.size, pixels.size, dtype=torch.uint8)
             return {"pixel_values": nothing, "labels": torch.tensor(-100)}
-        numbers = torch.from_numpy(self.pixels.numbers(self.pixels.fitted(picture)))
-        return {"pixel_values": numbers, "labels": torch.tensor(int(self.images.labels[index]))}
+        label = torch.tensor(int(self.images.labels[index]))
+        return {"pixel_values": pixels.tensor(pixels.fitted(picture)), "labels": label}
 
     def read(self, place: int) -> Any:
         """Return the PIL image of a place, of the right channels and in its own size; None if it cannot be read."""
         try:
-            return self.pixels.picture(self.images.read(place))
+            return eight_bits(self.images.read(place)).convert(self.pixels.mode)
         except UserError as error:
             if not self._unreadable[self._places[place]]:
                 self._unreadable[self._places[place]] = True
@@ -126,14 +123,10 @@ class ImageExamples(Examples):
 
 
 class TrainingImages(ImageExamples):
-    """Item i is {"pixel_values": (C, H, W) uint8, "labels": ()} and what else `vary` gives; for training.
+    """Item i has what `vary` gives of an image, a PIL image, pixels and a generator, and its label; for training.
 
-    Args:
-        images: labelled images.
-        pixels: how they become numbers.
-        vary: (PIL image, pixels, generator) -> an item without its label; None: images as they are. The index then
-            tells the pass over the data too.
-        seed: of the run; None: the draws are the same in all runs.
+    `vary` None leaves the images as they are, else the index tells the pass over the data too. `seed` is of the run;
+    None: the draws are the same in all runs.
     """
 
     def __init__(
@@ -160,7 +153,7 @@ class TrainingImages(ImageExamples):
         else:
             raise UserError(f"none of the {count} images can be read")
         if self.vary is None:
-            item = {"pixel_values": torch.from_numpy(self.pixels.numbers(self.pixels.fitted(picture)))}
+            item = {"pixel_values": self.pixels.tensor(self.pixels.fitted(picture))}
         else:
             draw = index if self.seed is None else [self.seed, index]
             item = self.vary(picture, self.pixels, np.random.default_rng(draw))
@@ -170,20 +163,12 @@ class TrainingImages(ImageExamples):
 def prepare_classification(
     found: FoundImages, train: TrainingImages, *extra: Any, kind: tuple[str, ...] = (), **fields: Any
 ) -> Prepared:
-    """Put the splits of a classification together.
-
-    Args:
-        found: the images.
-        train: those that are trained on.
-        *extra: what else training sees, for the fingerprint.
-        kind: begins the fingerprint.
-        **fields: of `Prepared`.
-    """
-    pixels, test = train.pixels, found.test
-    scored = ImageExamples(test, pixels)
+    """Put the splits of a classification together. The fingerprint begins with `kind` and ends with `extra`, what else
+    training sees; `fields` are of `Prepared`."""
+    pixels, scored = train.pixels, ImageExamples(found.test, train.pixels)
     # Labels, the split, and an image of each side that can be read tell these images from others.
-    some = [pixels.array(each.first_readable()) for each in (found.train, test)]
-    identity = [found.train.labels, test.labels, *some, found.kept]
+    some = [pixels.array(each.first_readable()) for each in (found.train, found.test)]
+    identity = [found.train.labels, found.test.labels, *some, found.kept]
     return Prepared(
         train=train,
         valid=ImageExamples(found.train.select(found.held), pixels) if found.held else scored,
@@ -195,10 +180,10 @@ def prepare_classification(
         fingerprint=fingerprint(*kind, *identity, pixels, *extra),
         facts={
             "classes": len(found.classes),
-            "images": {"train": len(found.kept), "held out": len(found.held), "test": len(test)},
+            "images": {"train": len(found.kept), "held out": len(found.held), "test": len(scored)},
             "size": pixels.size,
             "channels": pixels.channels,
-            "commonest_class_share": commonest_share(test.labels),
+            "commonest_class_share": commonest_share(found.test.labels),
         },
         **fields,
     )

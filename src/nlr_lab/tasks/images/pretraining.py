@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tyro
 
-from nlr_lab.tasks.task import ACCURACY, Measure, Prepared, Task, cache_folder, cached, name_classes
+from nlr_lab.tasks.task import ACCURACY, Prepared, Task, cache_folder, cached, name_classes
 from nlr_lab.tasks.text.language_model import DenseInit, build_meta, build_plain, check_dense_init, draw_linears
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
@@ -66,13 +66,12 @@ class VitBackbone:
     model_class: ClassVar[str] = "ViTForImageClassification"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "hidden", "patch"):
+        for name in ("layers", "width", "heads", "hidden"):
             check_integer(name, getattr(self, name), minimum=1)
         if self.width % self.heads:
             raise UserError(f"width {self.width} does not split into {self.heads} heads; choose a multiple of it")
-        _check_channels(self.channels)
         check_share("dropout", self.dropout)
-        check_dense_init(self.dense_init)
+        _check_common(self)
 
     def check_size(self, size: int) -> None:
         """Raise UserError where images of that size do not split into patches."""
@@ -83,7 +82,6 @@ class VitBackbone:
         return (size // self.patch) ** 2 + 1
 
     def config(self, size: int, classes: int) -> Any:
-        """Return the transformers config of these sizes."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
@@ -129,23 +127,18 @@ class ConvNextBackbone:
                 check_integer(name, value, minimum=1)
         if not self.depths or len(self.depths) != len(self.widths):
             raise UserError(f"depths and widths need a number for each stage, got {self.depths!r} and {self.widths!r}")
-        check_integer("patch", self.patch, minimum=1)
-        _check_channels(self.channels)
         check_share("drop_path", self.drop_path)
         check_number("layer_scale", self.layer_scale, minimum=0)
-        check_dense_init(self.dense_init)
+        _check_common(self)
 
     def check_size(self, size: int) -> None:
-        """Raise UserError where images of that size do not split evenly down to the last stage."""
         halved = len(self.depths) - 1
         _check_size(size, self.patch * 2**halved, f"patches of {self.patch}, halved {halved} times")
 
     def tokens(self, size: int) -> int:
-        """Return the places of the first stage; each later stage has a quarter of the one before."""
-        return (size // self.patch) ** 2
+        return (size // self.patch) ** 2  # of the first stage; each later one has a quarter
 
     def config(self, size: int, classes: int) -> Any:
-        """Return the transformers config of these sizes."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
@@ -169,9 +162,11 @@ else:
     ImageBackbone = tyro.conf.AvoidSubcommands[VitBackbone | ConvNextBackbone]
 
 
-def _check_channels(channels: int) -> None:
-    if channels not in (1, 3):
-        raise UserError(f"channels must be 1 or 3, got {channels!r}")
+def _check_common(backbone: VitBackbone | ConvNextBackbone) -> None:
+    check_integer("patch", backbone.patch, minimum=1)
+    check_dense_init(backbone.dense_init)
+    if backbone.channels not in (1, 3):
+        raise UserError(f"channels must be 1 or 3, got {backbone.channels!r}")
 
 
 def _check_size(size: int, step: int, what: str) -> None:
@@ -198,6 +193,8 @@ class ImagePretrainingTask(Task):
     meta_classes: int = 10
     """Classes where the data are not known yet, in counts of parameters."""
 
+    measure = ACCURACY
+
     def __post_init__(self) -> None:
         self.backbone.check_size(self.size)
         if self.shorter is not None and self.shorter < self.size:
@@ -211,22 +208,12 @@ class ImagePretrainingTask(Task):
         return self.images.size or 224
 
     @property
-    def measure(self) -> Measure:
-        """Accuracy."""
-        return ACCURACY
-
-    @property
     def sequence_length(self) -> int:
-        """Patches of an image, a class token included."""
         return self.backbone.tokens(self.size)
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Find and split the images; they are decoded when they are used.
-
-        Raises:
-            UserError: the source cannot be used, has fewer training images than classes, or a split of which no image
-                can be read.
-        """
+        """Find and split the images, which are decoded when they are used; raise UserError where the source cannot be
+        used, has fewer training images than classes, or a split of which no image can be read."""
         from .examples import TrainingImages, prepare_classification
 
         found, pixels = self.images.find(), self.pixels()
@@ -238,11 +225,7 @@ class ImagePretrainingTask(Task):
         train = TrainingImages(found.train.select(found.kept), pixels, self.augmentation.vary, seed=0)
         rows = np.sort(np.random.default_rng(3).permutation(len(train))[: self.plain_rows]).tolist()
         plain = train.part(rows) if rows else None
-        try:
-            train.images.select(rows).first_readable()
-        except UserError as error:
-            above = f"set plain_rows above {len(rows)}"
-            raise UserError(f"the loss without augmentation needs an image; {above}: {error}") from error
+        train.images.select(rows).first_readable()
         mixing: dict[str, Any] = {}
         if self.augmentation.mixup > 0 or self.augmentation.cutmix > 0:
             collate = functools.partial(pixels.collate_mixed, classes=len(found.classes))
@@ -285,11 +268,7 @@ def digits_vit_config() -> Any:
 
 
 def digits_vit_folder() -> Path:
-    """Return the folder of `digits-vit`, which knows scikit-learn's digits 0 to 4; trained on first use, in seconds.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
+    """Return the folder of `digits-vit`, which knows scikit-learn's digits 0 to 4; trained on first use, in seconds."""
 
     def save(place: Path) -> None:
         from nonlinear_lowrank.hub.loading import quiet_loading

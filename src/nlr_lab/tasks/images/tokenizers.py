@@ -27,8 +27,6 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file
 from nonlinear_lowrank.validation import one_line, require
 
-from .tokens import check_side
-
 CONFIG = "image_tokenizer.json"
 _MEANS = "image_tokenizer.safetensors"
 _VQ_FOLDER = "image_tokenizer"
@@ -38,22 +36,8 @@ _CHUNK = 16_384  # patches whose distances are held at once
 _VQ_BATCH = 16  # images that a VQModel takes at once
 
 
-def _check(images: np.ndarray, patch: int, channels: int) -> None:
-    """Raise UserError unless images have the right channels, and sides that divide into patches."""
-    for side in images.shape[1:3]:
-        check_side(side, patch)
-    if images.shape[-1] != channels:
-        raise UserError(f"the image tokenizer takes {channels} channels, and these have {images.shape[-1]}")
-
-
 class PatchTokenizer:
-    """A patch becomes the nearest of the mean patches, by squared error.
-
-    Args:
-        means: (K, patch x patch x C) float32, in units of a pixel's 0 to 255.
-        patch: pixels of a patch's side.
-        channels: C.
-    """
+    """A patch becomes the nearest of the mean patches, (K, patch x patch x C) float32 of 0 to 255, by squared error."""
 
     kind = "patches"
 
@@ -62,16 +46,11 @@ class PatchTokenizer:
 
     @classmethod
     def fit(cls, images: np.ndarray, *, codes: int, patch: int, seed: int = 0) -> "PatchTokenizer":
-        """Fit means of the patches of some images; the same images and seed give the same means.
-
-        Raises:
-            UserError: the images do not divide into patches, or have fewer different ones than codes.
-        """
+        """Fit means of the patches of some images; the same images and seed give the same means. Raise UserError where
+        the images have fewer different patches than codes."""
         from sklearn.cluster import MiniBatchKMeans
         from threadpoolctl import threadpool_limits
 
-        for side in images.shape[1:3]:
-            check_side(side, patch)
         patches = _to_patches(images, patch).reshape(-1, patch * patch * images.shape[-1])
         if len(patches) > _FIT_PATCHES:
             chosen = np.random.default_rng(seed).choice(len(patches), _FIT_PATCHES, replace=False)
@@ -89,8 +68,7 @@ class PatchTokenizer:
         return cls(np.ascontiguousarray(means.cluster_centers_, dtype=np.float32), patch, images.shape[-1])
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return codes: (N, H, W, C) uint8 -> (N, H / patch, W / patch) int64. Raise UserError for a wrong shape."""
-        _check(images, self.patch, self.channels)
+        """Return codes: (N, H, W, C) uint8 -> (N, H / patch, W / patch) int64."""
         patches = _to_patches(images, self.patch)
         grid, flat = patches.shape[:3], patches.reshape(-1, self.means.shape[1])
         norms = (self.means**2).sum(1)
@@ -131,27 +109,23 @@ def _to_patches(images: np.ndarray, patch: int) -> np.ndarray:
 class VQTokenizer:
     """A VQGAN in diffusers' form. Its weights are read when something is encoded or decoded.
 
-    Pixels go in and come out as 0 to 1, as amused's own pipelines have it.
-
-    Raises:
-        UserError: it is no folder of a VQModel.
+    Pixels go in and come out as 0 to 1, as amused's own pipelines have it. Raise UserError where a folder has none.
     """
 
     kind = "vq"
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.weights = folder, folder / _VQ_FILES[1]
+        self.folder = folder
         try:
             config = json.loads((folder / _VQ_FILES[0]).read_text(encoding="utf-8"))
-            name = config.get("_class_name")
             self.codes, self.channels = int(config["num_vq_embeddings"]), int(config["in_channels"])
             # Every block but the last halves the sides.
             self.patch = 2 ** (len(config["block_out_channels"]) - 1)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if self.channels not in (1, 3):
+                raise ValueError(f"{self.channels} channels are no image")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder} holds no VQModel of diffusers: {one_line(error)}") from error
-        if name != "VQModel" or self.channels not in (1, 3):
-            raise UserError(f"{folder} holds a {name} of {self.channels} channels, no VQModel for images")
-        if not self.weights.is_file():
+        if not (folder / _VQ_FILES[1]).is_file():
             raise UserError(f"{folder} has no {_VQ_FILES[1]}; pickled weights are never read")
 
     @cached_property
@@ -169,7 +143,6 @@ class VQTokenizer:
     @torch.no_grad()
     def encode(self, images: np.ndarray) -> np.ndarray:
         """Return codes as `PatchTokenizer.encode` does."""
-        _check(images, self.patch, self.channels)
         found = []
         for part in torch.from_numpy(images).split(_VQ_BATCH):
             pixels = part.to(self.model.device).permute(0, 3, 1, 2).float() / 255
@@ -203,28 +176,27 @@ class VQTokenizer:
             shutil.copyfile(self.folder / name, folder / _VQ_FOLDER / name)
         return {}
 
+    @classmethod
+    def load(cls, folder: Path, facts: dict[str, Any]) -> "VQTokenizer":
+        """Reverse `save`."""
+        return cls(folder / _VQ_FOLDER)
+
 
 def find_vq(name: str) -> VQTokenizer:
-    """Find a VQModel by folder or hub name; in either it may lie in the folder `vqvae`, as amused's does.
-
-    Raises:
-        UserError: there is none of that name, or it cannot be had.
-    """
+    """Find a VQModel by folder or hub name, where it may lie in the folder `vqvae`, as amused's does; raise UserError
+    where there is none."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             raise UserError(f"no such image tokenizer: {name!r}; give patches, a folder with a VQModel, or a hub name")
         from huggingface_hub import snapshot_download
 
+        wanted = [place + file for place in ("", "vqvae/") for file in _VQ_FILES]
         try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=[place + file for place in ("", "vqvae/") for file in _VQ_FILES])
-            )
+            folder = Path(snapshot_download(name, allow_patterns=wanted))
         except Exception as error:  # the hub, the network and the cache each have errors of their own
-            raise UserError(
-                f"cannot get the image tokenizer {name!r} ({one_line(error, 200)}); give a folder that holds the "
-                "VQModel (--tokenizer)"
-            ) from error
+            why = f"cannot get the image tokenizer {name!r} ({one_line(error, 200)})"
+            raise UserError(f"{why}; give a folder that holds the VQModel (--tokenizer)") from error
     return VQTokenizer(folder / "vqvae" if (folder / "vqvae").is_dir() else folder)
 
 
@@ -250,20 +222,11 @@ class ImageCodec:
 
     @classmethod
     def load(cls, folder: Path) -> "ImageCodec":
-        """Reverse `save_pretrained`.
-
-        Raises:
-            UserError: a file is missing, damaged, or does not fit the others.
-        """
+        """Reverse `save_pretrained`; raise UserError where a file is missing, damaged, or does not fit the others."""
         try:
             facts = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            tokenizer: ImageTokenizer
-            if facts["kind"] == PatchTokenizer.kind:
-                tokenizer = PatchTokenizer.load(folder, facts)
-            elif facts["kind"] == VQTokenizer.kind:
-                tokenizer = VQTokenizer(folder / _VQ_FOLDER)
-            else:
-                raise ValueError(f"a kind that is not known: {facts['kind']!r}")
+            kinds: dict[str, type[ImageTokenizer]] = {"patches": PatchTokenizer, "vq": VQTokenizer}
+            tokenizer = kinds[facts["kind"]].load(folder, facts)
             if int(facts["codes"]) != tokenizer.codes:
                 raise ValueError(f"{tokenizer.codes} codes, and {CONFIG} says {facts['codes']}")
             return cls(tokenizer, int(facts["rows"]), int(facts["columns"]), tuple(map(str, facts["classes"])))
@@ -272,11 +235,7 @@ class ImageCodec:
             raise UserError(f"the image tokenizer in {folder} cannot be read ({reason}); copy it again") from error
 
     def find_class(self, name: str) -> int:
-        """Return the number of a class, given by name or by number.
-
-        Raises:
-            UserError: there is no such class.
-        """
+        """Return the number of a class, given by name or by number; raise UserError where there is none."""
         if name in self.classes:
             return self.classes.index(name)
         if name.isdecimal() and int(name) < len(self.classes):

@@ -45,7 +45,9 @@ class ImageTokenData:
         for name in ("classes", "train_images"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        check_side(self.size, self.patch)
+        if self.size % self.patch:
+            what = f"images of {self.size} pixels do not divide into patches of {self.patch}"
+            raise UserError(f"{what}; choose a multiple of {self.patch}")
 
     @property
     def side(self) -> int:
@@ -76,26 +78,21 @@ class ImageTokenTask(Task):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of an image, the class token included."""
         return self.tokens.sequence_length
 
     def prepare(self, progress: bool = True) -> Prepared:
-        """Return encoded, cached images."""
         from .encoding import prepare_images
 
         return prepare_images(self.tokens, progress=progress)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        """Return the plain model; embedding and head are the same for every dense_init."""
         model_class, config = self._model(prepared.vocab_size, len(prepared.classes))
         return build_drawn(model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self) -> Any:
-        """Return the plain model on the meta device, with ten classes where none are told."""
         return build_meta(*self._model(self.tokens.codes, self.tokens.classes or _CLASSES))
 
     def _model(self, codes: int, classes: int) -> tuple[Any, Any]:
-        """Return the class and the config of these sizes."""
         from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 
         values: dict[str, Any] = self.backbone.config(codes, self.sequence_length).to_dict()
@@ -104,9 +101,3 @@ class ImageTokenTask(Task):
         side = self.tokens.side
         config = ImageTokensConfig(**values, num_classes=classes, grid_rows=side, grid_columns=side)
         return ImageTokensForCausalLM, config
-
-
-def check_side(side: int, patch: int) -> None:
-    """Raise UserError unless a side of so many pixels divides into patches."""
-    if side % patch:
-        raise UserError(f"images of {side} pixels do not divide into patches of {patch}; choose a multiple of {patch}")
