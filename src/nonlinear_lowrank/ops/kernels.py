@@ -1,4 +1,4 @@
-"""Choice of how an operator runs: by a method's Triton kernels or by PyTorch, as one op or as many.
+"""What operators share: the choice of how they run (kernels or PyTorch, one op or many), and custom ops.
 
 Kernels, a method's `kernel.py`, run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported
 (torch's CUDA builds bring it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice
@@ -8,10 +8,11 @@ is made inside the operators' bodies, so that what torch.compile traces on a mac
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,3 +85,37 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     an input of more than two dimensions, so its results pass through here too.
     """
     return torch.ops.aten._unsafe_view.default(result, shape)
+
+
+_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
+
+
+def custom_op(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an op that is opaque to torch.compile, for any device, and return it; autograd is the caller's.
+
+    A plain registration: `torch.library.custom_op` wraps every call in checks that take longer than a small layer's
+    elementwise part.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nonlinear_lowrank::{name}", fake, lib=_LIBRARY)
+    op: Callable[..., Any] = getattr(torch.ops.nonlinear_lowrank, name).default
+    return op
+
+
+def filled(gradients: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Return an op's gradients, a new empty tensor for each None: an op returns neither None nor one tensor twice."""
+    return [like.new_empty(0) if each is None else each for each in gradients]
+
+
+def fake_gradients(parameters: Sequence[Any], wanted: Sequence[bool], like: Tensor) -> list[Tensor]:
+    """Return what `filled` returns, without numbers."""
+    pairs = zip(parameters, wanted, strict=True)
+    return filled([each.new_empty(each.shape) if want else None for each, want in pairs], like)
+
+
+def refuse_second_derivatives(name: str) -> None:
+    """Raise where a backward of ours would itself be differentiated."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{name} has no second derivatives; use its plain formula (reference) for them")

@@ -13,12 +13,16 @@ Product, phase and sine are float32 or wider whatever autocast and TF32 settings
 is off by more than 0.1 rad. The sum of W and its deltas is rounded once, to W's type, and everything that uses the
 sum (training, evaluation, merging) forms it by the same functions here, so that the bits agree.
 
-For backward x is saved and nothing else; every d_out x d_in tensor is formed again. Under
-torch.compile the whole forward and the whole backward are opaque ops: the compiler's partitioner would otherwise
-find that both need `up @ down`, and save it. On NVIDIA GPUs one delta is formed, rounded and differentiated by the
-kernels of `methods.sine.kernel`, with no d_out x d_in tensor beside the sum and its gradient; several are PyTorch's.
+For backward x is saved and nothing else; every d_out x d_in tensor is formed again. Under torch.compile the whole
+forward and the whole backward are opaque ops: the compiler's partitioner would otherwise find that both need
+`up @ down`, and save it. On NVIDIA GPUs one delta is formed, rounded and differentiated by `methods.sine.kernel`, with
+no d_out x d_in tensor beside the sum and its gradient.
+
+Neither autograd nor ops take lists of tuples: deltas pass as a flat list of up, down, magnitude (or None) of each, and
+omega and amplitude of each as another (`flatten`).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,10 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import as_one_op, kernels, reshaped
+from .kernels import as_one_op, custom_op, fake_gradients, filled, kernels, refuse_second_derivatives, reshaped
 from .precision import autocast_input, no_autocast, product, wide_dtype
 
 Weight = Tensor | Callable[[], Tensor] | None
+Flat = Sequence[Tensor | None]
 
 
 class SineFactors(NamedTuple):
@@ -48,6 +53,18 @@ class SineFactors(NamedTuple):
     def amplitude(self) -> float:
         """Amplitude of the sine."""
         return self.scale / self.gain
+
+
+def flatten(factors: Sequence[SineFactors]) -> tuple[list[Tensor | None], tuple[float, ...]]:
+    """Return the tensors of deltas, and their settings, as autograd and ops take them."""
+    tensors = [tensor for each in factors for tensor in (each.up, each.down, each.magnitude)]
+    return tensors, tuple(float(value) for each in factors for value in (each.omega, each.amplitude))
+
+
+def unflatten(flat: Sequence[Any], settings: Sequence[float]) -> list[SineFactors]:
+    """Return the deltas; their scale is the amplitude, their gain 1."""
+    rows = zip(flat[::3], flat[1::3], flat[2::3], settings[::2], settings[1::2], strict=True)
+    return [SineFactors(up, down, omega, 1.0, amplitude, magnitude) for up, down, magnitude, omega, amplitude in rows]
 
 
 def dora_norm(weight: Tensor, *, transposed: bool = False) -> Tensor:
@@ -131,7 +148,7 @@ def sine_layer(
 
 
 class _SineLayer(torch.autograd.Function):
-    """Saves x and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
+    """Saves x and the parameters."""
 
     @staticmethod
     def forward(x: Any, weight: Any, *rest: Any) -> Any:
@@ -145,22 +162,19 @@ class _SineLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through sine_layer are not defined; use methods.sine.reference for them"
-            )
+        refuse_second_derivatives("sine_layer")
         x, weight, *flat = ctx.saved_tensors
         weight = weight if ctx.source is None else ctx.source()
         wanted = [bool(need) for need in (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])]
-        run = _backward_op if torch.compiler.is_compiling() else _backward_body
-        found = run(dy, x, weight, *split(flat, ctx.settings), list(ctx.settings), list(ctx.layout), wanted)
+        run = _backward_op if torch.compiler.is_compiling() else _backward
+        found = run(dy, x, weight, flat, list(ctx.settings), list(ctx.layout), wanted)
         dx, dweight, dbias, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]
         return dx, dweight, dbias, None, None, *others
 
 
 def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Tensor:
-    run = _forward_op if as_one_op() else _forward_body
-    return run(x, weight, bias, *split(flat, settings), list(settings), list(layout))
+    run = _forward_op if as_one_op() else _forward
+    return run(x, weight, bias, list(flat), list(settings), list(layout))
 
 
 # One delta and its gradients.
@@ -239,61 +253,27 @@ def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
 
 
 def delta_gradients(
-    deltas: Iterable[Delta], n: int, gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
-) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
-    """Return wanted gradients by their place, the slope of base and n deltas by the weight, and with `value` their sum.
+    deltas: Iterable[Delta], gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
+) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
+    """Return wanted gradients in the order of `flatten`, the slope of base and deltas by the weight, and their sum.
 
-    The gradient is that of the sum; places are those among ups, downs, and the magnitudes of deltas that have one.
+    The gradient is that of the sum, which is formed with `value` only.
     """
-    gradients, total, dora = dict[int, Tensor](), None, 2 * n
+    gradients, total = list[Tensor | None](), None
     slope = torch.tensor(float(base is not None))
-    for up, delta in enumerate(deltas):
-        down = up + n
+    rows = zip(deltas, wanted[::3], wanted[1::3], wanted[2::3], strict=True)
+    for delta, up_wanted, down_wanted, magnitude_wanted in rows:
+        dup = ddown = dmagnitude = None
         if value:
-            total = added(total, delta.value(keep_phase=wanted[up] or wanted[down]), base)
+            total = added(total, delta.value(keep_phase=up_wanted or down_wanted), base)
+        if magnitude_wanted:
+            dmagnitude = delta.magnitude_gradient(gradient)
         if delta.dora:
-            if wanted[dora]:
-                gradients[dora] = delta.magnitude_gradient(gradient)
             slope = slope + delta.rows(delta.ratio - 1)
-            dora += 1
-        if wanted[up] or wanted[down]:
-            gradients[up], gradients[down] = delta.factor_gradients(gradient)
+        if up_wanted or down_wanted:
+            dup, ddown = delta.factor_gradients(gradient)
+        gradients += [dup, ddown, dmagnitude]
     return gradients, slope, total
-
-
-# How a list of deltas passes autograd's border, which takes no lists, and an op's.
-
-
-def flatten(factors: Sequence[SineFactors]) -> tuple[list[Tensor], tuple[float, ...]]:
-    """Return ups, downs, magnitudes (of those that have one) in one list, and three settings for each delta."""
-    flat = [each.up for each in factors] + [each.down for each in factors]
-    flat += [each.magnitude for each in factors if each.magnitude is not None]
-    settings = [(float(each.omega), each.amplitude, float(each.magnitude is not None)) for each in factors]
-    return flat, tuple(value for each in settings for value in each)
-
-
-def split(flat: Sequence[Tensor], settings: Sequence[float]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return ups, downs, magnitudes out of the one list."""
-    n = len(settings) // 3
-    return list(flat[:n]), list(flat[n : 2 * n]), list(flat[2 * n :])
-
-
-def unflatten(ups: Any, downs: Any, magnitudes: Any, settings: Sequence[float]) -> list[SineFactors]:
-    """Return the deltas; their scale is the amplitude, their gain 1."""
-    rest, triples = iter(magnitudes), zip(settings[::3], settings[1::3], settings[2::3], strict=True)
-    return [
-        SineFactors(up, down, omega, 1.0, amplitude, next(rest) if dora else None)
-        for up, down, (omega, amplitude, dora) in zip(ups, downs, triples, strict=True)
-    ]
-
-
-def in_order(gradients: dict[int, Tensor], parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
-    """Return wanted gradients in their parameters' types, new empty tensors (an op returns none twice) for the rest."""
-    device = next(each.device for each in parameters if each is not None)
-    return [
-        gradients[index].to(parameter.dtype) if want and parameter is not None else torch.empty(0, device=device)
-        for index, (parameter, want) in enumerate(zip(parameters, wanted, strict=True))
-    ]
 
 
 # Forward and backward of `sine_layer`.
@@ -358,17 +338,8 @@ def _sum_type(weight: Tensor | None, x: Tensor, base: bool) -> torch.dtype:
     return weight.dtype if base and weight is not None and weight.dtype != torch.float32 else x.dtype
 
 
-def _forward_body(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    ups: Any,
-    downs: Any,
-    magnitudes: Any,
-    settings: Any,
-    how: Any,
-) -> Tensor:
-    factors, layout = unflatten(ups, downs, magnitudes, settings), Layout(bool(how[0]), bool(how[1]), how[2:])
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, flat: Any, settings: Any, layout: Any) -> Tensor:
+    factors, layout = unflatten(flat, settings), Layout(bool(layout[0]), bool(layout[1]), layout[2:])
     with torch.no_grad(), no_autocast(x):
         matrix = None if weight is None else _as_matrix(weight, layout.transposed)
         if (fast := _kernel(weight, factors, x)) is not None:
@@ -391,66 +362,65 @@ def _forward_body(
         return reshaped(y_TO, (*x.shape[:-1], total.shape[1]))
 
 
-def _backward_body(
-    dy: Tensor, x: Tensor, weight: Tensor | None, ups: Any, downs: Any, magnitudes: Any, settings: Any, how: Any,
-    wanted: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Return gradients of x, weight, bias, ups, downs, magnitudes; empty tensors where `wanted` says no."""
-    factors, layout = unflatten(ups, downs, magnitudes, settings), Layout(bool(how[0]), bool(how[1]), how[2:])
-    with torch.no_grad(), no_autocast(x):
-        if (fast := _kernel(weight, factors, x, dy)) is not None:
-            gradients = _backward_by_kernel(fast, dy, x, weight, factors[0], layout, wanted)
-        else:
-            gradients = _backward(dy, x, weight, factors, layout, wanted)
-        if wanted[2]:
-            gradients[2] = dy.sum((0, 2, 3)) if layout.stride else dy.reshape(-1, dy.shape[-1]).sum(0)
-    return in_order(gradients, [x, weight, dy, *ups, *downs, *magnitudes], wanted)
-
-
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, factors: Sequence[SineFactors], layout: Layout, wanted: Sequence[bool]
-) -> dict[int, Tensor]:
-    """Return wanted gradients by their place among x, weight, bias, ups, downs, magnitudes."""
+    dy: Tensor, x: Tensor, weight: Tensor | None, flat: Any, settings: Any, layout: Any, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return wanted gradients of x, weight, bias and the flat tensors, each in its tensor's type."""
+    factors, layout = unflatten(flat, settings), Layout(bool(layout[0]), bool(layout[1]), layout[2:])
     matrix = None if weight is None else _as_matrix(weight, layout.transposed)
+    with torch.no_grad(), no_autocast(x):
+        fast = _kernel(weight, factors, x, dy)
+        run = _by_torch if fast is None else functools.partial(_by_kernel, fast)
+        dx, dmatrix, gradients = run(dy, x, weight, matrix, factors, layout, wanted)
+        dweight = None if weight is None or dmatrix is None else dmatrix.view(weight.shape).to(weight.dtype)
+        dbias = None
+        if wanted[2]:
+            dbias = dy.sum((0, 2, 3)) if layout.stride else dy.reshape(-1, dy.shape[-1]).sum(0)
+        rows = zip(gradients, flat, wanted[3:], strict=True)
+        dflat = [each.to(own.dtype) if each is not None and want else None for each, own, want in rows]
+        return [dx, dweight, dbias, *dflat]
+
+
+def _by_torch(
+    dy: Tensor, x: Tensor, weight: Tensor | None, matrix: Tensor | None, factors: Sequence[SineFactors],
+    layout: Layout, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """Return wanted gradients of x, of the weight as a matrix, and of the flat tensors."""
     dtype = compute_type(matrix, factors)
     # of the sum; tokens x d_out x d_in operations, so only where something needs it
     gradient = _sum_gradient(dy, x, layout, factors[0]) if wanted[1] or any(wanted[3:]) else dy
     deltas = (Delta(matrix, each, transposed=layout.transposed, dtype=dtype) for each in factors)
     base = matrix if layout.base else None
-    found, slope, total = delta_gradients(deltas, len(factors), gradient, base, wanted[3:], value=wanted[0])
-    gradients = {3 + place: each for place, each in found.items()}
-    if weight is not None and wanted[1]:
-        gradients[1] = (gradient * slope).view(weight.shape)
+    gradients, slope, total = delta_gradients(deltas, gradient, base, wanted[3:], value=wanted[0])
+    dmatrix = gradient * slope if wanted[1] else None
     del gradient
-    if total is not None:
-        gradients[0] = _input_gradient(dy, x, _rounded(total, weight, x, layout), layout)
-    return gradients
+    dx = None if total is None else _input_gradient(dy, x, _rounded(total, weight, x, layout), layout)
+    return dx, dmatrix, gradients
 
 
-def _backward_by_kernel(
-    fast: ModuleType, dy: Tensor, x: Tensor, weight: Tensor | None, factors: SineFactors, layout: Layout, wanted: Any
-) -> dict[int, Tensor]:
-    """Run `_backward` of one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
-    gradients = dict[int, Tensor]()
-    matrix = None if weight is None else _as_matrix(weight, layout.transposed)
-    ratios: Tensor | None = None
-    if wanted[0] or factors.magnitude is not None:
-        total, ratios = _formed(fast, matrix, factors, _sum_type(weight, x, layout.base), layout)
+def _by_kernel(
+    fast: ModuleType, dy: Tensor, x: Tensor, weight: Tensor | None, matrix: Tensor | None,
+    factors: Sequence[SineFactors], layout: Layout, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """Do the same for one delta: one d_out x d_in tensor at a time, first the sum, then its gradient."""
+    dx = dmatrix = ratios = None
+    gradients = list[Tensor | None]([None] * 3)
+    if wanted[0] or factors[0].magnitude is not None:
+        total, ratios = _formed(fast, matrix, factors[0], _sum_type(weight, x, layout.base), layout)
         if wanted[0]:
-            gradients[0] = _input_gradient(dy, x, layout.shaped(total.to(x.dtype)), layout)
+            dx = _input_gradient(dy, x, layout.shaped(total.to(x.dtype)), layout)
         del total
     if wanted[1] or any(wanted[3:]):
-        gradient = _sum_gradient(dy, x, layout, factors)
+        gradient = _sum_gradient(dy, x, layout, factors[0])
         if any(wanted[3:]):
-            found = fast.factor_gradients(*layout.turned(gradient, matrix), factors, ratios)
-            gradients |= {3 + index: one for index, one in enumerate(found) if one is not None}
-        if weight is not None and wanted[1]:
+            gradients = list(fast.factor_gradients(*layout.turned(gradient, matrix), factors[0], ratios))
+        if wanted[1]:
             coefficient: float | Tensor = float(layout.base)
             if ratios is not None:
                 by_row = coefficient + (ratios[0] - 1)
                 coefficient = by_row if layout.transposed else by_row[:, None]
-            gradients[1] = (gradient * coefficient).view(weight.shape)
-    return gradients
+            dmatrix = gradient * coefficient
+    return dx, dmatrix, gradients
 
 
 def _sum_gradient(dy: Tensor, x: Tensor, layout: Layout, factors: SineFactors) -> Tensor:
@@ -475,34 +445,32 @@ def _convolution_backward(dy: Tensor, x: Tensor, kernel: Tensor, stride: Sequenc
     return torch.ops.aten.convolution_backward(dy, x, kernel, None, *rest)
 
 
-# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is
-# `_SineLayer`'s.
-_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_FACTORS = "Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings, int[] layout"
-_LIBRARY.define(f"sine_forward(Tensor x, Tensor? weight, Tensor? bias, {_FACTORS}) -> Tensor")
-_LIBRARY.define(f"sine_backward(Tensor dy, Tensor x, Tensor? weight, {_FACTORS}, bool[] wanted) -> Tensor[]")
-_LIBRARY.impl("sine_forward", _forward_body, "CompositeExplicitAutograd")
-_LIBRARY.impl("sine_backward", _backward_body, "CompositeExplicitAutograd")
-_forward_op = torch.ops.nonlinear_lowrank.sine_forward.default
-_backward_op = torch.ops.nonlinear_lowrank.sine_backward.default
+def _backward_body(dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+    return filled(_backward(dy, x, *rest), x)
 
 
-@torch.library.register_fake("nonlinear_lowrank::sine_forward")
-def _(x: Any, weight: Any, bias: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, layout: Any) -> Any:
-    d_out = ups[0].shape[0]
+def _fake_forward(x: Any, weight: Any, bias: Any, flat: Any, settings: Any, layout: Any) -> Any:
+    d_out = flat[0].shape[0]
     if len(layout) > 2:
         return F.conv2d(x, x.new_empty(d_out, x.shape[1], 1, 1), None, layout[2:])
     return x.new_empty(*x.shape[:-1], d_out)
 
 
-@torch.library.register_fake("nonlinear_lowrank::sine_backward")
-def _(dy: Any, x: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, how: Any, wanted: Any) -> Any:
-    gradients = {}
-    parameters = [x, weight, dy.new_empty(ups[0].shape[0]), *ups, *downs, *magnitudes]
-    for index, (each, want) in enumerate(zip(parameters, wanted, strict=True)):
-        if want and index == 0 and len(how) > 2:  # whose strides the kernel decides
-            kernel = x.new_empty(ups[0].shape[0], x.shape[1], 1, 1)
-            gradients[index] = _convolution_backward(dy, x, kernel, how[2:], [True, False, False])[0]
-        elif want:
-            gradients[index] = each.new_empty(each.shape)
-    return in_order(gradients, parameters, wanted)
+def _fake_backward(dy: Any, x: Any, weight: Any, flat: Any, settings: Any, layout: Any, wanted: Any) -> Any:
+    d_out = flat[0].shape[0]
+    found = fake_gradients([x, weight, dy.new_empty(d_out), *flat], wanted, x)
+    if wanted[0] and len(layout) > 2:  # whose strides the convolution's backward decides
+        kernel = x.new_empty(d_out, x.shape[1], 1, 1)
+        found[0] = _convolution_backward(dy, x, kernel, layout[2:], [True, False, False])[0]
+    return found
+
+
+_DELTAS = "Tensor?[] flat, float[] settings, int[] layout"
+_forward_op = custom_op(
+    f"sine_forward(Tensor x, Tensor? weight, Tensor? bias, {_DELTAS}) -> Tensor", _forward, _fake_forward
+)
+_backward_op = custom_op(
+    f"sine_backward(Tensor dy, Tensor x, Tensor? weight, {_DELTAS}, bool[] wanted) -> Tensor[]",
+    _backward_body,
+    _fake_backward,
+)

@@ -19,7 +19,7 @@ from nonlinear_lowrank.methods.rational.op import FORMS, denominator_size
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 ROOT = Path(nlr.__file__).parent
 for file in ROOT.rglob("*.py"):
-    if "torch.library.Library(" in file.read_text(encoding="utf-8"):  # it registers ops
+    if "= custom_op(" in file.read_text(encoding="utf-8"):
         importlib.import_module(".".join(("nonlinear_lowrank", *file.relative_to(ROOT).with_suffix("").parts)))
 
 SAMPLE, ALL = 3, 36
@@ -113,16 +113,14 @@ def noble_backward(draw):
 
 
 def factors(draw, d_out, d_in):
-    """ups, downs, magnitudes, settings of one to three deltas."""
-    ups, downs, magnitudes, settings = [], [], [], []
+    """The flat tensors and settings of one to three deltas."""
+    flat, settings = [], []
     for _ in range(draw.any(1, 1, 2, 3)):
-        rank, dtype, dora = draw.size(3), draw.any(*FLOATS), draw.any(True, False)
-        ups.append(draw.tensor(d_out, rank, dtype=dtype))
-        downs.append(draw.tensor(rank, d_in, dtype=dtype))
-        if dora:
-            magnitudes.append(draw.tensor(d_out, dtype=draw.any(*FLOATS)).abs())
-        settings += [draw.any(1.0, 30.0), draw.any(0.25, 1.0), float(dora)]
-    return ups, downs, magnitudes, settings
+        rank, dtype = draw.size(3), draw.any(*FLOATS)
+        flat += [draw.tensor(d_out, rank, dtype=dtype), draw.tensor(rank, d_in, dtype=dtype)]
+        flat += [draw.maybe(draw.tensor(d_out, dtype=draw.any(*FLOATS)).abs())]
+        settings += [draw.any(1.0, 30.0), draw.any(0.25, 1.0)]
+    return flat, settings
 
 
 def sine(draw):
@@ -132,7 +130,7 @@ def sine(draw):
     kind = draw.any("linear", "linear", "transposed", "convolution")
     shape = {"linear": (d_out, d_in), "transposed": (d_in, d_out), "convolution": (d_out, d_in, 1, 1)}[kind]
     weight, base = draw.tensor(*shape, dtype=draw.any(dtype, *FLOATS)), draw.any(True, False)
-    if not base and not deltas[2]:
+    if not base and not any(each is not None for each in deltas[0][2::3]):
         weight = None
     how = [int(base), int(kind == "transposed")]
     if kind == "convolution":
@@ -155,8 +153,7 @@ def sine_forward(draw):
 
 def sine_backward(draw):
     x, weight, bias, deltas, how, out = sine(draw)
-    parameters = sum(map(len, deltas[:3]))
-    wanted = draw.wanted(True, weight is not None, bias is not None, *[True] * parameters)
+    wanted = draw.wanted(True, weight is not None, bias is not None, *(each is not None for each in deltas[0]))
     return draw.tensor(*out, dtype=x.dtype), x, weight, *deltas, how, wanted
 
 
@@ -177,7 +174,7 @@ def sine_rows_forward(draw):
 def sine_rows_backward(draw):
     indices, weight, deltas = sine_rows(draw)
     dy = draw.tensor(*indices.shape, weight.shape[1], dtype=weight.dtype)
-    wanted = draw.wanted(True, *[True] * sum(map(len, deltas[:3])))
+    wanted = draw.wanted(True, *(each is not None for each in deltas[0]))
     return dy, indices, weight, *deltas, draw.maybe(0), draw.any(True, False), wanted
 
 

@@ -27,7 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import as_one_op, kernels, processors, reshaped
+from nonlinear_lowrank.ops.kernels import (
+    as_one_op,
+    custom_op,
+    fake_gradients,
+    filled,
+    kernels,
+    processors,
+    refuse_second_derivatives,
+    reshaped,
+)
 from nonlinear_lowrank.ops.precision import autocast_dtype
 
 Tensors = Sequence[Tensor | None]
@@ -202,8 +211,7 @@ class _NobleLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("noble_linear has no second derivatives; use noble_linear_reference for them")
+        refuse_second_derivatives("noble_linear")
         n = ctx.n
         x, h, *tensors = ctx.saved_tensors
         weights, tensors = tensors[:n], tensors[n:]
@@ -374,39 +382,33 @@ def _down_kernel(x_TI: Tensor, branch: Branch) -> ModuleType | None:
 
 
 def _backward_body(dys: Sequence[Tensor], x: Tensor, *rest: Any) -> list[Tensor]:
-    """Run `_backward` for the opaque op, which returns new empty tensors for None."""
-    return [x.new_empty(0) if each is None else each for each in _backward(dys, x, *rest)]
+    return filled(_backward(dys, x, *rest), x)
 
 
-# Plain registrations: torch.library.custom_op wraps every call in checks that take longer than a small
-# layer's elementwise part. CompositeExplicitAutograd is any device; autograd is `_NobleLinears`'s.
-_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-_LIBRARY.define(
-    "noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors, str activation, "
-    "bool training=False) -> Tensor[]"
-)
-_LIBRARY.define(
-    "noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, str activation, "
-    "bool[] wanted) -> Tensor[]"
-)
-_LIBRARY.impl("noble_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("noble_backward", _backward_body, "CompositeExplicitAutograd")
-_forward_op = torch.ops.nonlinear_lowrank.noble_forward.default
-_backward_op = torch.ops.nonlinear_lowrank.noble_backward.default
-
-
-@torch.library.register_fake("nonlinear_lowrank::noble_forward")
-def _(x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: Any, training: Any = False) -> Any:
+def _fake_forward(
+    x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: Any, training: Any = False
+) -> Any:
     branches = _branches(tensors, len(weights), activation)
     ys = [x.new_empty(*x.shape[:-1], branch.up.shape[0]) for branch in branches]
     saved = (0,) if h is not None else (x.numel() // x.shape[-1], sum(down.shape[0] for down in _downs(branches)))
     return [*ys, x.new_empty(saved)]
 
 
-@torch.library.register_fake("nonlinear_lowrank::noble_backward")
-def _(dys: Any, x: Any, h: Any, weights: Any, tensors: Any, activation: Any, wanted: Any) -> Any:
-    shapes = [x.shape, h.shape]
-    shapes += [() if weight is None else weight.shape for weight in weights]
-    shapes += [dy.shape[-1:] for dy in dys]  # biases
-    dense = [x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True)]
-    return [*dense, *(x.new_empty(0) if each is None else each.new_empty(each.shape) for each in tensors)]
+def _fake_backward(dys: Any, x: Any, h: Any, weights: Any, tensors: Any, activation: Any, wanted: Any) -> Any:
+    biases = [dy.new_empty(dy.shape[-1]) for dy in dys]
+    wanted = [*wanted, *(each is not None for each in tensors)]
+    return fake_gradients([x, h, *weights, *biases, *tensors], wanted, x)
+
+
+_forward_op = custom_op(
+    "noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors, str activation, "
+    "bool training=False) -> Tensor[]",
+    _forward,
+    _fake_forward,
+)
+_backward_op = custom_op(
+    "noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, str activation, "
+    "bool[] wanted) -> Tensor[]",
+    _backward_body,
+    _fake_backward,
+)

@@ -31,15 +31,37 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.kernels import kernels, reshaped
+from nonlinear_lowrank.ops.kernels import (
+    custom_op,
+    fake_gradients,
+    filled,
+    kernels,
+    refuse_second_derivatives,
+    reshaped,
+)
 from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.validation import check_choice
 
-from .reference import FORMS, LinearTails, Ratio, activation, activation_slope, anchor, check, denominator_size
+from .reference import FORMS, FORMULAS, LinearTails, activation, activation_slope, check, denominator_size
 
 __all__ = ["FORMS", "LinearTails", "denominator_size", "rational", "rational_anchored", "rational_gated"]
 
 # Elements that eager mode handles at once: within cache on a CPU, few launches elsewhere.
 _PIECE_CPU, _PIECE_OTHER = 1 << 16, 1 << 24
+
+
+class Ratio(NamedTuple):
+    """A rational function, and with the last three what it is anchored to."""
+
+    numerator: Tensor
+    denominator: Tensor
+    form: str
+    limits: Sequence[float] | None
+    """`LinearTails`."""
+    base_numerator: Tensor | None = None
+    base_denominator: Tensor | None = None
+    formula: str | None = None
+    """f."""
 
 
 def rational(
@@ -105,7 +127,10 @@ def rational_anchored(
         UserError: as `rational`, or an unknown formula.
     """
     check(x, numerator, denominator, form)
-    base, flat = anchor(numerator, denominator, base_numerator, base_denominator, formula, tails)
+    check_choice("activation", formula, FORMULAS)
+    # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
+    base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
+    flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
     return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula))
 
 
@@ -133,10 +158,7 @@ class _Rational(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "second derivatives through rational functions are not defined; use the formulas of rational.reference"
-            )
+        refuse_second_derivatives("rational")
         x, up, numerator, denominator, base_numerator, base_denominator = ctx.saved_tensors
         ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, base_numerator, base_denominator, ctx.formula)
         return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 5
@@ -144,33 +166,29 @@ class _Rational(torch.autograd.Function):
 
 def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     """Return the function's values, times up where given."""
-    if ratio.formula is None:
-        if _opaque(x):
-            return torch.ops.nonlinear_lowrank.rational_forward(x, up, *ratio[:4])
-        if (fast := _kernel(x, up, ratio.numerator, ratio.denominator)) is not None:
-            rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
-            return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
-    y = _in_pieces(_forward, x, ratio)[0]
-    assert y is not None
-    return y if up is None else y * up
+    if _opaque(x, ratio):
+        y: Tensor = _forward_op(x, up, *ratio[:4])
+        return y
+    if (fast := _kernel(ratio, x, up)) is not None:
+        rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
+        return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
+    plain = _in_pieces(_forward, x, ratio)[0]
+    assert plain is not None
+    return plain if up is None else plain * up
 
 
 def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return gradients of x, up, numerator and denominator; None where not wanted."""
-    if ratio.formula is None:
-        if _opaque(x):
-            found = torch.ops.nonlinear_lowrank.rational_backward(dy, x, up, *ratio[:4], list(wanted))
-            return [each if want else None for each, want in zip(found, wanted, strict=True)]
-        if (fast := _kernel(x, up, dy, ratio.numerator, ratio.denominator)) is not None:
-            rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-            sums = wanted[2] or wanted[3]
-            found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
-            if found[3] is not None and ratio.form == "sum_of_abs":
-                found = *found[:3], torch.where(ratio.denominator < 0, -found[3], found[3])
-            like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
-            return [
-                each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like
-            ]
+    if _opaque(x, ratio):
+        found = _backward_op(dy, x, up, *ratio[:4], list(wanted))
+        return [each if want else None for each, want in zip(found, wanted, strict=True)]
+    if (fast := _kernel(ratio, x, up, dy)) is not None:
+        rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+        sums = wanted[2] or wanted[3]
+        found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
+        found = *found[:3], _signed(found[3], ratio)
+        like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
+        return [each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
     mine = [wanted[0], *wanted[2:]]
     if not any(mine):
@@ -182,21 +200,30 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
 # The kernels of `kernel`. `up` is the other factor of the gated form, None for R(x) alone.
 
 
-def _opaque(x: Tensor) -> bool:
+def _opaque(x: Tensor, ratio: Ratio) -> bool:
     """Return whether torch.compile is to see this as one call; Inductor fuses the PyTorch code elsewhere."""
-    return torch.compiler.is_compiling() and x.is_cuda and torch.version.cuda is not None
+    return ratio.formula is None and torch.compiler.is_compiling() and x.is_cuda and torch.version.cuda is not None
 
 
-def _kernel(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+def _kernel(ratio: Ratio, x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Return the module of kernels where all tensors are its own to read."""
+    if ratio.formula is not None or torch.compiler.is_compiling():
+        return None
     given = [each for each in others if each is not None]
-    same = all(each.dtype == x.dtype for each in given if each.shape == x.shape)
-    return kernels("rational", x, *given) if same and not torch.compiler.is_compiling() else None
+    same = all(each.dtype == x.dtype for each in given)
+    return kernels("rational", x, *given, ratio.numerator, ratio.denominator) if same else None
 
 
 def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:
     a, b = ratio.numerator.float().contiguous(), ratio.denominator.float().contiguous()
     return a, b.abs() if ratio.form == "sum_of_abs" else b
+
+
+def _signed(dsizes: Tensor | None, ratio: Ratio) -> Tensor | None:
+    """Return the denominator's gradient by that of what the form evaluates: coefficients, or their sizes."""
+    if dsizes is None or ratio.form == "abs_of_sum":
+        return dsizes
+    return torch.where(ratio.denominator < 0, -dsizes, dsizes)
 
 
 # The formulas.
@@ -243,13 +270,10 @@ def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> 
     dp, weight = _slopes(dy, inside, rows.numerator, rows.denominator, form)
     dx: Tensor | None = None
     if wanted[0]:
-        dx = dp * _slope(rows.numerator, inside)
-        dx = dx + _denominator_term(weight, rows.denominator, variable, inside, form)
+        dx = _input_slope(dp, weight, rows.numerator, rows.denominator, variable, inside, form)
         if ratio.formula is not None:
-            dp_base, weight_base = _slopes(dy, inside, rows.base_numerator, rows.base_denominator, form)
-            base = dp_base * _slope(rows.base_numerator, inside)
-            base = base + _denominator_term(weight_base, rows.base_denominator, variable, inside, form)
-            dx = dx - base
+            base = rows.base_numerator, rows.base_denominator
+            dx = dx - _input_slope(*_slopes(dy, inside, *base, form), *base, variable, inside, form)
         if limits is not None:
             low, high, low_slope, high_slope = limits
             dx = torch.where(rows.x < low, dy * low_slope, torch.where(rows.x > high, dy * high_slope, dx))
@@ -298,11 +322,14 @@ def _slope(coefficients: list[Tensor], x: Tensor) -> Tensor:
     return _horner([power * coefficient for power, coefficient in enumerate(coefficients)][1:], x)
 
 
-def _denominator_term(weight: Tensor, b: list[Tensor], variable: Tensor, x: Tensor, form: str) -> Tensor:
-    """Return what Q adds to dx; `weight` is dL/d(the polynomial inside)."""
+def _input_slope(
+    dp: Tensor, weight: Tensor, a: list[Tensor], b: list[Tensor], variable: Tensor, x: Tensor, form: str
+) -> Tensor:
+    """Return dx by what `_slopes` returns; `variable` is what the denominator's polynomial is in."""
+    dx = dp * _slope(a, x)
     if form == "abs_of_sum":
-        return weight * _slope(b, variable)
-    return weight * _slope([torch.zeros_like(b[0]), *b], variable) * torch.sign(x)
+        return dx + weight * _slope(b, variable)
+    return dx + weight * _slope([torch.zeros_like(b[0]), *b], variable) * torch.sign(x)
 
 
 def _moments(weight: Tensor, x: Tensor, count: int, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -344,9 +371,9 @@ def _in_pieces(
         shaped = None if first is None else reshaped(first.reshape(x.shape).to(x.dtype), x.shape)
     else:
         shaped, sums = _eager(run, x, x_TC, dy_TC, skip=bool(wanted) and not wanted[0])
-    if len(sums) == 2 and sums[1] is not None and ratio.form == "sum_of_abs":
-        sums[1] = torch.where(ratio.denominator < 0, -sums[1], sums[1])
-    own = zip(sums, given[:2], strict=False)  # forward has no sums
+    if sums:  # of backward
+        sums[1] = _signed(sums[1], ratio)
+    own = zip(sums, given, strict=False)
     return [shaped, *(None if each is None else each.to(like.dtype) for each, like in own)]
 
 
@@ -395,44 +422,23 @@ def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide
     return _Rows(x, x.to(wide), a, b, base_a, base_b, total)
 
 
-# The opaque ops under torch.compile on NVIDIA; plain registrations, since `custom_op` checks every call.
+# The opaque ops under torch.compile on NVIDIA. Results are contiguous, as the fakes promise.
 
 
-def _forward_body(
-    x: Tensor, up: Tensor | None, numerator: Tensor, denominator: Tensor, form: str, limits: list[float] | None
-) -> Tensor:
-    return _value(x, up, Ratio(numerator, denominator, form, limits)).contiguous()
+def _forward_body(x: Tensor, up: Tensor | None, *ratio: Any) -> Tensor:
+    return _value(x, up, Ratio(*ratio)).contiguous()
 
 
-def _backward_body(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str,
-    limits: list[float] | None,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Return gradients as the fake promises them: contiguous; new empty tensors where not wanted."""
-    found = _gradients(dy, x, up, Ratio(numerator, denominator, form, limits), wanted)
-    return [x.new_empty(0) if each is None else each.contiguous() for each in found]
+def _backward_body(dy: Tensor, x: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
+    *ratio, wanted = rest
+    found = _gradients(dy, x, up, Ratio(*ratio), wanted)
+    return [each.contiguous() for each in filled(found, x)]
 
 
-_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor? up, Tensor numerator, Tensor denominator, str form, float[]? limits"
-_LIBRARY.define(f"rational_forward({_INPUTS}) -> Tensor")
-_LIBRARY.define(f"rational_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]")
-_LIBRARY.impl("rational_forward", _forward_body, "CompositeExplicitAutograd")
-_LIBRARY.impl("rational_backward", _backward_body, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("nonlinear_lowrank::rational_forward")
-def _(x: Any, up: Any, numerator: Any, denominator: Any, form: Any, limits: Any) -> Any:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("nonlinear_lowrank::rational_backward")
-def _(dy: Any, x: Any, up: Any, numerator: Any, denominator: Any, form: Any, limits: Any, wanted: Any) -> Any:
-    made = zip((x, up, numerator, denominator), wanted, strict=True)
-    return [each.new_empty(each.shape) if want else x.new_empty(0) for each, want in made]
+_forward_op = custom_op(f"rational_forward({_INPUTS}) -> Tensor", _forward_body, lambda x, *rest: x.new_empty(x.shape))
+_backward_op = custom_op(
+    f"rational_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]",
+    _backward_body,
+    lambda dy, x, up, a, b, form, limits, wanted: fake_gradients([x, up, a, b], wanted, x),
+)

@@ -6,8 +6,8 @@ rounding. `KIND` gives the function that a formula computes. The rational functi
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +22,12 @@ _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 _QUICK = 1.702
 
-
-def _gelu_python(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-def _gelu_new(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * torch.pow(x, 3.0))))
-
-
-def _gelu_fast(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + _CUBIC * x * x)))
-
-
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_python": _gelu_python,
+    "gelu_python": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_new": _gelu_new,
-    "gelu_fast": _gelu_fast,
+    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * torch.pow(x, 3.0)))),
+    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + _CUBIC * x * x))),
     "quick_gelu": lambda x: x * torch.sigmoid(_QUICK * x),
     "silu": F.silu,
     "relu": F.relu,
@@ -51,11 +38,8 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 FORMULAS = tuple(_VALUES)
 """Names that `activation` takes."""
 
-KIND: dict[str, str] = {name: name for name in FORMULAS} | {
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-}
+_OTHER_FORMULAS = {"gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+KIND = {name: _OTHER_FORMULAS.get(name, name) for name in FORMULAS}
 """The function each formula computes: gelu, gelu_tanh, quick_gelu, silu, relu, tanh or sigmoid."""
 
 
@@ -105,60 +89,24 @@ class LinearTails(NamedTuple):
     high_slope: float
 
 
-class Ratio(NamedTuple):
-    """A rational function, and with the last three what it is anchored to."""
-
-    numerator: Tensor
-    denominator: Tensor
-    form: str
-    limits: Sequence[float] | None
-    """`LinearTails`."""
-    base_numerator: Tensor | None = None
-    base_denominator: Tensor | None = None
-    formula: str | None = None
-    """f."""
-
-
 def denominator_size(degree: int, form: str) -> int:
     """Return the number of stored coefficients of a denominator of this degree."""
     return degree + 1 if form == "abs_of_sum" else degree
 
 
 def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
-    """Raise UserError; see `rational`."""
+    """Raise UserError where these are no arguments of `rational`."""
     check_choice("denominator form", form, FORMS)
-    if numerator.ndim != 2 or denominator.ndim != 2 or numerator.shape[0] != denominator.shape[0]:
+    groups = numerator.shape[0]
+    if numerator.ndim != 2 or denominator.ndim != 2 or groups != denominator.shape[0]:
         raise UserError(
             "coefficients must be (groups, terms) with as many groups above as below, got "
             f"{tuple(numerator.shape)} and {tuple(denominator.shape)}"
         )
-    if x.shape[-1] % numerator.shape[0]:
+    if x.shape[-1] % groups:
         raise UserError(
-            f"{x.shape[-1]} channels do not divide into {numerator.shape[0]} groups; "
-            "choose groups that divide the width"
+            f"{x.shape[-1]} channels do not divide into {groups} groups; choose groups that divide the width"
         )
-
-
-def anchor(
-    numerator: Tensor,
-    denominator: Tensor,
-    base_numerator: Tensor,
-    base_denominator: Tensor,
-    formula: str,
-    tails: LinearTails | None,
-) -> tuple[tuple[Tensor, Tensor], LinearTails | None]:
-    """Return base coefficients and tails of `rational_anchored`; raise UserError where they do not fit.
-
-    Base coefficients take part like the shifted ones, row by row, so that the two round alike.
-    """
-    check_choice("activation", formula, FORMULAS)
-    for base, shifted in ((base_numerator, numerator), (base_denominator, denominator)):
-        if base.ndim != 2 or base.shape[1] != shifted.shape[1] or base.shape[0] not in (1, shifted.shape[0]):
-            raise UserError(
-                f"base coefficients {tuple(base.shape)} do not fit the shifted ones, {tuple(shifted.shape)}"
-            )
-    base_rows = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
-    return base_rows, None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
 
 
 def rational_reference(
@@ -194,19 +142,13 @@ def rational_anchored_reference(
     tails: LinearTails | None = None,
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)); beyond the tails' limits the difference stays as it is."""
-    base, flat = anchor(numerator, denominator, base_numerator, base_denominator, formula, tails)
     z = x.to(wide_dtype(x))
+    flat = None if tails is None else tails._replace(low_slope=0.0, high_slope=0.0)
+    base = base_numerator.expand_as(numerator), base_denominator.expand_as(denominator)
     shift = rational_reference(z, numerator, denominator, form, flat) - rational_reference(z, *base, form, flat)
     return (activation(x, formula).to(z.dtype) + shift).to(x.dtype)
 
 
-def rational_gated_reference(
-    gate: Tensor,
-    up: Tensor,
-    numerator: Tensor,
-    denominator: Tensor,
-    form: str = "abs_of_sum",
-    tails: LinearTails | None = None,
-) -> Tensor:
-    """R(gate) * up."""
-    return rational_reference(gate, numerator, denominator, form, tails) * up
+def rational_gated_reference(gate: Tensor, up: Tensor, *coefficients: Tensor, **form: Any) -> Tensor:
+    """R(gate) * up; arguments as in `rational_reference`."""
+    return rational_reference(gate, *coefficients, **form) * up

@@ -27,7 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import as_one_op, reshaped
+from nonlinear_lowrank.ops.kernels import (
+    as_one_op,
+    custom_op,
+    fake_gradients,
+    filled,
+    refuse_second_derivatives,
+    reshaped,
+)
 from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product, wide_dtype
 from nonlinear_lowrank.ops.sine import (
     Delta,
@@ -36,9 +43,7 @@ from nonlinear_lowrank.ops.sine import (
     compute_type,
     delta_gradients,
     flatten,
-    in_order,
     sine_layer,
-    split,
     unflatten,
 )
 
@@ -116,16 +121,11 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        _refuse_second("lowrank_linear")
+        refuse_second_derivatives("lowrank_linear")
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
         x, up, down = ctx.saved_tensors
         activation, omega, gain = ctx.settings
         return *_backward(dy, x, up, down, activation, omega, gain, wanted), None, None, None
-
-
-def _refuse_second(name: str) -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"second derivatives through {name} are not defined; use the reference for them")
 
 
 def _run(*inputs: Any) -> Tensor:
@@ -213,7 +213,7 @@ def sine_embedding(
 
 
 class _SineEmbedding(torch.autograd.Function):
-    """Saves indices and the parameters; the variable rest, flat, is ups, downs, magnitudes."""
+    """Saves indices and the parameters."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
@@ -226,19 +226,18 @@ class _SineEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        _refuse_second("sine_embedding")
+        refuse_second_derivatives("sine_embedding")
         indices, weight, *flat = ctx.saved_tensors
         wanted = [bool(need) for need in (ctx.needs_input_grad[1], *ctx.needs_input_grad[5:])]
         run = _rows_backward_op if torch.compiler.is_compiling() else _rows_backward
-        deltas = *split(flat, ctx.settings), list(ctx.settings)
-        found = run(dy, indices, weight, *deltas, ctx.padding_idx, ctx.base, wanted)
+        found = run(dy, indices, weight, flat, list(ctx.settings), ctx.padding_idx, ctx.base, wanted)
         dweight, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]
         return None, dweight, None, None, None, *others
 
 
 def _run_rows(indices: Any, weight: Any, settings: Any, _padding_idx: Any, base: Any, *flat: Any) -> Tensor:
     run = _rows_forward_op if as_one_op() else _rows_forward
-    return run(indices, weight, *split(flat, settings), list(settings), base)
+    return run(indices, weight, list(flat), list(settings), base)
 
 
 def _row_product(left: Tensor, right: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ def _row_product(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def _deltas(rows: Tensor, weight: Tensor, factors: Sequence[SineFactors], weight_rows: Tensor) -> Iterator[Delta]:
+def _row_deltas(rows: Tensor, weight: Tensor, weight_rows: Tensor, factors: Sequence[SineFactors]) -> Iterator[Delta]:
     """Yield the deltas of the rows alone."""
     dtype = compute_type(weight, factors)
     for each in factors:
@@ -258,82 +257,63 @@ def _deltas(rows: Tensor, weight: Tensor, factors: Sequence[SineFactors], weight
         yield Delta(weight_rows, chosen, transposed=False, dtype=dtype, multiply=_row_product)
 
 
-def _rows_forward(
-    indices: Tensor, weight: Tensor, ups: Any, downs: Any, magnitudes: Any, settings: Any, base: bool
-) -> Tensor:
-    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
+def _rows_forward(indices: Tensor, weight: Tensor, flat: Any, settings: Any, base: bool) -> Tensor:
+    rows, factors = indices.reshape(-1), unflatten(flat, settings)
     with torch.no_grad(), no_autocast(weight):
         weight_rows = F.embedding(rows, weight)  # raises on indices out of range, as nn.Embedding does
         total: Tensor | None = None
-        for delta in _deltas(rows, weight, factors, weight_rows):
+        for delta in _row_deltas(rows, weight, weight_rows, factors):
             total = added(total, delta.value(), weight_rows if base else None)
         assert total is not None
         return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
 
 
 def _rows_backward(
-    dy: Tensor, indices: Tensor, weight: Tensor, ups: Any, downs: Any, magnitudes: Any, settings: Any,
-    padding_idx: int | None, base: bool, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Return gradients of weight, ups, downs, magnitudes; empty tensors where `wanted` says no."""
-    rows, factors = indices.reshape(-1), unflatten(ups, downs, magnitudes, settings)
+    dy: Tensor, indices: Tensor, weight: Tensor, flat: Any, settings: Any, padding_idx: int | None, base: bool,
+    wanted: list[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return wanted gradients of the weight and the flat tensors."""
+    rows, factors = indices.reshape(-1), unflatten(flat, settings)
     with torch.no_grad(), no_autocast(weight):
         gradient = dy.reshape(-1, dy.shape[-1]).to(compute_type(weight, factors))
         if padding_idx is not None:
             gradient = gradient.masked_fill((rows == padding_idx)[:, None], 0)
         weight_rows = F.embedding(rows, weight)
-        deltas, base_rows = _deltas(rows, weight, factors, weight_rows), weight_rows if base else None
-        found, slope, _ = delta_gradients(deltas, len(ups), gradient, base_rows, wanted[1:], value=False)
-        parameters, whole = [*ups, *downs, *magnitudes], range(len(ups), 2 * len(ups))  # downs are no rows
-        gradients = {
-            1 + place: each if place in whole else _scattered(each, rows, parameters[place])
-            for place, each in found.items()
-        }
-        if wanted[0]:
-            gradients[0] = _scattered(gradient * slope, rows, weight)
-    return in_order(gradients, [weight, *parameters], wanted)
+        deltas, base_rows = _row_deltas(rows, weight, weight_rows, factors), weight_rows if base else None
+        found, slope, _ = delta_gradients(deltas, gradient, base_rows, wanted[1:], value=False)
+        gradients = [gradient * slope if wanted[0] else None, *found]
+        for place, (each, parameter) in enumerate(zip(gradients, (weight, *flat), strict=True)):
+            if each is None or not wanted[place]:
+                gradients[place] = None
+                continue
+            if place % 3 != 2:  # a down factor is whole; of the others these are sums by row
+                each = torch.zeros(parameter.shape, dtype=each.dtype, device=each.device).index_add_(0, rows, each)
+            gradients[place] = each.to(parameter.dtype)
+    return gradients
 
 
-def _scattered(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """Return the sums of values that belong to one row, in a tensor like the parameter."""
-    return torch.zeros(like.shape, dtype=values.dtype, device=like.device).index_add_(0, rows, values)
+def _rows_backward_body(dy: Tensor, *rest: Any) -> list[Tensor]:
+    return filled(_rows_backward(dy, *rest), dy)
 
 
-# Plain registrations, since `custom_op` checks every call. CompositeExplicitAutograd is any device; autograd is the
-# functions' above.
-_ROWS = "Tensor indices, Tensor weight, Tensor[] ups, Tensor[] downs, Tensor[] magnitudes, float[] settings"
-_LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
-for _signature, _body in (
-    ("lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, str phi, float omega, float gain)", _forward),
-    ("wide_product(Tensor left, Tensor right, float scale, Tensor? after)", _wide_product),
-    (f"sine_rows_forward({_ROWS}, bool base)", _rows_forward),
-):
-    _LIBRARY.define(f"{_signature} -> Tensor")
-    _LIBRARY.impl(_signature.partition("(")[0], _body, "CompositeExplicitAutograd")
-_LIBRARY.define(f"sine_rows_backward(Tensor dy, {_ROWS}, int? padding_idx, bool base, bool[] wanted) -> Tensor[]")
-_LIBRARY.impl("sine_rows_backward", _rows_backward, "CompositeExplicitAutograd")
-_forward_op = torch.ops.nonlinear_lowrank.lowrank_forward.default
-_product_op = torch.ops.nonlinear_lowrank.wide_product.default
-_rows_forward_op = torch.ops.nonlinear_lowrank.sine_rows_forward.default
-_rows_backward_op = torch.ops.nonlinear_lowrank.sine_rows_backward.default
-
-
-@torch.library.register_fake("nonlinear_lowrank::lowrank_forward")
-def _(x: Any, up: Any, down: Any, bias: Any, phi: Any, omega: Any, gain: Any) -> Any:
-    return x.new_empty(*x.shape[:-1], up.shape[0])
-
-
-@torch.library.register_fake("nonlinear_lowrank::wide_product")
-def _(left: Any, right: Any, scale: Any, after: Any) -> Any:
-    return left.new_empty(left.shape[0], right.shape[1], dtype=wide_dtype(left, right))
-
-
-@torch.library.register_fake("nonlinear_lowrank::sine_rows_forward")
-def _(indices: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, settings: Any, base: Any) -> Any:
-    return weight.new_empty(*indices.shape, weight.shape[1])
-
-
-@torch.library.register_fake("nonlinear_lowrank::sine_rows_backward")
-def _(dy: Any, indices: Any, weight: Any, ups: Any, downs: Any, magnitudes: Any, *rest: Any) -> Any:
-    parameters = zip([weight, *ups, *downs, *magnitudes], rest[-1], strict=True)
-    return [each.new_empty(each.shape) if want else torch.empty(0, device=dy.device) for each, want in parameters]
+_ROWS = "Tensor indices, Tensor weight, Tensor?[] flat, float[] settings"
+_forward_op = custom_op(
+    "lowrank_forward(Tensor x, Tensor up, Tensor down, Tensor? bias, str phi, float omega, float gain) -> Tensor",
+    _forward,
+    lambda x, up, *rest: x.new_empty(*x.shape[:-1], up.shape[0]),
+)
+_product_op = custom_op(
+    "wide_product(Tensor left, Tensor right, float scale, Tensor? after) -> Tensor",
+    _wide_product,
+    lambda left, right, *rest: left.new_empty(left.shape[0], right.shape[1], dtype=wide_dtype(left, right)),
+)
+_rows_forward_op = custom_op(
+    f"sine_rows_forward({_ROWS}, bool base) -> Tensor",
+    _rows_forward,
+    lambda indices, weight, *rest: weight.new_empty(*indices.shape, weight.shape[1]),
+)
+_rows_backward_op = custom_op(
+    f"sine_rows_backward(Tensor dy, {_ROWS}, int? padding_idx, bool base, bool[] wanted) -> Tensor[]",
+    _rows_backward_body,
+    lambda dy, indices, weight, flat, *rest: fake_gradients([weight, *flat], rest[-1], dy),
+)
