@@ -8,8 +8,7 @@ import random
 import datasets
 import zstandard
 
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.data import END_OF_TEXT
+from nlr_lab.tasks.text.data import END_OF_TEXT, TextData
 
 SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")

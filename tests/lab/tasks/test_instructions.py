@@ -11,9 +11,10 @@ from nlr_lab.tasks.finetune.instructions import (
     Example,
     InstructionData,
     InstructionTask,
-    Tokens,
+    encode,
     read_examples,
     summary,
+    tokenize,
 )
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nonlinear_lowrank.errors import UserError
@@ -56,9 +57,8 @@ def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
     assert first.prompt.startswith("Below is an instruction that describes a task. Write a response")
     assert "### Input:\nb a\n\n### Response:\n" in second.prompt
     assert "paired with an input" in second.prompt
-    chat = examples(path, "chat")[1]
-    assert chat.prompt == [{"role": "user", "content": "Sort.\nb a"}, {"role": "assistant", "content": "a b"}]
-    assert examples(path, rows=2) == plain[:2]
+    chat = [{"role": "user", "content": "Sort.\nb a"}, {"role": "assistant", "content": "a b"}]
+    assert examples(path, "chat", rows=2)[1:] == [Example(chat)]
 
 
 def test_every_kind_of_file_gives_the_same(tmp_path):
@@ -82,33 +82,31 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"instruction": "x"}, ["no field 'output'", "it has instruction"]),
-        ({"output": "x", "input": ""}, ["no field 'instruction'"]),
-        ({"prompt": "x"}, ["no field 'completion'"]),
-        ({"text": "x", "id": 3}, ["instruction and output", "it has text, id"]),
-        ({"instruction": "x", "output": 3}, ["output must be text, got int"]),
-        ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, ["both"]),
-        ({"messages": [{"role": "user"}]}, ["message 1 has no content"]),
-        ({"messages": "x"}, ["messages must be a list"]),
-        (["x"], ["a JSON object, got list"]),
+        ({"instruction": "x"}, "record needs the texts instruction and output"),
+        ({"prompt": "x"}, "record needs"),
+        ({"text": "x", "id": 3}, "it is {'text': 'x', 'id': 3}"),
+        ({"instruction": "x", "output": 3}, "it is {'instruction': 'x', 'output': 3}"),
+        ({"instruction": "x", "output": "y", "input": ["z"]}, "record needs"),
+        ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, "record needs"),
+        ({"messages": "x"}, "record needs"),
+        ({"messages": [{"role": "user"}]}, "a message needs the texts role and content; it is {'role': 'user'}"),
+        (["x"], "record needs"),
     ],
 )
 def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array):
     good = {"instruction": "a\nb", "output": "c"}
     path = write(tmp_path / "a.json", [good, good, record, good], indent=2 if array else None)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
         examples(path)
-    assert str(caught.value).startswith(f"{path}, {'record' if array else 'line'} 3")
-    assert all(word in str(caught.value) for word in words)
+    assert str(caught.value).startswith(f"{path}, {'record' if array else 'line'} 3: a ")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (b'{"instruction": "x", "output": "y"}\n{"instruction": \n', "line 2 is not JSON"),
-        (b'[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "line 3 is not JSON"),
-        (b'[{"instruction": "x", "output": "y"}', "is not JSON"),
-        (b"\xff\xfe", "no UTF-8"),
+        (b'[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "is not JSON: .*line 3"),
+        (b"\xff\xfe", "cannot read .*'utf-8'"),
         (None, r"no instruction file '.*a\.json'"),
     ],
 )
@@ -118,7 +116,7 @@ def test_files_that_are_no_json(tmp_path, text, words):
     with pytest.raises(UserError, match=words) as caught:
         examples(tmp_path / "a.json")
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="cannot read the dataset 'no/such'"):
+    with pytest.raises(UserError, match="cannot load the dataset 'no/such'"):
         examples("no/such")
 
 
@@ -131,17 +129,17 @@ def test_docstrings_of_the_standard_library_are_embedded():
         assert example.answer[:20] not in code
 
 
-def encode(tokenizer, *example):
+def encoded(tokenizer, *example):
     """The text of an example, and what of it is learned."""
-    tokens, mask = Tokens(tokenizer, 64).encode(Example(*example))
+    ((tokens, mask),) = encode(tokenizer, [Example(*example)])
     return tokenizer.decode(tokens), tokenizer.decode(tokens[mask])
 
 
 def test_only_answers_and_their_ends_are_learned(tokenizer):
-    assert encode(tokenizer, "the cat ", "sat on ") == ("the cat sat on [SEP]", "sat on [SEP]")
+    assert encoded(tokenizer, "the cat ", "sat on ") == ("the cat sat on [SEP]", "sat on [SEP]")
     # An end that is there is not put twice.
-    assert encode(tokenizer, "the cat ", "sat on [SEP]") == ("the cat sat on [SEP]", "sat on [SEP]")
-    assert encode(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
+    assert encoded(tokenizer, "the cat ", "sat on [SEP]") == ("the cat sat on [SEP]", "sat on [SEP]")
+    assert encoded(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
     assert tokenizer.chat_template is not None, "it is saved with the tokenizer"
 
 
@@ -151,10 +149,10 @@ def test_a_template_without_marks_learns_the_last_answer(tokenizer):
         "{% for m in messages %}{{ m['role'] }} " + words + " {% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    assert encode(tokenizer, CHAT)[1] == "very red [SEP]"
+    assert encoded(tokenizer, CHAT)[1] == "very red [SEP]"
     marked = "{% if m['role'] == 'assistant' %}{% generation %}" + words + "{% endgeneration %}{% else %}"
     tokenizer.chat_template = tokenizer.chat_template.replace(words, marked + words + "{% endif %}")
-    assert encode(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
+    assert encoded(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
 
 
 def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
@@ -165,7 +163,7 @@ def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
         {"prompt": "the ", "completion": " "},
         {"prompt": "", "completion": "red"},
     ]
-    found, facts = Tokens(tokenizer, 6).read(write(tmp_path / "a.jsonl", records), "plain", None)
+    found, facts = tokenize(tokenizer, write(tmp_path / "a.jsonl", records), "plain", 6)
     assert facts == {
         "rows": 5,
         "cut": 2,
@@ -204,7 +202,7 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
         for words in [*generator.integers(1, 14, 38).tolist(), 1, 13]  # one that is kept and one that is dropped
     ]
     task = kit.instruction_task(tmp_path, source=write(tmp_path / "rows.jsonl", rows), max_length=12)
-    ours, facts = Tokens(task.model.tokenizer(), 12).read(task.instructions.source, "plain", None)
+    ours, facts = tokenize(task.model.tokenizer(), task.instructions.source, "plain", 12)
     about = {"output_dir": str(tmp_path / "trl"), "report_to": [], "use_cpu": True, "bf16": False}
     cuts = {"max_length": 12, "truncation_mode": "keep_start", "completion_only_loss": True, "shuffle_dataset": False}
     model = AutoModelForCausalLM.from_pretrained(task.model.checkpoint)
@@ -239,7 +237,7 @@ def test_the_alpaca_sample(shared_data):
     from nlr_lab.tasks.text.tokenizers import load_tokenizer
 
     gpt2 = load_tokenizer(str(shared_data / "gpt2_bpe"))
-    found, facts = Tokens(gpt2, 512).read(str(shared_data / "alpaca_sample" / "alpaca_2000.json"), "alpaca", 300)
+    found, facts = tokenize(gpt2, str(shared_data / "alpaca_sample" / "alpaca_2000.json"), "alpaca", 512, 300)
     assert (facts["rows"], facts["dropped"], len(found)) == (300, {}, 300)
     text = gpt2.decode(found.ids[0])
     answer = gpt2.decode(found.ids[0][found.labels[0] != -100])

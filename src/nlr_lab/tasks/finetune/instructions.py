@@ -18,22 +18,19 @@ A record of the wrong form is refused with its place. Empty ones are not an erro
 import ast
 import functools
 import itertools
-import json
-import lzma
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlr_lab.runtime.bounds import read_bytes
 from nlr_lab.tasks.task import Examples, Measure, Prepared, fingerprint, hold_out
-from nlr_lab.tasks.text.data import library_sources
+from nlr_lab.tasks.text.data import json_lines, library_sources, load_rows, parse_json, read_text
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, check_integer, one_line, require
+from nonlinear_lowrank.validation import check_choice, check_integer, require
 
 from .pretrained import FinetuneTask, Pretrained
 
@@ -108,30 +105,29 @@ class InstructionTask(FinetuneTask):
         tokenizer cannot be used, or nothing is left to learn."""
         from .sequences import PackedExamples, PadRight
 
-        data = self.instructions
-        if (tokenizer := self.model.tokenizer()).eos_token is None:
+        data, tokenizer = self.instructions, self.model.tokenizer()
+        if tokenizer.eos_token is None:
             raise UserError(f"the tokenizer of {self.model.checkpoint!r} has no end-of-text token to end answers with")
         pack = require("instruct", "trl").pack_dataset if data.packing else None
-        tokens = Tokens(tokenizer, data.max_length)
-        examples, facts = tokens.read(data.source, data.template, data.rows)
+        examples, facts = tokenize(tokenizer, data.source, data.template, data.max_length, data.rows)
+        said = [f"instructions: {summary(facts)}"]
         if data.valid_source is None:
             kept, held = hold_out(len(examples), data.held_out)
             train, valid = examples.select(kept), examples.select(held[: data.eval_rows])
         else:
             train = examples
-            valid, facts["valid"] = tokens.read(data.valid_source, data.template, None)
+            valid, facts["valid"] = tokenize(tokenizer, data.valid_source, data.template, data.max_length)
             valid = valid.select(range(min(len(valid), data.eval_rows)))
+            said.append(f"instructions (evaluated): {summary(facts['valid'])}")
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
-        lines, rows = [f"instructions: {summary(facts)}"], cast(Examples, train)
-        if "valid" in facts:
-            lines.append(f"instructions (evaluated): {summary(facts['valid'])}")
+        rows: Examples = train
         if pack is not None:
             rows = PackedExamples(train, data.max_length, pack)
             facts["packed_rows"] = len(rows)
-            lines.append(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
+            said.append(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
         if progress:
-            print("\n".join(lines))
+            print("\n".join(said))
         seen = [np.concatenate(pair) for side in (train, valid) for pair in zip(side.ids, side.labels, strict=True)]
         return Prepared(
             train=rows,
@@ -171,48 +167,19 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
     the reason it is none. Raise UserError where there is no such source, or a record has no fields of any form."""
     path = Path(source).expanduser()
     if source == "stdlib":
-        records: Iterator[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
+        records: Iterable[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
     elif path.is_file():
-        records = _of_file(path)
+        records = json_lines(path)
+        if (text := read_text(path)).lstrip().startswith("["):
+            records = ((f"{path}, record {n}", record) for n, record in enumerate(parse_json(text, str(path)), 1))
     elif path.exists() or path.suffix in (".json", ".jsonl", ".xz") or source.startswith((".", "/", "~")):
         raise UserError(f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name")
     else:
-        records = _of_dataset(source)
+        name, _, split = source.partition("@")
+        rows_of = load_rows(name, split=split or "train")
+        records = ((f"{source}, row {number}", record) for number, record in enumerate(rows_of, 1))
     for where, record in itertools.islice(records, rows):
         yield _example(record, template, where)
-
-
-def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise UserError(f"{path} is no UTF-8 text: {one_line(error)}") from error
-    whole = text.lstrip()[:1] == "["
-    for number, part in enumerate([text] if whole else text.split("\n"), 1):
-        if part.strip():
-            try:
-                found = json.loads(part)
-            except (ValueError, RecursionError) as error:
-                line = number + getattr(error, "lineno", 1) - 1
-                raise UserError(f"{path}, line {line} is not JSON: {getattr(error, 'msg', error)}") from error
-            if not whole:
-                yield f"{path}, line {number}", found
-                continue
-            for index, record in enumerate(found, 1):
-                yield f"{path}, record {index}", record
-
-
-def _of_dataset(source: str) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
-
-    name, _, split = source.partition("@")
-    try:
-        data: Any = load_dataset(name, split=split or "train")
-    except Exception as error:  # the hub, the network and the builder each have errors of their own
-        what = f"cannot read the dataset {source!r} ({one_line(error, 200)})"
-        raise UserError(f"{what}; give a .json or .jsonl file (--source)") from error
-    for number, record in enumerate(data, 1):
-        yield f"{source}, row {number}", record
 
 
 def _docstrings() -> Iterator[dict[str, str]]:
@@ -232,28 +199,26 @@ def _docstrings() -> Iterator[dict[str, str]]:
 
 
 def _example(record: Any, template: str, where: str) -> Example | str:
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: a record must be a JSON object, got {type(record).__name__}")
-    if "messages" in record or "conversations" in record:
-        return _chat(record.get("messages", record.get("conversations")), where)
-    if "prompt" in record or "completion" in record:
-        prompt, answer = _field(record, "prompt", where, list), _field(record, "completion", where, list)
-        if type(prompt) is not type(answer):
-            raise UserError(f"{where}: prompt and completion must both be texts, or both lists of messages")
-        if isinstance(prompt, list):
-            return _chat(prompt + answer, where)
-        if not answer.strip():
-            return "empty answer"
-        return Example(prompt, answer) if prompt.strip() else "empty prompt"
-    if "instruction" not in record and "output" not in record:
-        what = f"{where}: a record needs instruction and output, prompt and completion, or messages"
-        raise UserError(f"{what}; it has {', '.join(map(str, record)) or 'no fields'}")
-    instruction, answer = _field(record, "instruction", where), _field(record, "output", where)
-    context = _field(record, "input", where) if record.get("input") is not None else ""
-    if not instruction.strip() and not context.strip():
+    match record:
+        case {"messages": list(messages)} | {"conversations": list(messages)}:
+            return _chat(messages, where)
+        case {"prompt": list(question), "completion": list(reply)}:
+            return _chat(question + reply, where)
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            example = Example(prompt, answer)
+        case {"instruction": str(prompt), "output": str(answer)} if isinstance(record.get("input") or "", str):
+            context = record.get("input") or ""
+            example = _asked(prompt, context, answer, template)
+            prompt += context
+        case _:
+            what = f"{where}: a record needs the texts instruction and output, prompt and completion, or messages"
+            raise UserError(f"{what}; it is {str(record)[:100]}")
+    if not prompt.strip():
         return "empty prompt"
-    if not answer.strip():
-        return "empty answer"
+    return example if answer.strip() else "empty answer"
+
+
+def _asked(instruction: str, context: str, answer: str, template: str) -> Example:
     if template == "alpaca":
         more = {"paired": _PAIRED, "input": f"### Input:\n{context}\n\n"} if context.strip() else {}
         return Example(_ALPACA.format(instruction=instruction, **{"paired": "", "input": "", **more}), answer)
@@ -263,91 +228,75 @@ def _example(record: Any, template: str, where: str) -> Example | str:
     return Example(asked + "\n\n", answer)
 
 
-def _chat(messages: Any, where: str) -> Example | str:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise UserError(f"{where}: messages must be a list of objects with role and content")
-    if messages and "from" in messages[0]:
-        messages = [{"role": _ROLES.get(str(each.get("from"))), "content": each.get("value")} for each in messages]
-    for index, message in enumerate(messages, 1):
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise UserError(f"{where}: message {index} has no {name}")
-    if not any(each["content"].strip() for each in messages if each["role"] == "assistant"):
+def _chat(messages: list[Any], where: str) -> Example | str:
+    turns = []
+    for message in messages:
+        match message:
+            case {"role": str(role), "content": str(content)}:
+                turns.append({"role": role, "content": content})
+            case {"from": str(name), "value": str(content)} if name in _ROLES:
+                turns.append({"role": _ROLES[name], "content": content})
+            case _:
+                raise UserError(f"{where}: a message needs the texts role and content; it is {str(message)[:100]}")
+    if not any(turn["content"].strip() for turn in turns if turn["role"] == "assistant"):
         return "empty answer"
-    if messages[0]["role"] == "assistant":
-        return "empty prompt"
-    return Example([{"role": each["role"], "content": each["content"]} for each in messages])
+    return "empty prompt" if turns[0]["role"] == "assistant" else Example(turns)
 
 
-def _field(record: dict[str, Any], name: str, where: str, *also: type) -> Any:
-    if name not in record:
-        raise UserError(f"{where} has no field {name!r}; it has {', '.join(map(str, record))}")
-    if not isinstance(value := record[name], (str, *also)):
-        raise UserError(f"{where}: {name} must be text, got {type(value).__name__}")
-    return value
+def tokenize(
+    tokenizer: Any, source: str, template: str, max_length: int, rows: int | None = None
+) -> tuple["TokenExamples", dict[str, Any]]:
+    """Return the examples of a source as tokens, with -100 on everything that is not an answer; and how many rows were
+    read, empty, cut and dropped: an example that is cut within its prompt has nothing to learn."""
+    from .sequences import TokenExamples
+
+    ids, labels, cut = [], [], 0
+    found = list(read_examples(source, template, rows))
+    dropped = Counter(each for each in found if isinstance(each, str))
+    for tokens, learned in encode(tokenizer, (each for each in found if isinstance(each, Example))):
+        cut += len(tokens) > max_length
+        tokens, learned = tokens[:max_length], learned[:max_length]
+        if learned[1:].any():  # the first token is never predicted
+            ids.append(tokens)
+            labels.append(np.where(learned, tokens, -100))
+        else:
+            dropped["no answer within max_length"] += 1
+    return TokenExamples(ids, labels), {"rows": len(found), "cut": cut, "dropped": dict(dropped)}
 
 
-class Tokens:
-    """Examples -> tokens, with -100 on everything that is not an answer. A tokenizer that has no chat template is given
-    one where it is needed."""
-
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
-
-    def read(self, source: str, template: str, rows: int | None) -> tuple["TokenExamples", dict[str, Any]]:
-        """Return the examples of a source, and how many rows were read, empty, cut and dropped: an example that is cut
-        within its prompt has nothing to learn."""
-        from .sequences import TokenExamples
-
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        read = cut = 0
-        dropped: Counter[str] = Counter()
-        for example in read_examples(source, template, rows):
-            read += 1
-            if isinstance(example, str):
-                dropped[example] += 1
-                continue
-            tokens, learned = self.encode(example)
-            cut += len(tokens) > self.max_length
-            tokens, learned = tokens[: self.max_length], learned[: self.max_length]
-            if learned[1:].any():  # the first token is never predicted
-                found.append((tokens, np.where(learned, tokens, -100)))
-            else:
-                dropped["no answer within max_length"] += 1
-        facts = {"rows": read, "cut": cut, "dropped": dict(dropped)}
-        return TokenExamples([ids for ids, _ in found], [labels for _, labels in found]), facts
-
-    def encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens (T,) int32 and whether each is learned (T,)."""
+def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield of each example its tokens (T,) int32 and whether each is learned (T,). A tokenizer that has no chat
+    template is given one where it is needed."""
+    apply: Any = functools.partial(tokenizer.apply_chat_template, tokenize=True, return_dict=True)
+    template: str | None = None
+    for example in examples:
         if isinstance(example.prompt, str):
-            end = "" if example.answer.endswith(self.tokenizer.eos_token) else self.tokenizer.eos_token
-            prompt = self.tokenizer(text=example.prompt)["input_ids"]
-            whole = self.tokenizer(text=f"{example.prompt}{example.answer}{end}")["input_ids"]
-        elif re.search(r"\{%-?\s*generation\b", self._template or self.tokenizer.chat_template):
-            marks: Any = {"chat_template": self._template, "return_assistant_tokens_mask": True}
-            made = self.tokenizer.apply_chat_template(example.prompt, tokenize=True, return_dict=True, **marks)
-            return np.array(made["input_ids"], dtype=np.int32), np.array(made["assistant_masks"], dtype=bool)
+            end = "" if example.answer.endswith(tokenizer.eos_token) else tokenizer.eos_token
+            prompt = tokenizer(text=example.prompt)["input_ids"]
+            whole = tokenizer(text=f"{example.prompt}{example.answer}{end}")["input_ids"]
+        elif re.search(r"\{%-?\s*generation\b", template := template or _chat_template(tokenizer)):
+            made = apply(example.prompt, chat_template=template, return_assistant_tokens_mask=True)
+            yield np.array(made["input_ids"], dtype=np.int32), np.array(made["assistant_masks"], dtype=bool)
+            continue
         else:  # a template that does not mark the answers: only the last one is learned
             last = max(index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
-            apply: Any = functools.partial(self.tokenizer.apply_chat_template, tokenize=True, return_dict=True)
             prompt = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
             whole = apply(example.prompt[: last + 1])["input_ids"]
         # As trl does: the answer begins where the tokens of the prompt and those of the whole part.
-        shared = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), None)
-        start = min(len(prompt), len(whole)) if shared is None else shared
-        return np.array(whole, dtype=np.int32), np.arange(len(whole)) >= start
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+        yield np.array(whole, dtype=np.int32), np.arange(len(whole)) >= len(list(same))
 
-    @functools.cached_property
-    def _template(self) -> str | None:
-        """A template that marks the assistant's words; None for the tokenizer's own."""
-        if self.tokenizer.chat_template is None:
-            self.tokenizer.chat_template = _CHAT_TEMPLATE
-            return None
-        trl = require("instruct", "trl")
-        try:
-            return trl.get_training_chat_template(self.tokenizer) or None
-        except ValueError:
-            return None  # a template that trl has no marked twin of
+
+def _chat_template(tokenizer: Any) -> str:
+    """Return a template that marks the assistant's words, or the tokenizer's own where trl has no marked twin of it."""
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _CHAT_TEMPLATE
+        return _CHAT_TEMPLATE
+    trl, own = require("instruct", "trl"), str(tokenizer.chat_template)
+    try:
+        return trl.get_training_chat_template(tokenizer) or own
+    except ValueError:
+        return own
 
 
 def summary(facts: dict[str, Any]) -> str:

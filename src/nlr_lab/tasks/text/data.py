@@ -233,6 +233,12 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
+def read_text(path: Path) -> str:
+    """Return the whole of a file, unpacked; raise UserError where it is no text, or takes too much memory."""
+    with _reading(path, UnicodeDecodeError), _open(path) as file:
+        return b"".join(bounded(file, str(path))).decode("utf-8-sig")  # a byte-order mark is no text
+
+
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the values of JSON lines with their places; raise UserError for a line that is none."""
     for number, line in lines(path):
