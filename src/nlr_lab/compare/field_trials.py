@@ -22,9 +22,18 @@ from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 from . import field_report
 from .field_report import field_sections
 from .plots import plot_omegas, plot_sizes, plot_strip
-from .record import clean, flatten
-from .time_limit import PACE_ROUNDS, TIMING_SHARE, Forecast, TimeLimit, median_steps, seconds_around
-from .trial import Choice, Measurement, Run, Stop, Trials, tidy
+from .trial import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Choice,
+    Measurement,
+    Run,
+    Stop,
+    TimeLimit,
+    Trials,
+    measure_paces,
+    tidy,
+)
 
 _UNITS = {"psnr": "dB", "iou": "%"}  # of scores that have one
 _START = 0.2  # seconds of a fit beside its steps, at the least
@@ -37,6 +46,7 @@ class FieldTrials(Trials):
     pictures = ("rate.png", "omega.png", "strip.png")
     report = field_report
     timing_rounds = 20
+    parts = ("problem", "train")
     free = frozenset(
         {
             *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
@@ -64,9 +74,6 @@ class FieldTrials(Trials):
         lows, sines = ([arm.name for arm in arms if arm.method.kind == kind] for kind in ("low-rank", "sine"))
         return [[(low, sine) for sine in sines for low in lows if self.sizes[low] == self.sizes[sine]]]
 
-    def settings(self) -> dict[str, Any]:
-        return flatten({"problem": self.recipe.problem, "train": self.recipe.train})
-
     def arm_settings(self, arm: FieldArm) -> dict[str, Any]:
         return {name: value for name, value in asdict(arm.method).items() if name != "init"}
 
@@ -82,15 +89,15 @@ class FieldTrials(Trials):
 
     def count_and_time(
         self, arms: Sequence[FieldArm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> tuple[Measurement, Forecast | None]:
+    ) -> Measurement:
         self.sizes = {}
         for arm in arms:
             model = self._build(arm)
             self.sizes[arm.name], self.omegas[arm.name] = _size(model), _omega(model)
         self.dense_parameters = _size(build(self.problem, FieldMethod(), self.recipe.train.seed))
         times = former or (self._step_times(arms, rounds, limit) if rounds else None)
-        forecast = None if limit.seconds is None else self._forecast(arms, limit)
-        return Measurement(parameters=self.sizes, times=times), forecast
+        paces = {} if limit.seconds is None else self._paces(arms, limit)
+        return Measurement(parameters=self.sizes, times=times, paces=paces)
 
     def _build(self, arm: FieldArm) -> nn.Module:
         return build(self.problem, arm.method, self.recipe.train.seed)
@@ -111,11 +118,11 @@ class FieldTrials(Trials):
         with cpu_threads(train.threads), many_compiled(train.compile), told_of_memory("the timing of steps"):
             return interleaved_step_times({arm.name: steps(arm) for arm in arms}, rounds, clock=clock, max_seconds=most)
 
-    def _forecast(self, arms: Sequence[FieldArm], limit: TimeLimit) -> Forecast:
-        """Forecast the fits' time by some steps, an evaluation and a picture; keep time for the pictures."""
+    def _paces(self, arms: Sequence[FieldArm], limit: TimeLimit) -> dict[str, tuple[float, float]]:
+        """Time some steps, an evaluation and a picture; keep time for the pictures."""
         begun, train = limit.passed, self.recipe.train
         times = self._step_times(arms, PACE_ROUNDS, limit, "wall")
-        start = seconds_around(limit.passed - begun, times, _START)
+        passed = limit.passed - begun
         with cpu_threads(train.threads), told_of_memory("an evaluation"), torch.no_grad():
             model = self._build(arms[0]).to(self.device).eval()
             evaluating = time.monotonic()
@@ -124,8 +131,7 @@ class FieldTrials(Trials):
             self.problem.picture(model)
             limit.kept += (len(arms) + 1) * (time.monotonic() - drawing)
         evaluations = sum(train.evaluates(step) for step in range(1, train.steps + 1))
-        evaluation = dict.fromkeys(times, drawing - evaluating)
-        return Forecast(step=median_steps(times), evaluation=evaluation, evaluations=evaluations, start=start)
+        return measure_paces(times, passed, _START, evaluations, lambda step: drawing - evaluating)
 
     def run(self, arm: FieldArm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         try:
@@ -172,7 +178,7 @@ class FieldTrials(Trials):
 
     def about(self) -> dict[str, Any]:
         recipe = {"name": self.recipe.name, "summary": self.recipe.description}
-        return {"recipe": recipe, "problem": self.problem.name, "data": clean({"fingerprint": self.fingerprint})}
+        return {"recipe": recipe, "problem": self.problem.name, "data": {"fingerprint": self.fingerprint}}
 
     def add_to(self, results: dict[str, Any]) -> dict[str, Any]:
         return field_sections(results, self.dense_parameters, self.omegas)

@@ -25,9 +25,9 @@ from nlr_lab.training.run import (
     apply_arm,
     build_model,
     count_parameters,
-    join_processes,
     optimizer_settings,
     run_training,
+    training_arguments,
 )
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.errors import UserError
@@ -35,11 +35,23 @@ from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
 from . import report
 from .plots import draw_models
-from .record import clean, flatten
-from .time_limit import PACE_ROUNDS, TIMING_SHARE, Forecast, TimeLimit, evaluation_seconds, median_steps, seconds_around
-from .trial import Choice, Curve, Measurement, Run, Stop, Trials, tidy
+from .record import clean
+from .trial import (
+    PACE_ROUNDS,
+    TIMING_SHARE,
+    Choice,
+    Curve,
+    Measurement,
+    Run,
+    Stop,
+    TimeLimit,
+    Trials,
+    measure_paces,
+    tidy,
+)
 
 _START = 2.0  # seconds of a run beside its steps, at the least
+_EVALUATION = 0.4  # of a training step, for as many examples: a forward pass and its batch
 _WARMUP = 3
 # Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
@@ -63,34 +75,33 @@ def measure_arms(
     on one batch of the recipe's size, in the recipe's precision, compiled if the recipe says so. Rounds of 0 leave
     times out; after `max_seconds` no further round is begun.
     """
-    parameters: dict[str, int] = {}
-    trainable: dict[str, int] = {}
-    flops: dict[str, float | None] = {}
-    notes, times = [], None
-    tuned = recipe.task.pretrained  # what is trained then says more than a forward pass
+    found = Measurement(parameters={})
     for arm in arms:
         model = _build(recipe, arm, prepared)
-        parameters[arm.name] = count_parameters(model)
-        trainable[arm.name] = count_parameters(model, trainable=True)
-        flops[arm.name] = None if tuned else forward_flops(model, recipe, prepared)
-        if flops[arm.name] is None and not tuned:
-            notes.append(f"`{arm.name}`: its FLOPs could not be counted.")
+        found.parameters[arm.name] = count_parameters(model)
+        found.trainable[arm.name] = count_parameters(model, trainable=True)
+        # Of a pretrained model, what is trained says more than a forward pass.
+        found.flops[arm.name] = None if recipe.task.pretrained else forward_flops(model, recipe, prepared)
+        if found.flops[arm.name] is None and not recipe.task.pretrained:
+            found.notes.append(f"`{arm.name}`: its FLOPs could not be counted.")
     del model
-    if rounds:
-        if not quiet:
-            print(f"timing steps of {len(arms)} arms", file=sys.stderr)
-        try:
-            train = recipe.train
-            with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):
-                steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
-                times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall", max_seconds=max_seconds)
-        except torch.OutOfMemoryError:
-            notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
-        finally:
-            steppers = {}
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    return Measurement(parameters=parameters, trainable=trainable, flops=flops, times=times, notes=notes)
+    if not rounds:
+        return found
+    if not quiet:
+        print(f"timing steps of {len(arms)} arms", file=sys.stderr)
+    train = recipe.train
+    try:
+        with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):
+            steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
+            times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall", max_seconds=max_seconds)
+        return replace(found, times=times)
+    except torch.OutOfMemoryError:
+        found.notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
+        return found
+    finally:
+        steppers = {}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | None:
@@ -99,24 +110,19 @@ def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | No
     Counted as the operators run, so that a user's own change is counted as well; None when the model cannot run under
     the counter.
     """
-    batch = prepared.collate([prepared.train[0]])
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in prepared.collate([prepared.train[0]]).items() if name != "labels"}
 
     # The branch adds its last product in place, which torch's table of operators does not have.
     def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
         return 2 * left[0] * left[1] * right[1]
 
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
-    was_training = model.training
-    model.eval()
     try:
         # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-            model(**inputs)
+            model.eval()(**inputs)
     except (RuntimeError, NotImplementedError):
         return None
-    finally:
-        model.train(was_training)
     return counter.get_total_flops() / recipe.task.sequence_length
 
 
@@ -125,8 +131,9 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     train = recipe.train
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = _build(recipe, arm, prepared).to(device).train()
-    if train.gradient_checkpointing:
-        recompute(model)
+    if train.gradient_checkpointing:  # as the Trainer does, under the name that this transformers version has
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
     optimizer = kind(**settings)
     forward: Any = torch.compile(model) if train.compile else model
@@ -148,12 +155,6 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     return step
 
 
-def recompute(model: Any) -> None:
-    """Switch activation checkpointing on as the Trainer does, under the name that this transformers version has."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:
     return apply_arm(recipe, arm, build_model(recipe, prepared, arm))
 
@@ -171,6 +172,7 @@ class ModelTrials(Trials):
     pictures = ("curves.png", "rates.png")
     report = report
     timing_rounds = 30
+    parts = ("task", "train")
     free = frozenset(
         {
             *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.log_every"),
@@ -190,7 +192,7 @@ class ModelTrials(Trials):
         self.train, self.measure_with, self.measure = train, measure_with, recipe.task.measure
         self.prepared: Any = None
         self.quiet = True
-        self.matches: tuple[Match, ...] = ()
+        self.matches: list[Match] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker prepares the data itself.
@@ -199,15 +201,12 @@ class ModelTrials(Trials):
     def parse_arm(self, text: str) -> Arm:
         return Arm.parse(text)
 
-    def resolve(self, arms: Sequence[Arm]) -> tuple[Arm, ...]:
+    def resolve(self, arms: Sequence[Arm]) -> list[Arm]:
         resolved, self.matches = resolve_matches(self.recipe, arms)
         return resolved
 
     def control(self, arm: Arm) -> bool:
         return arm.control
-
-    def settings(self) -> dict[str, Any]:
-        return flatten(self.recipe.task, "task") | flatten(self.recipe.train, "train")
 
     def arm_settings(self, arm: Arm) -> dict[str, Any]:
         return {
@@ -224,7 +223,7 @@ class ModelTrials(Trials):
 
     def join(self, out: Path) -> None:
         if world_size() > 1:
-            join_processes(self.recipe, out)
+            training_arguments(self.recipe, out)
 
     def prepare(self, *, quiet: bool) -> None:
         on_rank_0(lambda: self.recipe.task.prepare(progress=not quiet) and None)  # fills the cache
@@ -237,42 +236,23 @@ class ModelTrials(Trials):
 
     def count_and_time(
         self, arms: Sequence[Arm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> tuple[Measurement, Forecast | None]:
+    ) -> Measurement:
         timed, limited = 0 if former is not None else rounds, {}
         if limit.seconds is not None:
             timed, limited = max(timed, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
         begun = limit.passed
         found = self.measure_with(self.recipe, arms, self.prepared, rounds=timed, quiet=self.quiet, **limited)
-        forecast = None
-        if found.times:
-            forecast = self._forecast(found.times, seconds_around(limit.passed - begun, found.times, _START))
-        return replace(found, times=former or (found.times if rounds else None)), forecast
-
-    def _forecast(self, times: Mapping[str, Sequence[float]], start: float) -> Forecast:
-        train, step = self.in_steps(), median_steps(times)
-        splits = (self.prepared.valid, self.prepared.test, self.prepared.plain)
-        examples = sum(len(split) for split in splits if split is not None)
-        return Forecast(
-            step=step,
-            evaluation={name: evaluation_seconds(each, examples, train.batch_size) for name, each in step.items()},
-            evaluations=math.ceil(train.steps / train.eval_every),
-            start=start,
-        )
-
-    def notes(self, measured: Measurement) -> list[str]:
-        notes = []
-        for match in self.matches:
-            counts: Mapping[str, float | None] = measured.parameters if match.by == "parameters" else measured.flops
-            own, other = counts[match.arm], counts[match.target]
-            notes.append(
-                f"`{match.arm}` has MLPs of width {match.hidden} ({match.plain_hidden} in the recipe's model), the "
-                f"smallest with no fewer {'parameters' if match.by == 'parameters' else 'FLOPs per token'} than "
-                f"`{match.target}`{'' if own is None or other is None else f': {own:,.0f} for {other:,.0f}'}."
-            )
-        notes += measured.notes
+        notes = [match.note(found) for match in self.matches] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-        return notes
+        paces = self._paces(found.times, limit.passed - begun) if found.times and limited else {}
+        return replace(found, times=former or (found.times if rounds else None), paces=paces, notes=notes)
+
+    def _paces(self, times: Mapping[str, Sequence[float]], passed: float) -> dict[str, tuple[float, float]]:
+        train, splits = self.in_steps(), (self.prepared.valid, self.prepared.test, self.prepared.plain)
+        batches = max(1.0, sum(len(split) for split in splits if split is not None) / train.batch_size)
+        evaluations = math.ceil(train.steps / train.eval_every)
+        return measure_paces(times, passed, _START, evaluations, lambda step: _EVALUATION * step * batches)
 
     def run(self, arm: Arm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         train = replace(self.recipe.train, lr=choice.lr, seed=seed)
@@ -339,8 +319,18 @@ class Match:
     hidden: int
     plain_hidden: int
 
+    def note(self, measured: Measurement) -> str:
+        """Return a sentence for the report."""
+        counts: Mapping[str, float | None] = measured.parameters if self.by == "parameters" else measured.flops
+        own, other = counts[self.arm], counts[self.target]
+        return (
+            f"`{self.arm}` has MLPs of width {self.hidden} ({self.plain_hidden} in the recipe's model), the "
+            f"smallest with no fewer {'parameters' if self.by == 'parameters' else 'FLOPs per token'} than "
+            f"`{self.target}`{'' if own is None or other is None else f': {own:,.0f} for {other:,.0f}'}."
+        )
 
-def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], tuple[Match, ...]]:
+
+def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[list[Arm], list[Match]]:
     """Give every `wide-mlp:match=ARM` the smallest width with no fewer parameters, or forward FLOPs, than that arm has.
 
     Without such a baseline a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The
@@ -361,19 +351,18 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[tuple[Arm, ...
         if wanted is None:
             resolved.append(arm)
             continue
-        target = named.get(wanted)
-        if target is None:
+        if wanted not in named:
             others = ", ".join(name for name in named if name != arm.name)
             raise UserError(f"{arm.name} is to match an arm {wanted!r}, and there is none; there are {others}")
-        if "match" in _own(target):
+        if "match" in _own(named[wanted]):
             raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name the arm that is not")
-        match = _match(recipe, arm, target)
+        match = _match(recipe, arm, named[wanted])
         given = _own(arm).get("hidden", match.hidden)
         if given != match.hidden:
             raise UserError(f"{arm.name} says hidden={given}, and {match.hidden} is what matches {wanted}; omit it")
         resolved.append(_with_hidden(arm, match.hidden))
         matches.append(match)
-    return tuple(resolved), tuple(matches)
+    return resolved, matches
 
 
 def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:

@@ -1,27 +1,217 @@
-"""The record of a comparison, `results.json`: the runs' numbers, their statistics, and where they came from.
+"""A comparison's record, `results.json`, and the folder that it and the runs are in.
 
-The record holds everything that the report and the pictures need, and nothing of the machine but its kind:
-no host name, no user, and of absolute paths only the last name.
+    out/compare.json     the settings that every run in this folder shares, its arms, and the versions they ran under
+    out/timing.json      seconds of the interleaved steps
+    out/runs/<arm>/[steps-<n>/][<init>/]lr-<lr>/seed-<k>/      one run each, with its result.json
+    out/results.json     the record      out/report.md and pictures   made from it
+
+The record holds the runs' numbers, their statistics and where they came from: all that the report and the pictures
+need, and nothing of the machine but its kind. A folder is refused before anything in it is touched. The finished runs
+can be kept in one file of lines too, beside the record: what a study resumes from elsewhere.
+
+    {"marker": {...}}                                                         the settings that all runs share
+    {"run": "runs/lora-r1/lr-0.001/seed-0/result.json", "content": {...}}     one finished run
 """
 
+import contextlib
+import json
 import math
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.runtime.environment import machine, versions
-from nlr_lab.runtime.storage import flatten as flat
+from nlr_lab.runtime.storage import (
+    disk_errors,
+    holds_former,
+    opened,
+    read_json,
+    write_json,
+    write_text,
+)
 from nlr_lab.tasks.task import LOSS, Measure
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import is_inside
 
-from .statistics import Estimate, PairSummary, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
-from .trial import Choice, Curve, Run
+from .statistics import Estimate, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
+from .trial import Choice, Run
+
+MARKER, RESULTS, REPORT, TIMING, RESULT = "compare.json", "results.json", "report.md", "timing.json", "result.json"
+SHORTENED = "steps-"
+"""Prefix of the folder, under an arm's, of runs that were shortened for time; the number of steps follows."""
 
 Times = Mapping[str, Sequence[float]] | None
+
+
+class Folder:
+    """One comparison's folder.
+
+    Args:
+        path: new, empty, or an earlier comparison's.
+        settings: that all runs share.
+        arms: the settings of each arm.
+        pictures: files that belong to it beside ours.
+        kept: a file outside that keeps finished runs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        arms: Mapping[str, Any],
+        pictures: Sequence[str],
+        kept: Path | None,
+    ) -> None:
+        self.path, self.marker, self.kept = path, path / MARKER, kept
+        self.now: dict[str, Any] = clean({"settings": settings, "arms": arms})
+        # The marker goes last: while it is there, the folder can still be continued or overwritten.
+        self._ours = (TIMING, RESULTS, REPORT, *pictures, "runs", MARKER)
+        self._kept_marker: dict[str, Any] = {}
+        self._kept_runs: list[dict[str, Any]] = []
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Raise UserError for a folder or kept runs that cannot be resumed from or replaced; change nothing."""
+        if self.kept is not None:
+            self._read_kept(self.kept)
+            if self._kept_marker:
+                fix = "use the former value, or move the file away to begin anew"
+                self._check_same(f"for the runs in {self.kept}", self._kept_marker, fix)
+        if holds_former(self.path, MARKER, "comparison", resume=resume, overwrite=overwrite):
+            fix = "use the former value, another folder, or --overwrite"
+            self._check_same(f"in {self.path}", read_json(self.marker, settings=dict, arms=dict), fix)
+
+    def _check_same(self, where: str, former: Mapping[str, Any], fix: str) -> None:
+        """Raise UserError that names the first setting, or part of an arm, that runs were made with otherwise.
+
+        Where data lie (`...source`) is no difference: what they are, the fingerprint says.
+        """
+        pairs = [("", former["settings"], self.now["settings"])]
+        pairs += [(f" of arm {name!r}", former["arms"].get(name, arm), arm) for name, arm in self.now["arms"].items()]
+        for of, before, after in pairs:
+            for name in sorted({*before, *after}):
+                old, new = before.get(name, "(absent)"), after.get(name, "(absent)")
+                if old != new and not name.endswith("source"):
+                    raise UserError(f"{name}{of} was {old!r} {where} and is {new!r} now; {fix}")
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raise UserError for other data than the runs in the folder, or the kept ones, were made on."""
+        for where, marker in ((self.kept, self._kept_marker), (self.path, self._read_marker())):
+            if marker and marker.get("fingerprint") != fingerprint:
+                raise UserError(f"the runs in {where} are of other data; bring those back, or use another place")
+
+    def _read_marker(self) -> dict[str, Any]:
+        return read_json(self.marker) if self.marker.exists() else {}
+
+    @contextlib.contextmanager
+    def opened(self, fingerprint: str, *, overwrite: bool) -> Iterator[None]:
+        """Hold the folder; with `overwrite` first delete what a former comparison wrote.
+
+        Raises:
+            UserError: it cannot be written, or another process compares in it.
+        """
+        with opened(self.path, *self._ours, overwrite=overwrite):
+            arms = self._read_marker().get("arms", {}) | self.now["arms"]
+            own = {"fingerprint": fingerprint, "arms": arms, "versions": self._sessions()}
+            with disk_errors(str(self.path)):
+                write_json(self.marker, self.now | own)
+            yield
+
+    def lengths(self) -> list[int]:
+        """Return to how many steps runs were shortened, longest first."""
+        found = {path.name.removeprefix(SHORTENED) for path in self.path.glob(f"runs/*/{SHORTENED}*")}
+        return sorted((int(each) for each in found if each.isdecimal()), reverse=True)
+
+    def _sessions(self) -> list[dict[str, str]]:
+        """The versions and processors that the runs were made under, this session's last."""
+        now = {**versions(), "processor": str(machine()["processor"])}
+        return [session for session in self._read_marker().get("versions", []) if session != now] + [now]
+
+    def version_notes(self) -> list[str]:
+        """Return a sentence for each package whose version changed between sessions, and for the processor."""
+        seen, notes = self._sessions(), []
+        for name in sorted({name for session in seen for name in session}):
+            found = list(dict.fromkeys(session.get(name, "absent") for session in seen))
+            how = "by several processors" if name == "processor" else f"under several versions of {name}"
+            if len(found) > 1:
+                notes.append(f"Runs of this folder were made {how}: {', '.join(found)}.")
+        return notes
+
+    def load_times(self, rounds: int, threads: int | None) -> dict[str, list[float]] | None:
+        """Return step times of an earlier session, if they are of these arms on this kind of machine."""
+        if not (self.path / TIMING).exists() or rounds == 0:
+            return None
+        record = read_json(self.path / TIMING)
+        if record.get("arms") != self.now["arms"] or record.get("machine") != machine(threads):
+            return None
+        return record["times"] if all(len(series) >= rounds for series in record["times"].values()) else None
+
+    def save_times(self, times: dict[str, list[float]], threads: int | None) -> None:
+        """Keep step times for a later session, with what they are times of."""
+        write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": machine(threads), "times": times})
+
+    # --- kept runs -------------------------------------------------------------------------------------------
+
+    def _read_kept(self, file: Path) -> None:
+        """Read the file; raise UserError where it is damaged, or its folder is missing."""
+        if not file.parent.is_dir():
+            raise UserError(f"there is no folder {file.parent} to keep the finished runs in; make it first")
+        # What is no text is no JSON either.
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        for number, each in enumerate(text.splitlines(), start=1):
+            try:
+                line = json.loads(each)
+                if number == 1 and all(isinstance(line["marker"][name], dict) for name in ("settings", "arms")):
+                    self._kept_marker = line["marker"]
+                    continue
+                # A path out of the folder would overwrite somebody's file.
+                if not is_inside(line["run"]) or not line["run"].endswith(RESULT) or not line["content"]:
+                    raise ValueError("no run of ours")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                fix = "bring the file back or move it away"
+                raise UserError(f"{file}, line {number} is not of a comparison; {fix}") from None
+            self._kept_runs.append(line)
+
+    def restore_runs(self) -> None:
+        """Write kept runs that the folder lacks to it; its marker then names where they came from too."""
+        missing = [line for line in self._kept_runs if not (self.path / line["run"]).exists()]
+        if not missing:
+            return
+        with disk_errors(str(self.path)):
+            self.path.mkdir(parents=True, exist_ok=True)
+            own, kept = self._read_marker(), self._kept_marker
+            sessions = [*kept["versions"], *own.get("versions", [])]
+            distinct = [each for place, each in enumerate(sessions) if each not in sessions[:place]]
+            write_json(self.marker, kept | own | {"arms": kept["arms"] | own.get("arms", {}), "versions": distinct})
+            for line in missing:
+                path = self.path / line["run"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, line["content"])
+
+    def keep_runs(self) -> None:
+        """Write the file of kept runs, if there is one, anew from the finished ones; it is whole at any moment."""
+        if self.kept is None:
+            return
+        lines: list[dict[str, Any]] = [{"marker": read_json(self.marker)}]
+        for path in sorted(self.path.glob(f"runs/**/{RESULT}")):
+            # Data and versions are the same in every run, and kept by the marker or the record.
+            content = {key: value for key, value in read_json(path).items() if key not in ("data", "versions")}
+            lines.append({"run": path.relative_to(self.path).as_posix(), "content": content})
+        write_text(self.kept, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def begun(run: Path) -> bool:
+    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    (run / RESULT).unlink(missing_ok=True)
+    return run.exists() and any(run.iterdir())
+
+
+# --- the record --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +220,7 @@ class ArmRecord:
 
     name: str
     settings: Mapping[str, Any]
-    control: bool = False
+    control: bool
     """It has no method: the baseline and its other inits, and other people's ways to tune."""
     choice: Choice | None
     """None: it diverged at every choice of its tuning; it has no runs then."""
@@ -70,23 +260,22 @@ def build_results(
     whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running.values())]
     partial = [seed for seed in seeds if seed not in whole and any(seed in arm.runs for arm in running.values())]
     base = next(arm for arm in arms if arm.name == reference)
-    found: dict[str, dict[str, Any]] = {}
-    early = 0
+    against: dict[str, dict[str, Any]] = {}
     for family in pairs:
         known = [pair for pair in family if running.keys() >= set(pair)]
-        summaries = _family([(running[one], running[other]) for one, other in known], whole, times, measure)
-        for (other, name), pair in zip(known, summaries, strict=True):
-            found.setdefault(other, {})[name] = pair.to_json()
-            early = max(early, pair.early if other == reference else 0)
+        found = [_pair(running[one], running[other], whole, times, measure) for one, other in known]
+        adjusted = holm([each["delta"]["p_value"] for each in found])
+        for (one, other), each, p_holm in zip(known, found, adjusted, strict=True):
+            against.setdefault(one, {})[other] = each | {"p_holm": p_holm}
     notes = [*notes, *(note for arm in running.values() for note in _stability_notes(arm))]
+    early = max((each["early"] for each in against.get(reference, {}).values()), default=0)
     if early and _have_curves(running.values(), whole):
         notes.append(
             f"`{reference}` passed its own final loss well before its end in {early} of {len(whole)} seeds (its curve "
             "rose again), so step speedups against it are flattered."
         )
     if partial:
-        listed = ", ".join(str(seed) for seed in partial)
-        notes.append(f"Left out, because not every arm has finished it: seed {listed}.")
+        notes.append(f"Left out, because not every arm has finished it: seed {', '.join(map(str, partial))}.")
     results = {
         **about,
         "command": command,
@@ -99,35 +288,28 @@ def build_results(
         "incomplete_seeds": partial,
         "tuning_seed": tuning_seed,
         "arms": [_arm(arm, base, whole, times) for arm in arms],
-        "against": found,
+        "against": against,
         "notes": notes,
         "seconds": round(seconds, 1),
     }
     return clean(results)  # type: ignore[no-any-return]
 
 
-def _family(
-    pairs: Sequence[tuple[ArmRecord, ArmRecord]], seeds: Sequence[int], times: Times, measure: Measure
-) -> list[PairSummary]:
-    """Compare (reference, arm) pairs, their p-values adjusted together."""
-
-    def points(run: Run) -> Curve:
-        return run.losses if measure.is_loss else run.metric_curve
-
-    summaries = []
-    for pair in pairs:
-        reference, arm = ({seed: each.runs[seed] for seed in seeds} for each in pair)
-        ratio = paired_ratio(times[pair[1].name], times[pair[0].name]) if times else None
-        found = compare_pair(reference, arm, ratio, speed=measure.is_loss)
-        cautions: tuple[str, ...] = ()
-        if found.delta.value is not None:
-            curves = {each.name: [points(each.runs[seed]) for seed in seeds] for each in pair}
-            cautions = curve_cautions(found.delta.value, curves, higher_is_better=measure.higher_is_better)
-            if found.seeds and _have_curves(pair, seeds):
-                cautions += speed_cautions(curves, [each.bound for each in found.seeds.values()])
-        summaries.append(replace(found, cautions=cautions))
-    adjusted = holm([each.delta.p_value for each in summaries])
-    return [replace(each, p_holm=p) for each, p in zip(summaries, adjusted, strict=True)]
+def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, measure: Measure) -> dict[str, Any]:
+    """Compare an arm with another, and say what the curves do not bear."""
+    reference, own = ({seed: each.runs[seed] for seed in seeds} for each in (base, arm))
+    ratio = paired_ratio(times[arm.name], times[base.name]) if times else None
+    found = compare_pair(reference, own, ratio, speed=measure.is_loss)
+    cautions: list[str] = []
+    if (delta := found["delta"]["value"]) is not None:
+        curves = {
+            each.name: [run.losses if measure.is_loss else run.metric_curve for run in _of_seeds(each, seeds)]
+            for each in (base, arm)
+        }
+        cautions += curve_cautions(delta, curves, higher_is_better=measure.higher_is_better)
+        if found["seeds"] and _have_curves((base, arm), seeds):
+            cautions += speed_cautions(curves, found["bounds"])
+    return found | {"cautions": cautions}
 
 
 def _have_curves(arms: Iterable[ArmRecord], seeds: Sequence[int]) -> bool:
@@ -147,17 +329,14 @@ def _stability_notes(arm: ArmRecord) -> list[str]:
 
 
 def _arm(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int], times: Times) -> dict[str, Any]:
-    choice, runs = arm.choice, _of_seeds(arm, seeds)
-
-    def summary(name: str) -> dict[str, Any]:
-        return _summary(arm, [getattr(run, name) for run in runs])
-
+    runs = _of_seeds(arm, seeds)
+    mean = {name: _summary(arm, [getattr(run, name) for run in runs]) for name in _AVERAGED}
     return {
         "name": arm.name,
         "settings": dict(arm.settings),
         "control": arm.control,
-        "lr": None if choice is None else choice.lr,
-        "init": None if choice is None else choice.init or None,
+        "lr": arm.choice and arm.choice.lr,
+        "init": (arm.choice and arm.choice.init) or None,
         "lr_source": arm.source,
         "parameters": arm.parameters,
         "trainable": arm.trainable,
@@ -165,15 +344,18 @@ def _arm(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int], times: Times) ->
         "flops_per_token": arm.flops,
         "flops_percent": None if not arm.flops or not base.flops else 100 * (arm.flops / base.flops - 1),
         "step_seconds_median": sorted(times[arm.name])[len(times[arm.name]) // 2] if times else None,
-        "step_time_ratio": paired_ratio(times[arm.name], times[base.name]).to_json() if times else None,
-        "final_loss": summary("final_loss"),
-        "score": summary("judged"),
-        **{name: summary(name)["mean"] for name in ("best_score", "train_loss", "plain_loss")},
+        "step_time_ratio": asdict(paired_ratio(times[arm.name], times[base.name])) if times else None,
+        "final_loss": mean["final_loss"],
+        "score": mean["judged"],
+        **{name: mean[name]["mean"] for name in ("best_score", "train_loss", "plain_loss")},
         "train_delta": _loss_delta("train_loss", arm, base, seeds),
         "plain_delta": _loss_delta("plain_loss", arm, base, seeds),
         "runs": [arm.runs[seed].to_json() for seed in sorted(arm.runs)],
         "tuning": [run.to_json() for run in sorted(arm.tuning, key=lambda run: run.lr)],
     }
+
+
+_AVERAGED = ("final_loss", "judged", "best_score", "train_loss", "plain_loss")
 
 
 def _of_seeds(arm: ArmRecord, seeds: Sequence[int]) -> list[Run]:
@@ -206,6 +388,11 @@ def _summary(arm: ArmRecord, values: Sequence[float | None]) -> dict[str, Any]:
     return {"mean": mean, "sd": sd, "n": len(finite), "note": ""}
 
 
+def record_text(results: Mapping[str, Any]) -> str:
+    """Return a record as JSON, with each pair of a curve on one line."""
+    return re.sub(r"\[\s+([^\s\[\]]+),\s+([^\s\[\]]+)\s+\]", r"[\1, \2]", json.dumps(results, indent=1)) + "\n"
+
+
 def command_line() -> str:
     """Return the command of this process, as one starts it afresh, with no path of this machine in it."""
     program = Path(sys.argv[0]).name if sys.argv else ""
@@ -214,11 +401,6 @@ def command_line() -> str:
     words = ["python", program] if program.endswith(".py") else [program]
     arguments = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
     return shlex.join(clean(word) for word in [*words, *arguments])
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one flat mapping with dotted names, `clean`."""
-    return {name: clean(each) for name, each in flat(value, prefix).items()}
 
 
 def clean(value: Any) -> Any:

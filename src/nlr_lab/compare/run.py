@@ -20,18 +20,26 @@ from rich.console import Console
 from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, duration
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
 from nlr_lab.runtime.storage import read_json, write_text
-from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .folder import REPORT, RESULT, RESULTS, SHORTENED, Folder, begun, record_text
-from .record import ArmRecord, build_results, command_line
-from .time_limit import Forecast, TimeLimit, choose_length, stop_rule
-from .trial import Choice, Measurement, Plan, Run, Trials, tidy
-from .workers import Workers, check_workers, open_workers
+from .record import (
+    REPORT,
+    RESULT,
+    RESULTS,
+    SHORTENED,
+    ArmRecord,
+    Folder,
+    begun,
+    build_results,
+    command_line,
+    record_text,
+)
+from .trial import Choice, Forecast, Measurement, Plan, Run, Stop, TimeLimit, Trials, best_run, next_choices
 
-Wanted = tuple[Any, Choice, int]
-"""Arm, choice, seed."""
+_LEAST_STEPS = 10  # below this a run would be over before its evaluations say anything
+_MARGIN = 1.3  # of the forecast that a length is chosen by: to begin once more costs more than to take fewer steps
+_SURE = 0.1  # of a run's steps, after which its own pace says when it ends
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,6 @@ def compare(
     max_extensions: int = 4,
     timing_rounds: int | None = None,
     workers: int | None = None,
-    keep_checkpoints: bool = False,
     kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
@@ -115,7 +122,6 @@ def compare(
         timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
             names and whose machines all see `out`; None: one after another, in this process.
-        keep_checkpoints: keep the checkpoints of finished runs too (their models are kept in any case).
         kept_runs: a file outside `out` that keeps the finished runs, a line each: what it has and `out` lacks is used
             as it is, and `out` is resumed. A neural field's first fits, whose pictures are shown, are run again where
             `out` lacks their weights.
@@ -134,10 +140,12 @@ def compare(
     rounds = trials.timing_rounds if timing_rounds is None else timing_rounds
     check_integer("timing_rounds", rounds, minimum=0)
     if workers is not None:
+        from .workers import check_workers, open_workers
+
         check_workers(workers)
-    plan = Plan.make(trials, arms, seeds, tune_lr, reference, max_extensions)
+    plan = Plan(trials, arms, seeds, tune_lr, reference, max_extensions)
     arm_settings = {arm.name: trials.arm_settings(arm) for arm in plan.arms}
-    folder = Folder(Path(out), trials.shared_settings(), arm_settings, trials.pictures, kept_runs)
+    folder = Folder(Path(out), trials.settings(), arm_settings, trials.pictures, kept_runs)
     resume = resume or kept_runs is not None
     trials.join(folder.path)
     on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
@@ -145,18 +153,15 @@ def compare(
     if resume:
         on_rank_0(lambda: folder.check_data(trials.fingerprint))
 
-    def measure() -> Any:
+    def measure() -> Measurement:
         with threads.chosen():
             former = folder.load_times(rounds, own_threads) if resume else None
             return trials.count_and_time(plan.arms, rounds, former, limit)
 
-    measured, forecast = on_rank_0(measure)
-    if forecast is not None and workers:
-        forecast.at_once = workers
+    measured = on_rank_0(measure)
     session = _Session(
-        *(trials, plan, folder, limit, threads, measured, forecast),
+        *(trials, plan, folder, limit, threads, measured, Forecast(measured.paces, workers or 1), workers),
         console=Console(stderr=True, quiet=quiet or rank() > 0, highlight=False, soft_wrap=True),
-        keep_checkpoints=keep_checkpoints,
         command=command or command_line(),
     )
     on_rank_0(folder.restore_runs)
@@ -167,14 +172,14 @@ def compare(
             if measured.times is not None:
                 with cpu_threads(threads.now):
                     folder.save_times(measured.times, own_threads)
-        session.known_notes = trials.notes(measured)
+        session.known_notes += measured.notes
         if resume:
             session.known_notes += on_rank_0(folder.version_notes)
         if measured.times and (taken := len(measured.times[plan.reference])) < rounds:
             note = f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit."
             session.known_notes.append(note)
         if workers is not None:
-            session.workers = stack.enter_context(open_workers(workers, own_threads, session.console))
+            stack.enter_context(open_workers(workers, own_threads))
         on_rank_0(folder.keep_runs)  # what the folder had alone
         return session.run(steps)
 
@@ -202,17 +207,15 @@ class _Session:
     limit: TimeLimit
     threads: FreeThreads
     measured: Measurement
-    forecast: Forecast | None
+    forecast: Forecast
+    workers: int | None
     console: Console
-    keep_checkpoints: bool
     command: str
     known_notes: list[str] = field(default_factory=list)
-    workers: Workers | None = None
 
     def run(self, steps: int | None) -> Comparison:
         """Run all that ends in time, in so many steps (None: those that were asked for), and report it."""
         self.trials, self.steps, self.notes = self.full.shortened(steps), steps, list(self.known_notes)
-        self.slowest: dict[str, float] = {}
         self.tried: dict[str, list[Run]] = {}
         if steps is not None:
             asked = self.full.in_steps().steps
@@ -225,7 +228,7 @@ class _Session:
             self.console.print(note)
         seeds: Sequence[int] = self.plan.seeds
         try:
-            self.tried = self._tune()
+            self._tune()
         except OutOfTimeError as error:
             if (fewer := self._fewer_steps()) is not None:
                 return self.run(fewer)
@@ -236,7 +239,7 @@ class _Session:
         if self.limit.seconds is None:
             self._run_ahead([(arm, choice, seed) for seed in seeds for arm, choice in going])
         for index, seed in enumerate(seeds):
-            missing = [each for each in going if not self._is_done(*each, seed, with_weights=index == 0)]
+            missing = [each for each in going if self._find(*each, seed, with_weights=index == 0) is None]
             if index and missing and not self._have_time_for([arm for arm, _ in missing]):
                 self.notes.append(f"Stopped for time before seed {seed}; {len(self.plan.seeds)} seeds were asked for.")
                 break
@@ -245,7 +248,7 @@ class _Session:
                 place = f"seed {index + 1} of {len(self.plan.seeds)}"
                 for number, (arm, choice) in enumerate(missing, 1):
                     after = [later for later, _ in missing[number:]]
-                    self._get(arm, choice, seed, place, after, needed=index == 0, with_weights=index == 0)
+                    self._get(arm, choice, seed, place, after, needed=index == 0)
             except OutOfTimeError as error:
                 if index == 0 and (fewer := self._fewer_steps()) is not None:
                     return self.run(fewer)
@@ -261,19 +264,35 @@ class _Session:
     # --- within the time limit -------------------------------------------------------------------------------
 
     def choose_length(self, most: int | None = None, *, anew: bool = False) -> int | None:
-        """Return the steps of runs that end in time, at most so many; `anew`: as if none were finished."""
-        forecast = self.forecast
-        if forecast is None or self.limit.seconds is None:
+        """Return the most steps up to `most` at which what a comparison needs ends in time; None: as many as asked for.
+
+        Lengths to which runs were shortened earlier go on if they fit; `anew`: there are none.
+
+        Raises:
+            UserError: not even `_LEAST_STEPS` fit; the message names the limit that would do.
+        """
+        limit, forecast = self.limit, self.forecast
+        if limit.seconds is None or not forecast.paces:
             return None
         full = self.full.in_steps().steps
+        most = full if most is None else most
         every = [arm.name for arm in self.plan.arms for _ in range(1 + bool(self.plan.tuned(arm)))]
 
-        def missing(steps: int | None) -> list[str]:
-            return every if anew else [arm.name for arm in self._missing(steps, self.plan.seeds[:1], 1)]
-
         def choose() -> int | None:
-            earlier = [] if anew else self.folder.lengths()
-            return choose_length(full if most is None else most, full, forecast, self.limit, earlier, missing, every)
+            for steps in (most, *(each for each in self.folder.lengths() if each < most and not anew)):
+                length = None if steps == full else steps
+                needed = every if anew else [arm.name for arm in self._missing(length, self.plan.seeds[:1], 1)]
+                if not needed or _MARGIN * forecast.total(needed, steps) <= limit.left:
+                    return length
+            steps, least = min(most, forecast.steps_within(every, limit.left / _MARGIN)), min(full, _LEAST_STEPS)
+            if steps < least:
+                runs = limit.passed + _MARGIN * forecast.total(every, least)
+                given, wanted = duration(limit.seconds or 0.0), duration(TimeLimit.holding(runs), up=True)
+                raise UserError(
+                    f"the time limit of {given} does not hold {least} steps of every arm; give it at least {wanted} "
+                    "(--max-minutes), or compare fewer arms or smaller models"
+                )
+            return steps
 
         return on_rank_0(choose)
 
@@ -301,19 +320,40 @@ class _Session:
         return found
 
     def _expected_seconds(self, arms: Sequence[Any]) -> float:
-        """Return how long one more run of each arm takes: as its slowest so far and a tenth, else by the forecast."""
-        slowest = max(self.slowest.values(), default=0.0)
-
-        def expected(arm: Any) -> float:
-            if arm.name in self.slowest or self.forecast is None:
-                return 1.1 * self.slowest.get(arm.name, slowest)
-            return self.forecast.seconds(arm.name, self.trials.in_steps().steps)
-
-        return sum(expected(arm) for arm in arms)
+        """Return how long one more run of each arm takes."""
+        return self.forecast.total([arm.name for arm in arms], self.trials.in_steps().steps)
 
     def _have_time_for(self, arms: Sequence[Any]) -> bool:
         """Return whether one more run of each arm ends in time; clocks differ, so rank 0 decides for all processes."""
         return on_rank_0(lambda: self._expected_seconds(arms) < self.limit.left)
+
+    def _stop_rule(self, arm: Any, steps: int, after: Sequence[Any], *, needed: bool) -> Stop:
+        """Return what says at each step of a run whether it must stop; its threads give way to others meanwhile.
+
+        The forecast takes in the pace of a run that is stopped.
+        """
+        limit, reserve = self.limit, self._expected_seconds(after)
+        begun: list[tuple[int, float]] = []
+
+        def stop(step: int) -> bool:
+            self.threads.give_way()
+            if limit.seconds is None:
+                return False
+            now, left = limit.passed, limit.left - reserve
+            if not begun:
+                begun.append((step, now))
+            done, seconds = step - begun[0][0], now - begun[0][1]
+            over = left < 0
+            if not done:
+                return over
+            pace = seconds / done
+            if needed and done >= max(2, _SURE * steps):
+                over = over or pace * (steps - step) > left
+            if over:
+                self.forecast.observe(arm.name, steps, pace * steps, whole=False)
+            return over
+
+        return stop
 
     # --- single runs -----------------------------------------------------------------------------------------
 
@@ -324,46 +364,31 @@ class _Session:
     def _path(self, arm: Any, choice: Choice, seed: int) -> Path:
         return self._of_arm(arm, self.steps) / choice.folder / f"seed-{seed}"
 
-    def _find(self, arm: Any, choice: Choice, seed: int) -> Run | None:
-        """Return the finished run, or None. A torn result counts as unfinished."""
-        path = self._path(arm, choice, seed) / RESULT
+    def _find(self, arm: Any, choice: Choice, seed: int, *, with_weights: bool = False) -> Run | None:
+        """Return the finished run, or None: also where its result is torn, or weights that it must have are gone."""
+        path = self._path(arm, choice, seed)
 
-        def read() -> Run | None:
-            with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
-                return self.trials.read(read_json(path), choice, seed) if path.is_file() else None
-            return None
+        def read() -> tuple[Run | None, bool]:
+            with contextlib.suppress(UserError, ValueError, LookupError, TypeError, FileNotFoundError):
+                found = self.trials.read(read_json(path / RESULT), choice, seed)
+                return found, not with_weights or found.final_loss is None or self.trials.has_weights(path)
+            return None, False
 
-        found = on_rank_0(read)
+        found, whole = on_rank_0(read)
         if found is not None:
-            self.slowest[arm.name] = max(found.seconds, self.slowest.get(arm.name, 0.0))
-        return found
-
-    def _is_done(self, arm: Any, choice: Choice, seed: int, *, with_weights: bool = False) -> bool:
-        """Return whether a run is finished, and has what pictures need of it."""
-        found = self._find(arm, choice, seed)
-        if found is None or not with_weights or found.final_loss is None:
-            return found is not None
-        return on_rank_0(lambda: self.trials.has_weights(self._path(arm, choice, seed)))
+            self.forecast.observe(arm.name, self.trials.in_steps().steps, found.seconds)
+        return found if whole else None
 
     def _get(
-        self,
-        arm: Any,
-        choice: Choice,
-        seed: int,
-        place: str,
-        after: Sequence[Any],
-        *,
-        needed: bool = False,
-        with_weights: bool = False,
+        self, arm: Any, choice: Choice, seed: int, place: str, after: Sequence[Any], *, needed: bool = False
     ) -> Run:
         """Return the finished run, run or resumed first if need be. A run that diverges is a result too.
 
         `place` is for the screen. Time is kept for runs of the arms in `after`; a `needed` run raises OutOfTimeError as
         soon as its pace says that it will not end in time.
         """
-        if self._is_done(arm, choice, seed, with_weights=with_weights):
-            found = self._find(arm, choice, seed)
-            assert found is not None
+        found = self._find(arm, choice, seed, with_weights=seed == self.plan.seeds[0])
+        if found is not None:
             return found
         path = self._path(arm, choice, seed)
         resume = on_rank_0(lambda: begun(path))
@@ -372,29 +397,27 @@ class _Session:
         words += f"{duration(max(0.0, min(left, self.limit.left)))} to go" if left else ""
         self.console.print(f"[bold]{arm.name}[/] {choice}, {place}{', resumed' if resume else ''}{words}")
         started, steps = self.limit.passed, self.trials.in_steps().steps
-        reserve = self._expected_seconds(after)
-        known: dict[str, Any] = {"arm": arm.name, "steps": steps, "reserve": reserve, "looks_ahead": needed}
-        stop = stop_rule(self.limit, self.threads, self.forecast, **known)
+        stop = self._stop_rule(arm, steps, after, needed=needed)
         # A run that diverges has written its result before it raises; any other error is the user's to see.
         with contextlib.suppress(DivergedError), self.threads.chosen():
             self.trials.run(arm, choice, seed, path, resume=resume, stop=stop)
         found = self._ended(arm, choice, seed)
         if not resume and found.final_loss is not None:
-            seconds = self.limit.passed - started
-            self.slowest[arm.name] = max(seconds, self.slowest[arm.name])
-            if self.forecast is not None:
-                self.forecast.observe(arm.name, steps, seconds)
+            self.forecast.observe(arm.name, steps, self.limit.passed - started)
         score = "diverged" if found.judged is None else f"{self.trials.measure.name} {found.judged:.4f}"
         self.console.print(f"    {score} after {found.steps} steps ({found.seconds:.0f} s)")
         on_rank_0(self.folder.keep_runs)
         return found
 
-    def _run_ahead(self, wanted: Sequence[Wanted]) -> None:
-        """Run those that are missing side by side, where there are workers; `_get` finds them."""
+    def _run_ahead(self, wanted: Sequence[tuple[Any, Choice, int]]) -> None:
+        """Run (arm, choice, seed) that are missing side by side, where there are workers; `_get` finds them."""
         if self.workers is None:
             return
+        from .workers import run_side_by_side
+
         missing = [each for each in dict.fromkeys(wanted) if self._find(*each) is None]
-        self.workers.train(self.trials, [(*each, self._path(*each)) for each in missing], self.limit)
+        runs = [(*each, self._path(*each)) for each in missing]
+        run_side_by_side(self.trials, runs, self.workers, self.limit, self.console)
         for each in missing:
             self._ended(*each)
         on_rank_0(self.folder.keep_runs)
@@ -402,13 +425,13 @@ class _Session:
     def _ended(self, arm: Any, choice: Choice, seed: int) -> Run:
         found, path = self._find(arm, choice, seed), self._path(arm, choice, seed)
         assert found is not None, f"{path} has no {RESULT}"
-        if found.final_loss is not None and not self.keep_checkpoints:
+        if found.final_loss is not None:
             on_rank_0(lambda: shutil.rmtree(path / "checkpoints", ignore_errors=True))
         return found
 
     # --- each arm's choice -----------------------------------------------------------------------------------
 
-    def _tune(self) -> dict[str, list[Run]]:
+    def _tune(self) -> None:
         """Run every choice of each arm on the tuning seed, and go beyond its grid where the best is at the edge.
 
         Choice by choice, so that all arms have as many when time is up, and time is left for the first seed of every
@@ -416,53 +439,34 @@ class _Session:
         """
         plan, seed = self.plan, self.plan.tuning_seed
         first_seed = on_rank_0(lambda: self._missing(self.steps, plan.seeds[:1], 0))
-        choices = {arm: plan.tuned(arm) for arm in plan.arms if plan.tuned(arm)}
-        longest = max(map(len, choices.values()), default=0)
-        tried: dict[str, list[Run]] = {arm.name: [] for arm in choices}
+        arms = [arm for arm in plan.arms if plan.tuned(arm)]
+        self.tried = {arm.name: [] for arm in arms}
         if self.limit.seconds is None:
-            self._run_ahead([(arm, choice, seed) for arm in choices for choice in choices[arm]])
-        for index in range(longest):
-            now = [(arm, own[index]) for arm, own in choices.items() if index < len(own)]
+            self._run_ahead([(arm, choice, seed) for arm in arms for choice in plan.tuned(arm)])
+        longest = max((len(plan.tuned(arm)) for arm in arms), default=0)
+        for index in range(longest + plan.max_extensions):
+            if index < longest:
+                now = [(arm, plan.tuned(arm)[index]) for arm in arms if index < len(plan.tuned(arm))]
+            else:
+                now = [(arm, each) for arm in arms for each in next_choices(self.tried[arm.name], self.trials.measure)]
             missing = [arm for arm, choice in now if self._find(arm, choice, seed) is None]
+            found: dict[str, list[Run]] = {name: [] for name in self.tried}
             try:
-                if index > 0 and missing and not self._have_time_for([*missing, *first_seed]):
+                if index and missing and not self._have_time_for([*missing, *first_seed]):
                     raise OutOfTimeError("no time for another choice of every arm")
                 self._run_ahead([(arm, choice, seed) for arm, choice in now])
-                for place, (arm, choice) in enumerate(now, 1):
-                    after = [*(later for later, _ in now[place:] if later in missing), *first_seed]
-                    where = f"tuning {index + 1} of {len(choices[arm])}"
-                    tried[arm.name].append(self._get(arm, choice, seed, where, after, needed=index == 0))
+                for number, (arm, choice) in enumerate(now, 1):
+                    after = [*(later for later, _ in now[number:] if later in missing), *first_seed]
+                    place = f"tuning {index + 1} of {longest}" if index < longest else "tuning, grid extended"
+                    found[arm.name].append(self._get(arm, choice, seed, place, after, needed=index == 0))
             except OutOfTimeError:
                 if index == 0:
                     raise
-                self.notes.append(f"Tuning stopped for time after {index} of {longest} choices of every arm.")
-                return {name: found[:index] for name, found in tried.items()}
-        growing = list(choices)
-        for _ in range(plan.max_extensions):
-            growing = self._extend(growing, tried, first_seed)
-        return tried
-
-    def _extend(self, arms: list[Any], tried: dict[str, list[Run]], first_seed: Sequence[Any]) -> list[Any]:
-        """Try learning rates beyond the grids of these arms; return those that time allowed to grow."""
-        seed = self.plan.tuning_seed
-        beyond = {arm: next_choices(tried[arm.name], self.trials.measure) for arm in arms}
-        growing = []
-        for arm, choices in beyond.items():
-            missing = [arm for choice in choices if self._find(arm, choice, seed) is None]
-            if choices and (not missing or self._have_time_for([*missing, *first_seed])):
-                growing.append(arm)
-        try:
-            self._run_ahead([(arm, choice, seed) for arm in growing for choice in beyond[arm]])
-        except OutOfTimeError:
-            return []
-        for arm in list(growing):
-            try:
-                for choice in beyond[arm]:
-                    place = f"tuning, grid extended to {choice.lr:g}"
-                    tried[arm.name].append(self._get(arm, choice, seed, place, first_seed))
-            except OutOfTimeError:
-                growing.remove(arm)
-        return growing
+                if index < longest:
+                    self.notes.append(f"Tuning stopped for time after {index} of {longest} choices of every arm.")
+                return
+            for name, runs in found.items():
+                self.tried[name] += runs
 
     def _choose(self, arm: Any) -> tuple[Choice | None, str]:
         """Return the arm's choice (None: it diverged at all of them) and where it comes from; note what clouds it."""
@@ -490,7 +494,7 @@ class _Session:
         for arm in plan.arms:
             rates = sorted({choice.lr for choice in plan.tuned(arm)})
             own |= {f"grid of {arm.name}": rates} if rates and rates != list(plan.grid) else {}
-        settings = trials.shared_settings() | own | {"seeds": len(plan.seeds)}
+        settings = trials.settings() | own | {"seeds": len(plan.seeds)}
         results = build_results(
             about=about | {"recipe": about["recipe"] | {"settings": settings}},
             arms=[self._record(arm) for arm in plan.arms],
@@ -529,29 +533,3 @@ class _Session:
             runs=found,
             tuning=self.tried.get(arm.name, ()),
         )
-
-
-def best_run(tried: Sequence[Run], measure: Measure = LOSS) -> Run | None:
-    """Return the run with the best selection, of equals the one with the lower loss, then the smaller learning rate.
-
-    Correlations of a classifier that knows the commonest class alone are all 0, and the loss still tells them apart.
-    """
-    sign = -1 if measure.higher_is_better else 1
-    finite = [(sign * run.chosen_by, run.final_loss, run.lr, run) for run in tried if run.chosen_by is not None]
-    return min(finite, key=lambda each: each[:3], default=(0, 0, 0, None))[3]
-
-
-def next_choices(tried: Sequence[Run], measure: Measure = LOSS) -> list[Choice]:
-    """Return what an arm tries next: its best init at the learning rate beyond the edge that its best is at.
-
-    Where every choice diverged: every init, at the next lower one.
-    """
-    best = best_run(tried, measure)
-    found = []
-    for init in dict.fromkeys(run.init for run in tried) if best is None else (best.init,):
-        rates = sorted({run.lr for run in tried if run.init == init})
-        if len(rates) > 1 and (best is None or best.lr == rates[0]):
-            found.append(Choice(lr=tidy(rates[0] * rates[0] / rates[1]), init=init))
-        elif len(rates) > 1 and best is not None and best.lr == rates[-1]:
-            found.append(Choice(lr=tidy(rates[-1] * rates[-1] / rates[-2]), init=init))
-    return found

@@ -2,21 +2,8 @@
 
 Two arms that share a seed share their batches, their order and their evaluation data, so most of the luck of a run
 cancels in the difference, and the seeds are the sample. Means of differences are tested by the paired t-test. Ratios
-are tested on the log scale, and their intervals are carried back. Intervals are 95 %. One seed gives no interval and
-no p-value.
-
-==================  ==================================================================================
-final loss          evaluation loss at the last step
-score               what a task is judged by, at the last step: its final loss unless it says otherwise
-delta               score of the arm - score of the reference, per seed (of a loss, below 0 is better)
-step speedup        steps of the reference / steps of the arm to the first crossing of the reference's
-                    final loss on the linearly interpolated evaluation curve (noble.txt 4.1.1), per seed
-matched speedup     the step speedup where the arm reached that loss; where it did not, the reverse
-                    measure: steps of the reference to the first crossing of the arm's final loss /
-                    steps of the arm, which is below 1. So it exists for slow arms as well as fast ones
-step-time ratio     seconds of a step of the arm / of the reference, interleaved; median of paired ratios
-wall-clock speedup  step speedup / step-time ratio
-==================  ==================================================================================
+are tested on the log scale, and their intervals are carried back. Intervals are 95 %. The numbers are defined in
+docs/compare.md, "What is printed".
 """
 
 import math
@@ -137,41 +124,40 @@ def late_change(points: Points) -> tuple[float, float] | None:
 
 def curve_cautions(
     difference: float, curves: Mapping[str, Sequence[Points]], *, higher_is_better: bool = False
-) -> tuple[str, ...]:
+) -> list[str]:
     """Say where two arms' curves (name -> those of its seeds) do not bear a claim on their difference.
 
     They have not flattened: over the last fifth of its steps one of the two still improved, in the mean over seeds, by
-    more than the difference. Then a fifth more or fewer steps matter more than the arm does. Or whether they have
-    flattened is not known.
+    more than the difference. Or whether they have flattened is not known.
     """
     late = {name: [late_change(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
     known = {name: [each for each in changes if each is not None] for name, changes in late.items()}
     if any(len(known[name]) < len(late[name]) for name in late):
-        return ("the runs are evaluated too seldom to tell whether their curves have flattened",)
+        return ["the runs are evaluated too seldom to tell whether their curves have flattened"]
     sign = 1 if higher_is_better else -1
     gains = {name: sign * float(np.mean([change for change, _ in changes])) for name, changes in known.items()}
     moving = [f"`{name}` by {gain:.3g}" for name, gain in gains.items() if gain > abs(difference)]
     if not moving:
-        return ()
+        return []
     share = max(share for changes in known.values() for _, share in changes)
-    return (
+    return [
         f"the curves have not flattened (over the last {100 * share:.0f} % of the steps {' and '.join(moving)} "
-        "still improved, more than the difference), so it may be one of speed or schedule alone",
-    )
+        "still improved, more than the difference), so it may be one of speed or schedule alone"
+    ]
 
 
-def speed_cautions(curves: Mapping[str, Sequence[Points]], at_first_evaluation: Sequence[bool]) -> tuple[str, ...]:
-    """Say where a speed is read off too coarse a curve: few evaluations, or (by seed) a crossing at the first one."""
+def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> list[str]:
+    """Say where a speed is read off too coarse a curve: few evaluations, or crossings at the first one."""
     found = []
-    fewest = min(len(curve) for of_seeds in curves.values() for curve in of_seeds)
-    if fewest < _FEW_EVALUATIONS:
-        found.append(f"the speed is read off {fewest} evaluations, fewer than {_FEW_EVALUATIONS}")
-    if any(at_first_evaluation):
+    lengths = [len(curve) for of_seeds in curves.values() for curve in of_seeds]
+    if min(lengths) < _FEW_EVALUATIONS:
+        found.append(f"the speed is read off {min(lengths)} evaluations, fewer than {_FEW_EVALUATIONS}")
+    if bounds:
         found.append(
-            f"in {sum(at_first_evaluation)} of {len(at_first_evaluation)} seeds the crossing lies at the first "
-            "evaluation: evaluate more often for a sharper speedup"
+            f"in {bounds} of {len(lengths) // 2} seeds the crossing lies at the first evaluation: evaluate more often "
+            "for a sharper speedup"
         )
-    return tuple(found)
+    return found
 
 
 # --- one arm against another -------------------------------------------------------------------------------------
@@ -280,92 +266,62 @@ def wall_clock_speedup(speedup: Estimate, step_time: Ratio | None) -> Estimate:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairSummary:
-    """One arm against one reference over the seeds that both finished.
-
-    `reached` of `n` seeds came down to the reference's final loss; the step speedup is a number only when
-    all did. `early` counts the seeds in which the reference passed its own final loss well before its end
-    (its curve rose again), which flatters every arm. `bounds` counts crossings at a first evaluation. Runs that are
-    judged by another score than their loss have no speedups, and `seeds` is empty.
-    """
-
-    n: int
-    diverged: int
-    reached: int
-    early: int
-    bounds: int
-    delta: Estimate
-    p_holm: float | None = None
-    """The delta's p-value after Holm's correction over the family."""
-    step_speedup: Estimate
-    matched_speedup: Estimate
-    wall_clock_speedup: Estimate
-    matched_wall_clock_speedup: Estimate
-    seeds: dict[int, SeedSpeed]
-    cautions: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        estimates = {name: each.to_json() for name, each in vars(self).items() if isinstance(each, Estimate)}
-        return asdict(self) | estimates
-
-
 def compare_pair(
     reference: Mapping[int, Run], arm: Mapping[int, Run], step_time: Ratio | None = None, *, speed: bool = True
-) -> PairSummary:
+) -> dict[str, Any]:
     """All paired statistics of one arm against one reference, both seed -> run, over the seeds that both have.
-
-    `step_time` is the arm's step-time ratio over this reference, if it was measured; `speed` says whether the losses'
-    curves are compared too.
 
     A seed in which either run diverged has no difference. Dropping only those seeds would flatter an arm
     that diverges, so with any of them there is no aggregate number, and `note` says so.
+
+    Args:
+        reference: its runs.
+        arm: its runs.
+        step_time: the arm's step-time ratio over this reference, if it was measured.
+        speed: compare the losses' curves too; else there are no speedups, and `seeds` is empty.
+
+    Returns:
+        Plain numbers. `reached` of `n` seeds came down to the reference's final loss; the step speedup is a number only
+        when all did. `early` counts the seeds in which the reference passed its own final loss well before its end (its
+        curve rose again), which flatters every arm; `bounds` counts crossings at a first evaluation.
     """
     seeds = sorted(set(reference) & set(arm))
     whole = [s for s in seeds if reference[s].final_loss is not None and arm[s].final_loss is not None]
     speeds = {s: seed_speed(reference[s], arm[s]) for s in whole if speed}
     reached = sum(each.reached for each in speeds.values()) if speed else len(whole)
+    diverged = _diverged_note([arm[s] for s in seeds], [reference[s] for s in seeds])
+    none = diverged or ("" if speed else "not compared by loss")
 
-    def ratio(name: str) -> Estimate:
+    def ratio(name: str, note: str) -> Estimate:
         numbers = [getattr(each, name) for each in speeds.values()]
         if None in numbers:
-            return no_ratio(next(each.note for each in speeds.values() if each.note))
-        return geometric_mean(numbers)
+            note = note or next(each.note for each in speeds.values() if each.note)
+        return Estimate(value=None, n=len(seeds), null=1.0, note=note) if note else geometric_mean(numbers)
 
-    def no_ratio(note: str) -> Estimate:
-        return Estimate(value=None, n=len(seeds), null=1.0, note=note)
-
-    if len(whole) < len(seeds):
-        note = _diverged_note([arm[s] for s in seeds], [reference[s] for s in seeds])
-        delta = Estimate(value=None, n=len(seeds), note=note)
-        steps = matched = no_ratio(note)
-    else:
+    not_reached = f"not reached (by {reached} of {len(whole)} seeds)" if reached < len(whole) else ""
+    steps, matched = ratio("step_speedup", none or not_reached), ratio("matched_speedup", none)
+    delta = Estimate(value=None, n=len(seeds), note=diverged)
+    if not diverged:
         delta = paired_mean([arm[s].judged - reference[s].judged for s in whole])  # type: ignore[operator]
-        if not speed:
-            steps = matched = no_ratio("not compared by loss")
-        else:
-            not_reached = f"not reached (by {reached} of {len(whole)} seeds)"
-            steps = no_ratio(not_reached) if reached < len(whole) else ratio("step_speedup")
-            matched = ratio("matched_speedup")
-    return PairSummary(
-        n=len(seeds),
-        diverged=len(seeds) - len(whole),
-        reached=reached,
-        early=sum(_passed_early(reference[s]) for s in whole if speed),
-        bounds=sum(each.bound for each in speeds.values()),
-        delta=delta,
-        step_speedup=steps,
-        matched_speedup=matched,
-        wall_clock_speedup=wall_clock_speedup(steps, step_time),
-        matched_wall_clock_speedup=wall_clock_speedup(matched, step_time),
-        seeds=speeds,
-    )
+    return {
+        "n": len(seeds),
+        "diverged": len(seeds) - len(whole),
+        "reached": reached,
+        "early": sum(_passed_early(reference[s]) for s in whole if speed),
+        "bounds": sum(each.bound for each in speeds.values()),
+        "delta": delta.to_json(),
+        "step_speedup": steps.to_json(),
+        "matched_speedup": matched.to_json(),
+        "wall_clock_speedup": wall_clock_speedup(steps, step_time).to_json(),
+        "matched_wall_clock_speedup": wall_clock_speedup(matched, step_time).to_json(),
+        "seeds": {seed: asdict(each) for seed, each in speeds.items()},
+    }
 
 
 def _diverged_note(arm: Sequence[Run], reference: Sequence[Run]) -> str:
-    """Return which of the two diverged, as it stands in the arm's row."""
+    """Return which of the two diverged, as it stands in the arm's row; nothing where neither did."""
     own, other = (sum(run.final_loss is None for run in runs) for runs in (arm, reference))
     where = f"of {len(arm)} seeds"
     if not own:
-        return f"the reference diverged in {other} {where}"
+        return f"the reference diverged in {other} {where}" if other else ""
     return f"diverged in {own} {where}" + (f", and the reference in {other}" if other else "")

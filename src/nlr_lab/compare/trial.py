@@ -1,21 +1,32 @@
-"""A trial as the pipeline knows it, one run of an arm at one choice of what is tuned of it with one seed; the plan."""
+"""A trial as the pipeline knows it: one run of an arm at one choice of what is tuned of it with one seed.
 
+A kind of trial (training a model, fitting a field) is a subclass of `Trials`. A comparison with a time limit needs one
+run of every arm at the least (and one more of each that is tuned). Their time is forecast from timed steps before
+anything is trained, and follows what runs really take.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-from nlr_lab.tasks.task import Measure
+from nlr_lab.runtime.storage import flatten
+from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
-
-from .time_limit import Forecast, TimeLimit, shortened
 
 Curve = tuple[tuple[int, float], ...]
 Stop = Callable[[int], bool]
 """Asked after each step with its number: whether the run must stop for time."""
+
+TIMING_SHARE = 0.1
+"""Share of a limit that timing steps may take."""
+PACE_ROUNDS = 3
+"""Rounds of steps that are timed for the limit alone."""
+_REPORT_SHARE, _REPORT_SECONDS = 0.05, 30.0  # of a limit, kept for the pictures and the report
 
 
 def tidy(rate: float) -> float:
@@ -101,12 +112,111 @@ class Measurement:
     """FLOPs of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None = None
     """Seconds of single training steps, all arms in turn; None when not measured."""
+    paces: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """For the forecast where there is a time limit."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the report."""
 
 
+class TimeLimit:
+    """Seconds from now that a comparison may take, its report included; None: no limit."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float]) -> None:
+        self.seconds, self._clock, self._started = seconds, clock, clock()
+        self.kept = 0.0 if seconds is None else min(_REPORT_SHARE * seconds, _REPORT_SECONDS)
+        """Seconds for the report and its pictures."""
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    @property
+    def left(self) -> float:
+        """Seconds left to runs; infinite without a limit."""
+        return math.inf if self.seconds is None else self.seconds - self.kept - self.passed
+
+    @staticmethod
+    def holding(seconds: float) -> float:
+        """Return the limit that leaves so many seconds to runs."""
+        return seconds + max(_REPORT_SECONDS, seconds * _REPORT_SHARE / (1 - _REPORT_SHARE))
+
+
+class Forecast:
+    """Seconds that a run takes, by arm: as its slowest so far and a tenth; before there is one, by timed steps.
+
+    Args:
+        paces: seconds of a step and of all else in a run, of each arm whose steps were timed for it.
+        at_once: runs side by side.
+    """
+
+    def __init__(self, paces: Mapping[str, tuple[float, float]], at_once: int) -> None:
+        self.paces, self.at_once = paces, at_once
+        self._slower = 1.0
+        self._taken: dict[tuple[str, int], float] = {}
+
+    def seconds(self, arm: str, steps: int) -> float:
+        """Return the seconds of a run of so many steps; 0 where nothing is known yet."""
+        if (arm, steps) in self._taken:
+            return 1.1 * self._taken[arm, steps]
+        if arm in self.paces:
+            return self._by_pace(arm, steps)
+        return 1.1 * max(self._taken.values(), default=0.0)
+
+    def _by_pace(self, arm: str, steps: int) -> float:
+        step, beside = self.paces[arm]
+        return self._slower * (steps * step + beside)
+
+    def total(self, arms: Iterable[str], steps: int) -> float:
+        """Return the seconds of one run of each arm, as often as it is named."""
+        seconds = [self.seconds(arm, steps) for arm in arms]
+        return max(sum(seconds) / self.at_once, max(seconds, default=0.0))
+
+    def steps_within(self, arms: Sequence[str], seconds: float) -> int:
+        """Return the most steps at which one run of each arm, as often as it is named, fits; below 1: none."""
+        start = self.total(arms, 0)
+        steps = math.floor((seconds - start) / (self.total(arms, 1) - start))
+        return steps - steps % 10 if steps > 20 else steps
+
+    def observe(self, arm: str, steps: int, seconds: float, *, whole: bool = True) -> None:
+        """Take in what a run of so many steps took; one that is not whole would at its pace."""
+        if arm in self.paces:
+            self._slower *= max(1.0, seconds / self._by_pace(arm, steps))
+        if whole:
+            self._taken[arm, steps] = max(seconds, self._taken.get((arm, steps), 0.0))
+
+
+def measure_paces(
+    times: Mapping[str, Sequence[float]],
+    passed: float,
+    least: float,
+    evaluations: int,
+    evaluation: Callable[[float], float],
+) -> dict[str, tuple[float, float]]:
+    """Return what a forecast needs of each arm, from seconds of its steps.
+
+    Args:
+        times: of the steps.
+        passed: seconds that building and timing all arms took; what is not of the steps is what a run takes to start.
+        least: seconds of that.
+        evaluations: of a run, whatever its number of steps.
+        evaluation: seconds of a step -> seconds of an evaluation.
+    """
+    start = max(least, (passed - sum(map(sum, times.values()))) / len(times))
+    steps = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in times.items()}
+    return {name: (step, evaluations * evaluation(step) + start) for name, step in steps.items()}
+
+
+def shortened(config: Any, steps: int) -> Any:
+    """Return the same training (of steps, not epochs) in fewer: the whole schedule, with as many evaluations."""
+    share = steps / config.steps
+    names = {each.name for each in fields(config)} & {"eval_every", "save_every", "log_every"}
+    spacing = {name: max(1, round(share * value)) for name in names if (value := getattr(config, name))}
+    return replace(config, steps=steps, warmup_steps=min(steps, round(share * config.warmup_steps)), **spacing)
+
+
 class Trials(ABC):
-    """The trials of one recipe: a kind of trial (training a model, fitting a field) is a subclass.
+    """The trials of one recipe.
 
     Args:
         recipe: with name, description, train, arms, seeds and tune_lr.
@@ -120,6 +230,8 @@ class Trials(ABC):
     """Has `render_report` and `render_tables` of a record, and the sentences `findings`."""
     timing_rounds: ClassVar[int]
     """Interleaved steps of each arm by default."""
+    parts: ClassVar[tuple[str, ...]]
+    """Fields of the recipe that have its settings."""
     free: ClassVar[frozenset[str]]
     """Settings that may differ between the runs of one folder: learning rate and seed are in each run's path, the
     others change no number, or only by rounding."""
@@ -142,13 +254,14 @@ class Trials(ABC):
         """Return the recipe's training, its length in steps; known once data are prepared."""
         return self.recipe.train
 
-    def shared_settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings that all runs share, flat."""
-        return {name: value for name, value in self.settings().items() if name not in self.free}
+        found = flatten({part: getattr(self.recipe, part) for part in self.parts})
+        return {name: value for name, value in found.items() if name not in self.free}
 
-    def resolve(self, arms: Sequence[Any]) -> tuple[Any, ...]:
+    def resolve(self, arms: Sequence[Any]) -> list[Any]:
         """Return the arms with what one leaves to another filled in; raise UserError where that cannot be."""
-        return tuple(arms)
+        return list(arms)
 
     def join(self, out: Path) -> None:  # noqa: B027  # most kinds run in one process
         """Join the other processes of a distributed run, if there are any."""
@@ -156,10 +269,6 @@ class Trials(ABC):
     def has_weights(self, folder: Path) -> bool:
         """Return whether a finished run has what the pictures need of it."""
         return True
-
-    def notes(self, measured: Measurement) -> list[str]:
-        """Return sentences for the report."""
-        return measured.notes
 
     def control(self, arm: Any) -> bool:
         """Return whether the arm is a baseline that others are compared with besides the reference."""
@@ -183,10 +292,6 @@ class Trials(ABC):
         """Read an arm's short form."""
 
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return all settings, flat."""
-
-    @abstractmethod
     def arm_settings(self, arm: Any) -> dict[str, Any]:
         """Return what an arm is, without what is in each run's path."""
 
@@ -201,11 +306,11 @@ class Trials(ABC):
     @abstractmethod
     def count_and_time(
         self, arms: Sequence[Any], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> tuple[Measurement, Forecast | None]:
-        """Build every arm (UserError where one cannot be), count it, time interleaved steps, forecast the runs' time.
+    ) -> Measurement:
+        """Build every arm (UserError where one cannot be), count it, time interleaved steps.
 
-        Rounds of 0 leave times out; `former` are those of an earlier session, which need not be taken again. A forecast
-        is needed where there is a limit.
+        Rounds of 0 leave times out; `former` are those of an earlier session, which need not be taken again. Where
+        there is a limit, the arms' `paces` are measured too.
         """
 
     @abstractmethod
@@ -229,36 +334,27 @@ class Trials(ABC):
         """Write the pictures of a record; `run_folders`: each arm's run with the first seed, where it has a choice."""
 
 
-@dataclass(frozen=True, kw_only=True)
+# --- the plan and the choices -----------------------------------------------------------------------------------------
+
+
 class Plan:
-    """The checked arguments of `compare`: arms, seeds and learning rates."""
+    """The checked arguments of `compare`; raise UserError for arms, seeds or learning rates that make no comparison."""
 
-    arms: tuple[Any, ...]
-    seeds: tuple[int, ...]
-    tuning_seed: int
-    grid: tuple[float, ...]
-    choices: dict[str, list[Choice]]
-    """Choices that each arm is tuned over, by name; one choice: it is not tuned."""
-    reference: str
-    max_extensions: int
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         trials: Trials,
         arms: Sequence[Any] | None,
         seeds: int | None,
         tune_lr: Sequence[float] | None,
         reference: str | None,
         max_extensions: int,
-    ) -> "Plan":
-        """Raise UserError for arms, seeds or learning rates that make no comparison."""
+    ) -> None:
         recipe = trials.recipe
         given = recipe.arms if arms is None else arms
-        chosen = tuple(trials.parse_arm(arm) if isinstance(arm, str) else arm for arm in given)
         count = recipe.seeds if seeds is None else seeds
-        grid = tuple(sorted(map(tidy, recipe.tune_lr if tune_lr is None else tune_lr)))
+        chosen = [trials.parse_arm(arm) if isinstance(arm, str) else arm for arm in given]
         names = [arm.name for arm in chosen]
+        grid = tuple(sorted(map(tidy, recipe.tune_lr if tune_lr is None else tune_lr)))
         if len(names) < 2:
             raise UserError(f"a comparison needs at least two arms, such as: {trials.example}")
         for name in names:
@@ -272,18 +368,40 @@ class Plan:
             raise UserError("tune_lr needs at least two different learning rates; to set one, set lr instead")
         if reference is not None and reference not in names:
             raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
-        chosen = trials.resolve(chosen)
-        first = recipe.train.seed + 1
-        return cls(
-            arms=chosen,
-            seeds=tuple(range(first, first + count)),
-            tuning_seed=recipe.train.seed,
-            grid=grid,
-            choices={arm.name: trials.choices(arm, grid) for arm in chosen},
-            reference=reference or trials.default_reference(chosen),
-            max_extensions=max_extensions,
-        )
+        self.arms = trials.resolve(chosen)
+        self.reference = reference or trials.default_reference(self.arms)
+        self.tuning_seed = recipe.train.seed
+        self.seeds = range(self.tuning_seed + 1, self.tuning_seed + 1 + count)
+        self.grid, self.max_extensions = grid, max_extensions
+        self.choices = {arm.name: trials.choices(arm, grid) for arm in self.arms}
+        """Choices that each arm is tuned over; one choice: it is not tuned."""
 
     def tuned(self, arm: Any) -> list[Choice]:
         """Return what an arm is tuned over; empty where it is not tuned."""
         return self.choices[arm.name] if len(self.choices[arm.name]) > 1 else []
+
+
+def best_run(tried: Sequence[Run], measure: Measure = LOSS) -> Run | None:
+    """Return the run with the best selection, of equals the one with the lower loss, then the smaller learning rate.
+
+    Correlations of a classifier that knows the commonest class alone are all 0, and the loss still tells them apart.
+    """
+    sign = -1 if measure.higher_is_better else 1
+    finite = [(sign * run.chosen_by, run.final_loss, run.lr, run) for run in tried if run.chosen_by is not None]
+    return min(finite, key=lambda each: each[:3], default=(0, 0, 0, None))[3]
+
+
+def next_choices(tried: Sequence[Run], measure: Measure = LOSS) -> list[Choice]:
+    """Return what an arm tries next: its best init at the learning rate beyond the edge that its best is at.
+
+    Where every choice diverged: every init, at the next lower one.
+    """
+    best = best_run(tried, measure)
+    found = []
+    for init in dict.fromkeys(run.init for run in tried) if best is None else (best.init,):
+        rates = sorted({run.lr for run in tried if run.init == init})
+        if len(rates) > 1 and (best is None or best.lr == rates[0]):
+            found.append(Choice(lr=tidy(rates[0] * rates[0] / rates[1]), init=init))
+        elif len(rates) > 1 and best is not None and best.lr == rates[-1]:
+            found.append(Choice(lr=tidy(rates[-1] * rates[-1] / rates[-2]), init=init))
+    return found

@@ -1,16 +1,14 @@
 """Runs of a comparison side by side: on the GPUs or cores of this machine, or on a Ray cluster.
 
-Scheduling, retries and processes are Ray's. A task is one run into its own folder, which all machines must
-see; the comparison itself goes on as it does alone, and finds the results there. Each run has its own seed and its own
-processes' number of threads, so results are those of a serial comparison. A run whose worker dies is begun again by
-Ray and resumes from its checkpoint; one that was not finished when the comparison was stopped does so when it resumes.
-A joined cluster's workers run in the comparison's working folder, so that relative paths of data mean the same.
+Scheduling, retries and processes are Ray's. A task is one run into its own folder, which all machines must see; the
+comparison itself goes on as it does alone, and finds the results there. A run whose worker dies is begun again by Ray
+and resumes from its checkpoint; one that was not finished when the comparison was stopped does so when it resumes. A
+joined cluster's workers run in the comparison's working folder, so that relative paths of data mean the same.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from nlr_lab.runtime.processes import world_size
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer, one_line, require
 
-from .folder import begun
-from .time_limit import TimeLimit
-from .trial import Choice, Trials
+from .record import begun
+from .trial import Choice, TimeLimit, Trials
 
 _RETRIES, _STARTS = 3, 3
 
@@ -36,60 +33,18 @@ def check_workers(workers: int) -> None:
     require("ray", "ray")
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Workers for a number of runs at once, made by `open_workers`."""
-
-    number: int
-    console: Console
-
-    def train(self, trials: Trials, runs: Sequence[tuple[Any, Choice, int, Path]], limit: TimeLimit) -> None:
-        """Run each (arm, choice, seed) in its folder, several at once; divergence is a result.
-
-        Raises:
-            OutOfTimeError: the limit was reached; what was running was stopped, and goes on when it is resumed.
-            UserError: what a run raised, a run whose worker died again and again, or one that no machine of the
-                cluster has the cores for.
-        """
-        import ray
-
-        task = ray.remote(_train).options(**_resources(trials.recipe.train.threads), max_retries=_RETRIES)
-        waiting, going = list(reversed(runs)), dict[Any, Path]()
-        try:
-            while waiting or going:
-                while waiting and len(going) < self.number:
-                    arm, choice, seed, folder = waiting.pop()
-                    going[task.remote(trials, arm, choice, seed, str(folder.absolute()), str(Path.cwd()))] = folder
-                    self.console.print(f"[bold]{arm.name}[/] {choice}, seed {seed} on a worker")
-                timeout = None if limit.seconds is None else max(0, limit.left)
-                ended, _ = ray.wait(list(going), num_returns=1, timeout=timeout)
-                if not ended:
-                    raise OutOfTimeError(f"stopped {len(going)} runs for time; go on with --resume")
-                folder = going.pop(ended[0])
-                try:
-                    problem = ray.get(ended[0])
-                except ray.exceptions.RayError as error:
-                    raise UserError(f"the run in {folder} was lost {_RETRIES + 1} times: {one_line(error)}") from error
-                if problem:
-                    raise UserError(problem)
-        finally:
-            for each in going:
-                with contextlib.suppress(Exception):
-                    ray.cancel(each, force=True)
-
-
 @contextlib.contextmanager
-def open_workers(number: int, cores: int | None, console: Console) -> Iterator[Workers]:
-    """Workers while it is open, of so many cores each; in a cluster that RAY_ADDRESS names, or a new one."""
+def open_workers(number: int, cores: int | None) -> Iterator[None]:
+    """Have Ray while it is open, with so many workers of so many cores; in a cluster that RAY_ADDRESS names, or new."""
     import ray
 
     mine = not ray.is_initialized()
     # Ray counts what tasks ask for: as many runs as were asked for must fit, whatever the machine has.
     own = {"num_cpus": max(number * (cores or 1), os.cpu_count() or 1), "include_dashboard": False}
+    shared: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else own
     for attempt in range(_STARTS if mine else 0):
         try:
             # Workers would send their lines, bars and all, to this screen; each run has its own files.
-            shared: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else own
             ray.init(log_to_driver=False, configure_logging=False, **shared)
             break
         except Exception as error:  # Ray raises bare ones, and on a busy machine waits for half a minute only
@@ -97,10 +52,47 @@ def open_workers(number: int, cores: int | None, console: Console) -> Iterator[W
             if attempt + 1 == _STARTS or "timed out" not in str(error):
                 raise UserError(f"Ray cannot be started or joined: {one_line(error)}") from error
     try:
-        yield Workers(number, console)
+        yield
     finally:
         if mine:
             ray.shutdown()
+
+
+def run_side_by_side(
+    trials: Trials, runs: Sequence[tuple[Any, Choice, int, Path]], number: int, limit: TimeLimit, console: Console
+) -> None:
+    """Run each (arm, choice, seed) in its folder, so many at once; divergence is a result.
+
+    Raises:
+        OutOfTimeError: the limit was reached; what was running was stopped, and goes on when it is resumed.
+        UserError: what a run raised, a run whose worker died again and again, or one that no machine of the
+            cluster has the cores for.
+    """
+    import ray
+
+    task = ray.remote(_train).options(**_resources(trials.recipe.train.threads), max_retries=_RETRIES)
+    waiting, going = list(reversed(runs)), dict[Any, Path]()
+    try:
+        while waiting or going:
+            while waiting and len(going) < number:
+                arm, choice, seed, folder = waiting.pop()
+                going[task.remote(trials, arm, choice, seed, folder.absolute(), Path.cwd())] = folder
+                console.print(f"[bold]{arm.name}[/] {choice}, seed {seed} on a worker")
+            timeout = None if limit.seconds is None else max(0, limit.left)
+            ended, _ = ray.wait(list(going), num_returns=1, timeout=timeout)
+            if not ended:
+                raise OutOfTimeError(f"stopped {len(going)} runs for time; go on with --resume")
+            folder = going.pop(ended[0])
+            try:
+                problem = ray.get(ended[0])
+            except ray.exceptions.RayError as error:
+                raise UserError(f"the run in {folder} was lost {_RETRIES + 1} times: {one_line(error)}") from error
+            if problem:
+                raise UserError(problem)
+    finally:
+        for each in going:
+            with contextlib.suppress(Exception):
+                ray.cancel(each, force=True)
 
 
 def _resources(threads: int | None) -> dict[str, float]:
@@ -118,17 +110,15 @@ def _resources(threads: int | None) -> dict[str, float]:
     return {"num_cpus": cores, "num_gpus": gpus}
 
 
-def _train(trials: Trials, arm: Any, choice: Choice, seed: int, folder: str, working: str) -> str | None:
+def _train(trials: Trials, arm: Any, choice: Choice, seed: int, folder: Path, working: Path) -> str | None:
     """One run, in a worker; what the user has to fix, if it could not be."""
     try:
         os.chdir(working)
     except OSError as error:
-        fix = "start the comparison from a folder all machines see"
-        return f"a worker does not see {working} ({error.strerror}); {fix}"
+        return f"a worker does not see {working} ({error.strerror}); start it from a folder all machines see"
     try:
-        trials.run(arm, choice, seed, Path(folder), resume=begun(Path(folder)), stop=None)
-    except DivergedError:
-        return None  # its result says so
+        with contextlib.suppress(DivergedError):  # its result says so
+            trials.run(arm, choice, seed, folder, resume=begun(folder), stop=None)
     except UserError as error:
         return str(error)
     return None

@@ -109,7 +109,7 @@ def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert late_change([(50, 4.0), (80, 3.5), (90, 2.0), (100, 3.0)]) == pytest.approx((-0.5, 0.2))
     assert late_change([(81, 4.0), (100, 3.0)]) is None
     assert late_change([]) is None
-    assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == ()
+    assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == []
 
 
 # --- training losses of image models --------------------------------------------------------------------------

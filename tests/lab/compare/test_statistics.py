@@ -174,43 +174,40 @@ def test_pair_uses_common_seeds_and_cancels_what_they_share(rng):
     reference = {s: make_run(lambda x, s=s: 5 + shift[s] - x / 500) for s in shift}
     arm = {s: make_run(lambda x, s=s: 5 + shift[s] - (1.2 + 0.001 * s) * x / 500) for s in (1, 2, 3, 4)}
     pair = compare_pair(reference, arm)
-    assert pair.n == 4
-    assert sorted(pair.seeds) == [1, 2, 3, 4]
-    assert pair.delta.value == pytest.approx(-0.4 - 0.002 * 2.5)
-    assert pair.delta.shown, "the shared seed effect of sd 1 must cancel"
-    assert pair.reached == 4
-    assert pair.step_speedup.value == pytest.approx(1.2025, abs=1e-4)
-    assert pair.wall_clock_speedup.note == "step time not measured"
+    assert (pair["n"], sorted(pair["seeds"]), pair["reached"]) == (4, [1, 2, 3, 4], 4)
+    assert pair["delta"]["value"] == pytest.approx(-0.4 - 0.002 * 2.5)
+    assert pair["delta"]["shown"], "the shared seed effect of sd 1 must cancel"
+    assert pair["step_speedup"]["value"] == pytest.approx(1.2025, abs=1e-4)
+    assert pair["wall_clock_speedup"]["note"] == "step time not measured"
 
 
 def test_pair_partly_reached_gives_no_step_speedup_but_a_matched_one():
     reference = {s: make_run(lambda x: 5 - x / 500) for s in (1, 2)}
     arm = {1: make_run(lambda x: 5 - 1.25 * x / 500), 2: make_run(lambda x: 5 - 0.8 * x / 500)}
     pair = compare_pair(reference, arm, summarise([1.1, 1.1]))
-    assert pair.reached == 1
-    assert pair.step_speedup.value is None
-    assert "1 of 2" in pair.step_speedup.note
-    assert pair.wall_clock_speedup.value is None
-    assert pair.matched_speedup.value == pytest.approx(1.0)
-    assert pair.matched_wall_clock_speedup.value == pytest.approx(1 / 1.1)
+    assert pair["reached"] == 1
+    assert pair["step_speedup"]["value"] is pair["wall_clock_speedup"]["value"] is None
+    assert "1 of 2" in pair["step_speedup"]["note"]
+    assert pair["matched_speedup"]["value"] == pytest.approx(1.0)
+    assert pair["matched_wall_clock_speedup"]["value"] == pytest.approx(1 / 1.1)
 
 
 def test_pair_with_a_diverged_seed_gives_no_aggregate():
     good = make_run(lambda x: 5 - x / 500)
     bad = a_run(2, None, curve=((0, 5.0), (10, math.nan)))
     pair = compare_pair({1: good, 2: good}, {1: good, 2: bad})
-    assert pair.diverged == 1
-    for estimate in (pair.delta, pair.step_speedup, pair.matched_speedup, pair.wall_clock_speedup):
-        assert estimate.value is None
-        assert "diverged in 1 of 2" in estimate.note
-    assert list(pair.seeds) == [1]
-    assert compare_pair({1: good, 2: bad}, {1: good, 2: good}).delta.note == "the reference diverged in 1 of 2 seeds"
-    both = compare_pair({1: good, 2: bad}, {1: bad, 2: bad}).delta.note
-    assert both == "diverged in 2 of 2 seeds, and the reference in 1"
+    assert (pair["diverged"], list(pair["seeds"])) == (1, [1])
+    for name in ("delta", "step_speedup", "matched_speedup", "wall_clock_speedup"):
+        assert pair[name]["value"] is None
+        assert "diverged in 1 of 2" in pair[name]["note"]
+    note = compare_pair({1: good, 2: bad}, {1: good, 2: good})["delta"]["note"]
+    assert note == "the reference diverged in 1 of 2 seeds"
+    note = compare_pair({1: good, 2: bad}, {1: bad, 2: bad})["delta"]["note"]
+    assert note == "diverged in 2 of 2 seeds, and the reference in 1"
 
 
 def test_pair_notices_a_reference_whose_curve_rose_again():
     over = make_run(lambda x: 3 + abs(x - 500) / 500)
-    assert compare_pair({1: over}, {1: make_run(lambda x: 5 - x / 400)}).early == 1
+    assert compare_pair({1: over}, {1: make_run(lambda x: 5 - x / 400)})["early"] == 1
     empty = compare_pair({}, {})
-    assert (empty.n, empty.delta.value, empty.step_speedup.value) == (0, None, None)
+    assert (empty["n"], empty["delta"]["value"], empty["step_speedup"]["value"]) == (0, None, None)

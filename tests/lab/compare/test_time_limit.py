@@ -12,8 +12,7 @@ from PIL import Image
 from compare_helpers import BASE, NOBLE, StubTask, compare_stub, tiny_recipe
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
-from nlr_lab.compare.time_limit import shortened
-from nlr_lab.compare.trial import Measurement
+from nlr_lab.compare.trial import Measurement, shortened
 from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
