@@ -1,12 +1,4 @@
-"""The folder of one training run: may it be written to, what is in it, its files, and the same run again.
-
-out/recipe.json                what was asked for, with versions, machine and git state; by it the folder is ours
-out/data.json                  the files that were read, with their hashes
-out/checkpoints/step-000100/   whole checkpoints, the newest few
-out/tensorboard/               curves, if that is the tracker
-out/model/                     the final model or adapter, for from_pretrained, with its card
-out/result.json                the numbers; written last, so that it stands for a finished run
-"""
+"""The folder of one training run: may it be written to, its files (docs/training.md lists them), the same run again."""
 
 import json
 from contextlib import ExitStack
@@ -203,20 +195,15 @@ class FormerRun:
         Raises:
             UserError: data.json is damaged, or a file of the data cannot be read.
         """
-        now, lines = provenance(self.recipe.train.threads), []
-        for part in ("versions", "machine"):
-            before = self.about.get(part) or {}
-            for name in sorted(before.keys() | now[part].keys()) if before else ():
-                if before.get(name) != now[part].get(name):
-                    lines.append(f"{name} was {before.get(name, 'absent')} and is {now[part].get(name, 'absent')} now")
-        before, present = self.about.get("git"), now["git"]
-        if before and before["dirty"]:
-            lines.append(f"the working directory had changes beside its commit {before['commit'][:12]}")
-        if before and (present is None or present["commit"] != before["commit"]):
-            place = "has none" if present is None else f"is at {present['commit'][:12]}"
-            lines.append(f"the working directory was at commit {before['commit'][:12]} and {place} now")
-        elif before and present["dirty"]:
-            lines.append(f"the working directory has changes beside its commit {present['commit'][:12]}")
+        now = provenance(self.recipe.train.threads)
+        before, present = _conditions(self.about), _conditions(now)
+        lines = []
+        for name in sorted(before.keys() | present.keys()):
+            if before.get(name) != present.get(name):
+                lines.append(f"{name} was {before.get(name, 'absent')} and is {present.get(name, 'absent')} now")
+        for git, had in ((self.about.get("git"), "had"), (now["git"], "has")):
+            if git and git["dirty"]:
+                lines.append(f"the working directory {had} changes beside its commit {git['commit'][:12]}")
         if (self.path / DATA).is_file():
             former = read_json(self.path / DATA, sources=dict, fingerprint=str)
             lines += changed_files(former, data_record(self.recipe.task, former["fingerprint"]))
@@ -238,3 +225,8 @@ class FormerRun:
         if weights[0] != weights[1]:
             return f"not the bits of {self.path}: the losses are the same and the weights differ"
         return f"the same bits as {self.path}: every loss and score{', every weight' if weights[0] else ''}"
+
+
+def _conditions(about: dict[str, Any]) -> dict[str, Any]:
+    git = about.get("git") or {}
+    return {**about.get("versions", {}), **about.get("machine", {}), "commit": git.get("commit")}

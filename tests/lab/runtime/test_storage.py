@@ -1,5 +1,6 @@
 """Folders are whole or absent; pruning deletes nothing before a newer one has been read back; one process at a time."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nlr_lab.runtime.storage import FolderLock, newest_valid, prune, read_manifest, step_folders
+from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, step_folders
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 
@@ -54,20 +55,18 @@ def test_staged_folder_is_whole_or_absent(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_lock_lets_one_process_in_and_ends_with_it(tmp_path):
-    hold = "import sys; from nlr_lab.runtime.storage import FolderLock; from pathlib import Path\n"
-    hold += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+def test_folder_lets_one_process_in_until_it_ends(tmp_path):
+    hold = "import sys; from nlr_lab.runtime.storage import opened; from pathlib import Path\n"
+    hold += "with opened(Path(sys.argv[1]), overwrite=False): print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process is training"):
-            FolderLock(tmp_path)
+        with pytest.raises(UserError, match="another process is writing"), opened(tmp_path, overwrite=False):
+            pass
         other.kill()
     for _ in range(100):  # the system lets go of a killed process's lock
-        try:
-            FolderLock(tmp_path).release()
+        with contextlib.suppress(UserError), opened(tmp_path, overwrite=False):
             return
-        except UserError:
-            time.sleep(0.05)
+        time.sleep(0.05)
     pytest.fail("the lock outlived its process")
