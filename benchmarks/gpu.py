@@ -41,7 +41,7 @@ from nlr_lab.bench.arms import bench_arms
 from nlr_lab.bench.decode import bench_decode
 from nlr_lab.bench.op import bench_op
 from nlr_lab.bench.settings import Clock, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
-from nlr_lab.bench.training import bench_memory, bench_step, make_stepper
+from nlr_lab.bench.training import Stepper, bench_memory, bench_step
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op
@@ -276,7 +276,7 @@ def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, li
     for arm in bench_arms(config.methods, config.ranks):
         position = iter(range(options.steps))
         # The mode of the first timed arm; the batch is looked up inside the step.
-        stepper = make_stepper(config, config.modes[0], arm, batch=lambda p=position: batches[next(p)], lr=options.lr)
+        stepper = Stepper(config, config.modes[0], arm, batch=lambda p=position: batches[next(p)], lr=options.lr)
         peak_lrs = [group["lr"] for group in stepper.optimizer.param_groups]
         values = []
         for index in range(options.steps):

@@ -5,33 +5,25 @@ on the feed-forwards, others where they go by default. Adapters train alone, on 
 ratios are over peft's LoRA of the same rank, which itself is over the plain model.
 """
 
-import contextlib
-import importlib
-import io
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nlr_lab.tasks.task import AdapterSetup
+from nlr_lab.training.tuning import TUNINGS
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import AdapterArm, Method, all_methods
+from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
 
 from .settings import ModelBenchConfig
 
 BASELINE, LORA = "baseline", "lora"
-
-METHODS: dict[str, Method | AdapterArm] = {
-    **all_methods(),
-    LORA: AdapterArm(config=("peft", "LoraConfig")),
-    "dora": AdapterArm(config=("peft", "LoraConfig"), fixed={"use_dora": True}),
-    "peanut": AdapterArm(config=("peft", "PeanutConfig")),
-    **{name: arm for method in all_methods().values() for name, arm in method.adapter_arms.items()},
-}
+ADAPTERS = {tuning.name: tuning for tuning in TUNINGS if tuning.adapter is not None}
+METHODS = (*all_methods(), *ADAPTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +45,17 @@ class BenchArm:
             return None
         return f"{LORA} r={self.rank}" if _over_lora(self.method) else BASELINE
 
-    @property
-    def adapter(self) -> bool:
-        """Return whether the model's own weights are frozen."""
-        return isinstance(METHODS.get(self.method), AdapterArm)
-
-    def apply(self, model: nn.Module, noble: Callable[[int], NobleConfig]) -> nn.Module:
-        """Return the model with the method on it.
-
-        Args:
-            model: plain.
-            noble: NOBLE's settings by rank.
-        """
-        method = METHODS.get(self.method)
-        if isinstance(method, AdapterArm):
-            return adapted(model, self.method, self.rank or 0)
-        if method is not None:
+    def apply(self, model: nn.Module, config: ModelBenchConfig) -> nn.Module:
+        """Return the plain model with the method on it."""
+        if self.method in ADAPTERS:
+            return adapted(model, self.method, self.rank)
+        if self.method != BASELINE:
+            method = all_methods()[self.method]
             ranked = {} if self.rank is None else {"rank": self.rank}
-            config = noble(self.rank or 0) if method.config_class is NobleConfig else method.config_class(**ranked)
+            own = config.noble if method.config_class is NobleConfig else {}
             everywhere = method.include is not None or not method.replaces_weights
-            augment(model, config, include=None if everywhere else r".*\.mlp\..*", verbose=False)
+            settings = method.config_class(**ranked, **own)
+            augment(model, settings, include=None if everywhere else r".*\.mlp\..*", verbose=False)
         return model
 
 
@@ -88,49 +71,26 @@ def bench_arms(methods: Sequence[str], ranks: Sequence[int]) -> list[BenchArm]:
     arms = [] if all(map(_over_lora, methods)) else [BenchArm()]
     first = [LORA] if any(name == LORA or _over_lora(name) for name in methods) else []
     for name in [*first, *(name for name in methods if name != LORA)]:
-        arms += [BenchArm(method=name, rank=rank) for rank in (ranks if _has_rank(name) else (None,))]
+        # Nonlinear queries choose their own rank.
+        ranked = name in ADAPTERS or getattr(all_methods()[name].config_class, "rank", None) is not None
+        arms += [BenchArm(method=name, rank=rank) for rank in (ranks if ranked else (None,))]
     return arms
 
 
-def adapted(model: nn.Module, name: str, rank: int, targets: Any = "all-linear") -> nn.Module:
-    """Return the model with an adapter on it.
-
-    Args:
-        model: plain.
-        name: an adapter of `METHODS`.
-        rank: r.
-        targets: as peft's target_modules.
-    """
-    from peft import get_peft_model
-
-    arm = METHODS[name]
-    assert isinstance(arm, AdapterArm)
-    module, kind = arm.config
-    places = {arm.targets: targets} if arm.targets else {}
-    config = getattr(importlib.import_module(module), kind)(**{**arm.default, **places, arm.rank: rank, **arm.fixed})
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # NoRA says what it found
-        # Of transformers, about a name that peft uses.
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
-        return get_peft_model(model, config)  # type: ignore[arg-type]
-
-
 def _over_lora(name: str) -> bool:
-    return name != LORA and isinstance(METHODS[name], AdapterArm)
+    return name in ADAPTERS and name != LORA
 
 
-def _has_rank(name: str) -> bool:
-    """Return whether a method needs a rank: nonlinear queries choose their own."""
-    method = METHODS[name]
-    return isinstance(method, AdapterArm) or getattr(method.config_class, "rank", None) is not None
+def adapted(model: nn.Module, name: str, rank: int | None, targets: Any = "all-linear") -> nn.Module:
+    """Return the model with an adapter of `ADAPTERS` on it; `targets` is as peft's target_modules."""
+    adapter = ADAPTERS[name].adapter
+    assert adapter is not None
+    settings = {adapter.rank: rank} | ({adapter.targets: targets} if adapter.targets else {})
+    return ADAPTERS[name].apply(model, settings, AdapterSetup(), "stock", verbose=False)
 
 
 def make_model(
-    config: ModelBenchConfig,
-    arm: BenchArm,
-    positions: int,
-    *,
-    cache: bool = False,
-    frozen_dtype: torch.dtype = torch.float32,
+    config: ModelBenchConfig, arm: BenchArm, positions: int, *, cache: bool = False, frozen_dtype: str = "float32"
 ) -> nn.Module:
     """Return GLM, the paper's backbone, or a Llama with an arm's method on it; all arms have the same plain weights.
 
@@ -170,4 +130,6 @@ def make_model(
         else:
             rope |= {"partial_rotary_factor": 1.0}
             model = GlmForCausalLM(GlmConfig(hidden_act="gelu", rope_parameters=rope, **common))
-    return arm.apply(model.to(frozen_dtype) if arm.adapter else model, config.noble)
+    if arm.method in ADAPTERS:
+        model = model.to(getattr(torch, frozen_dtype))
+    return arm.apply(model, config)

@@ -10,30 +10,24 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
 
 from .arms import BASELINE, BenchArm, bench_arms, make_model
-from .result import BenchResult, TimedRow, describe_machine, describe_model
+from .result import BenchResult, Progress, describe_model
 from .settings import DecodeBenchConfig, Mode
-from .timing import in_mode, interleaved_step_times
+from .timing import in_mode
 
 
-def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
-    """Measure the tokens of every arm, interleaved.
-
-    Raises:
-        UserError: the clock does not fit the machine.
-    """
+def bench_decode(config: DecodeBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
+    """Measure the tokens of every arm, interleaved."""
     arms = {arm.name: arm for arm in (BenchArm(), *bench_arms(config.methods, config.ranks))}
-    rows: list[TimedRow] = []
-    times = {}
-    with cpu_threads(config.threads), many_compiled():
+    about = describe_model(config, f"one token after {config.context}, {config.dtype}")
+    result = BenchResult(config=config, about=about, axis="token time ratio")
+    with result.measuring():
         models = {name: _model(config, arm) for name, arm in arms.items()}
         if config.optimized:
-            able = {name: arm for name, arm in arms.items() if can_be_optimized(models[name])}
-            arms |= {f"{name}, optimized": arm for name, arm in able.items()}
-            models |= {f"{name}, optimized": optimize_for_inference(_model(config, arm)) for name, arm in able.items()}
+            able = {f"{name}, optimized": arm for name, arm in arms.items() if can_be_optimized(models[name])}
+            models |= {name: optimize_for_inference(_model(config, arm)) for name, arm in able.items()}
         # An optimized model has its weights in buffers.
         sizes = {
             name: sum(each.numel() for each in (*model.parameters(), *model.buffers()))
@@ -42,17 +36,13 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Callable[[str], object]
         for mode in config.modes:
             for size in config.batch_sizes:
                 torch._dynamo.reset()  # of other modes and models: their code is no longer needed
-                steps = {name: make_decoder(config, mode, model, size) for name, model in models.items()}
                 panel = f"{mode}, batch {size}"
-                progress(f"{panel}: {len(models)} arms, {config.rounds} timed tokens each")
-                found = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
-                times[panel] = found
-                for name in (name for name, arm in arms.items() if arm.over is not None):
-                    ratio = sizes[name] / sizes[BASELINE]  # of the numbers that a step at batch 1 reads
-                    rows.append(TimedRow.of(found, panel, name, BASELINE, parameter_ratio=ratio))
-        machine = describe_machine(config.device)
-    about = describe_model(config, f"one token after {config.context}, {config.dtype}", machine)
-    return BenchResult(config=config, rows=rows, about=about, axis="token time ratio", times=times, machine=machine)
+                result.time(panel, {name: make_decoder(config, mode, models[name], size) for name in models}, progress)
+                for name in models:
+                    if name != BASELINE:
+                        ratio = sizes[name] / sizes[BASELINE]  # of the numbers that a step at batch 1 reads
+                        result.add(panel, name, BASELINE, {"parameter_ratio": ratio})
+    return result
 
 
 def _model(config: DecodeBenchConfig, arm: BenchArm) -> Any:

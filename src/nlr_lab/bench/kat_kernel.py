@@ -5,30 +5,30 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 BLOCK = 256
-_NUMERATOR, _DENOMINATOR = 6, 4
 
 
-def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """R(x) (..., C) in the type of x."""
-    rows, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    grid = (triton.cdiv(rows.numel(), BLOCK),)
-    sizes = rows.numel(), rows.shape[-1], rows.shape[-1] // numerator.shape[0]
-    _forward_kernel[grid](rows, numerator.contiguous(), denominator.contiguous(), out, *sizes, BLOCK)
-    return out
+class KatRational(torch.autograd.Function):
+    """R(x) (..., C) in the type of x, of numerators (G, 6) and denominators (G, 4)."""
 
+    @staticmethod
+    def forward(ctx, x, numerator, denominator):
+        x, numerator, denominator = x.contiguous(), numerator.contiguous(), denominator.contiguous()
+        ctx.save_for_backward(x, numerator, denominator)
+        y = torch.empty_like(x)
+        sizes = x.numel(), x.shape[-1], x.shape[-1] // numerator.shape[0]
+        _forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, numerator, denominator, y, *sizes, BLOCK)
+        return y
 
-def backward(dy: Tensor, x: Tensor, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, numerator and denominator."""
-    rows, dx = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    da, db = torch.zeros_like(numerator), torch.zeros_like(denominator)
-    grid = (triton.cdiv(rows.numel(), BLOCK),)
-    sizes = rows.numel(), rows.shape[-1], rows.shape[-1] // numerator.shape[0]
-    given = dy.contiguous(), rows, numerator.contiguous(), denominator.contiguous()
-    _backward_kernel[grid](*given, dx, da, db, *sizes, BLOCK)
-    return dx, da, db
+    @staticmethod
+    def backward(ctx, dy):
+        x, numerator, denominator = ctx.saved_tensors
+        dx, da, db = torch.empty_like(x), torch.zeros_like(numerator), torch.zeros_like(denominator)
+        sizes = x.numel(), x.shape[-1], x.shape[-1] // numerator.shape[0]
+        given = dy.contiguous(), x, numerator, denominator
+        _backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](*given, dx, da, db, *sizes, BLOCK)
+        return dx, da, db
 
 
 @triton.jit

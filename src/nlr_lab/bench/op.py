@@ -22,21 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nonlinear_lowrank as nlr
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
-from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_gated
-from nonlinear_lowrank.methods.rational.reference import rational_gated_reference, rational_reference
+from nonlinear_lowrank.methods.rational.reference import Form, rational_gated_reference, rational_reference
 from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels
 from nonlinear_lowrank.ops.sine import SineFactors
 
 from .arms import adapted
-from .result import BenchResult, TimedRow, conditions, describe_machine
+from .result import BenchResult, Progress
 from .settings import Mode, OpBenchConfig, Operator
-from .timing import in_mode, interleaved_step_times
+from .timing import in_mode
 from .training import peak_bytes
 
 
@@ -54,24 +53,19 @@ class OpArm:
     """Weights and factors, also those among the inputs; not counted as saved."""
 
 
-def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
-    """Measure every operator in every mode.
-
-    Raises:
-        UserError: the clock does not fit the machine.
-    """
-    rows: list[TimedRow] = []
-    times = {}
-    with cpu_threads(config.threads), many_compiled():
+def bench_op(config: OpBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
+    """Measure every operator in every mode."""
+    about = f"{config.tokens} tokens, {config.width} -> {config.hidden}, {config.groups} groups, {config.dtype}"
+    result = BenchResult(config=config, about=about, axis="forward and backward, time ratio")
+    with result.measuring():
         for operator in config.operators:
             arms = op_arms(operator, config)
-            for mode in config.modes if arms else ():
-                progress(f"{operator}, {mode}: {len(arms)} arms, {config.rounds} timed steps each")
+            for mode in config.modes:
                 torch._dynamo.reset()
+                panel = f"{operator}, {mode}"
                 forwards = {arm.name: _forward(arm, mode) for arm in arms}
                 steps = {arm.name: _step(arm, forwards[arm.name]) for arm in arms}
-                found = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
-                times[f"{operator}, {mode}"] = found
+                result.time(panel, steps, progress)
                 saved = {arm.name: saved_bytes(forwards[arm.name], parameters=arm.parameters) for arm in arms}
                 peak = {name: peak_bytes(step, config.device) for name, step in steps.items()}
                 for name, over in ((arm.name, arm.over) for arm in arms if arm.over is not None):
@@ -81,11 +75,8 @@ def bench_op(config: OpBenchConfig, *, progress: Callable[[str], object] = lambd
                         "peak_bytes": peak[name],
                         "peak_of_over_bytes": peak[over],
                     }
-                    rows.append(TimedRow.of(found, f"{operator}, {mode}", name, over, **figures))
-        machine = describe_machine(config.device, bf16=config.dtype == "bfloat16")
-    sizes = f"{config.tokens} tokens, {config.width} -> {config.hidden}, {config.groups} groups, {config.dtype}"
-    about, axis = f"{sizes}, {conditions(config, machine)}", "forward and backward, time ratio"
-    return BenchResult(config=config, rows=rows, about=about, axis=axis, times=times, machine=machine)
+                    result.add(panel, name, over, figures)
+    return result
 
 
 def _forward(arm: OpArm, mode: Mode) -> Callable[[], Tensor]:
@@ -123,16 +114,12 @@ def _noble(config: OpBenchConfig) -> list[OpArm]:
     for rank in config.ranks:
         layer = NobleLinear(config.width, config.hidden, False, config=NobleConfig(rank=rank), dtype=dtype)
         own = tuple(layer.parameters())
-        plain = partial(_noble_reference, layer.weight, layer.branch())
+        plain = partial(noble_linear_reference, weight=layer.weight, bias=None, branch=layer.branch())
         arms += [
             OpArm(f"NOBLE r={rank}", "linear", layer, (x,), own),
             OpArm(f"plain formula r={rank}", "linear", plain, (x,), own),
         ]
     return arms
-
-
-def _noble_reference(weight: Tensor, branch: Branch, x: Tensor) -> Tensor:
-    return noble_linear_reference(x, weight, None, branch)
 
 
 def _sine(config: OpBenchConfig) -> list[OpArm]:
@@ -149,32 +136,28 @@ def _sine(config: OpBenchConfig) -> list[OpArm]:
         weight = torch.randn(config.hidden, config.width).to(x.dtype)
         up = torch.zeros(config.hidden, rank).requires_grad_()
         down = torch.randn(rank, config.width).mul_(config.width**-0.5).requires_grad_()
-        plain = partial(_sine_reference, weight, up, down, nlr.SineLoraConfig().omega)
+        factors = SineFactors(up, down, nlr.SineLoraConfig().omega, config.width**0.5)
+        plain = partial(sine_layer_reference, weight=weight, bias=None, factors=[factors])
         arms.append(OpArm(f"plain formula r={rank}", f"LoRA r={rank}", plain, (x,), (weight, up, down)))
     return arms
 
 
-def _sine_reference(weight: Tensor, up: Tensor, down: Tensor, omega: float, x: Tensor) -> Tensor:
-    return sine_layer_reference(x, weight, None, [SineFactors(up, down, omega, x.shape[-1] ** 0.5)])
-
-
-def _coefficients(config: OpBenchConfig, form: Any) -> tuple[RationalConfig, Tensor, Tensor]:
-    """A rational activation's settings and GELU's fit, one row a group."""
-    rational_config = RationalConfig(activation="gelu", groups=config.groups, form=form)
-    fit = rational_config.fit()
+def _gelu_fit(config: OpBenchConfig, form: Form) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return coefficients of GELU's fit, one row a group, and the keywords of the functions that take them."""
+    settings = RationalConfig(activation="gelu", groups=config.groups, form=form)
+    fit = settings.fit()
     a, b = (
         torch.tensor(values, dtype=torch.float32).repeat(config.groups, 1).requires_grad_()
         for values in (fit.numerator, fit.denominator)
     )
-    return rational_config, a, b
+    return a, b, {"form": form, "tails": settings.straight_tails()}
 
 
 def _rational(config: OpBenchConfig) -> list[OpArm]:
     x = _input(config, config.hidden)
-    settings, a, b = _coefficients(config, "abs_of_sum")
+    a, b, form = _gelu_fit(config, "abs_of_sum")
     base = (a.detach()[:1].clone(), b.detach()[:1].clone())
-    _, kat_a, kat_b = _coefficients(config, "sum_of_abs")
-    form = {"form": "abs_of_sum", "tails": settings.straight_tails()}
+    kat_a, kat_b, _ = _gelu_fit(config, "sum_of_abs")
 
     def anchored(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return rational_anchored(x, a, b, *base, "gelu", **form)
@@ -190,8 +173,7 @@ def _rational(config: OpBenchConfig) -> list[OpArm]:
 
 def _gated(config: OpBenchConfig) -> list[OpArm]:
     gate, up = _input(config, config.hidden), _input(config, config.hidden)
-    settings, a, b = _coefficients(config, "abs_of_sum")
-    form = {"form": "abs_of_sum", "tails": settings.straight_tails()}
+    a, b, form = _gelu_fit(config, "abs_of_sum")
     given = (gate, up, a, b)
     return [
         OpArm("SwiGLU", None, lambda gate, up: F.silu(gate) * up, (gate, up)),
@@ -216,28 +198,12 @@ def kat_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         (..., C) in the type of x.
     """
     if not torch.compiler.is_compiling() and kernels("rational", x, numerator, denominator) is not None:
-        return _Kernel.apply(x, numerator, denominator)
+        from .kat_kernel import KatRational  # imports triton
+
+        return KatRational.apply(x, numerator, denominator)
     groups = numerator.shape[0]
     z = x.float().unflatten(-1, (groups, -1))
     powers = torch.stack([z**k for k in range(numerator.shape[1])], -1)
     above = (powers * numerator[:, None]).sum(-1)
     below = 1 + (powers[..., 1:5].abs() * denominator.abs()[:, None]).sum(-1)
     return (above / below).flatten(-2).to(x.dtype)
-
-
-class _Kernel(torch.autograd.Function):
-    @staticmethod
-    def forward(x, numerator, denominator):
-        from . import kat_kernel  # imports triton
-
-        return kat_kernel.forward(x, numerator, denominator)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, dy):
-        from . import kat_kernel
-
-        return kat_kernel.backward(dy, *ctx.saved_tensors)

@@ -1,106 +1,105 @@
 """Result of every benchmark: rows that print as a table, with the machine's speed beside, saved as JSON or drawn."""
 
+import contextlib
 import json
-import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from nlr_lab.runtime.tables import number_table, readable_bytes, render_table
+from nlr_lab.runtime.environment import cpu_threads, machine, many_compiled, versions
+from nlr_lab.runtime.tables import COLOURS, new_figure, number_table, readable_bytes, render_table, save
 
-from .settings import BenchConfig, ModelBenchConfig
-from .timing import Ratio, paired_ratio
+from .settings import ModelBenchConfig
+from .timing import Ratio, interleaved_step_times, paired_ratio
+
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm beside the one it is measured against."""
+    """One arm, and the one that it is measured against."""
 
     panel: str
     """Mode, and the operator or batch size where there are several."""
     arm: str
     over: str | None = None
     """The arm that it is measured against."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any]
     """Figures that do not depend on the clock; names that end in `bytes` are bytes."""
-
-    def cells(self) -> dict[str, str]:
-        """Return the texts by column."""
-        figures = {name.replace("_", " "): _figure(name, value) for name, value in self.figures.items()}
-        return {"mode": self.panel, "arm": self.arm, "over": self.over or "", **figures}
-
-    def mark(self) -> tuple[float, float, float]:
-        """Return what a picture shows, with its interval: MiB saved for backward."""
-        return (self.figures["saved_bytes"] / 2**20,) * 3
-
-
-def _figure(name: str, value: float) -> str:
-    if name.endswith("bytes"):
-        return readable_bytes(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedRow(Row):
-    """One arm over another."""
-
-    step: Ratio
+    step: Ratio | None = None
     """Ratio of step times."""
-    over_seconds: float
+    over_seconds: float | None = None
     """Median step of `over`."""
 
-    @classmethod
-    def of(cls, times: Mapping[str, Sequence[float]], panel: str, arm: str, over: str, **figures: float) -> Self:
-        """Return the row of an arm from the interleaved step times of all."""
-        seconds = statistics.median_high(times[over])
-        step = paired_ratio(times[arm], times[over])
-        return cls(panel=panel, arm=arm, over=over, step=step, over_seconds=seconds, figures=figures)
-
     def cells(self) -> dict[str, str]:
         """Return the texts by column."""
-        return {
-            **super().cells(),
-            "time x [95 %]": str(self.step),
-            "quartiles": f"{self.step.lower_quartile:.3f} to {self.step.upper_quartile:.3f}",
-            "over, ms": f"{1000 * self.over_seconds:.4g}",
-        }
+        cells = {"mode": self.panel, "arm": self.arm, "over": self.over or ""}
+        for name, value in self.figures.items():
+            text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+            cells[name.replace("_", " ")] = readable_bytes(value) if name.endswith("bytes") else text
+        if self.step is not None and self.over_seconds is not None:
+            cells["time x [95 %]"] = str(self.step)
+            cells["quartiles"] = f"{self.step.lower_quartile:.3f} to {self.step.upper_quartile:.3f}"
+            cells["over, ms"] = f"{1000 * self.over_seconds:.4g}"
+        return cells
 
-    def mark(self) -> tuple[float, float, float]:
-        """Return the median with its interval."""
-        return self.step.median, self.step.low, self.step.high
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BenchResult:
     """Rows and conditions of a benchmark; `print(result)` gives its table."""
 
     config: Any
-    rows: Sequence[Any]
-    """Each a `Row`, or a `KernelReport`."""
     about: str
     """Sizes and conditions, shown below the table."""
     axis: str = ""
     """Name of the axis of a picture."""
+    rows: list[Row] = field(default_factory=list)
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Mode, operator or batch size -> arm -> seconds of its steps."""
     flops: dict[str, int] = field(default_factory=dict)
     """Arm -> FLOPs of the matrix products of one forward and backward pass."""
-    machine: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Use the config's threads and compile every form inside it; then measure the machine."""
+        with cpu_threads(self.config.threads), many_compiled():
+            yield
+            self.machine = describe_machine(self.config.device)
+        self.about += f", {self.config.device}, CPU threads: {self.machine['threads']}"
+
+    def time(self, panel: str, steps: dict[str, Callable[[], object]], progress: Progress) -> None:
+        """Time the steps of all arms, interleaved."""
+        config = self.config
+        progress(f"{panel}: {len(steps)} arms, {config.warmup} warm-up and {config.rounds} timed steps each")
+        self.times[panel] = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
+
+    def add(self, panel: str, arm: str, over: str, figures: dict[str, Any]) -> Ratio:
+        """Add the row of an arm that was timed in a panel; return its ratio."""
+        times = self.times[panel]
+        step, seconds = paired_ratio(times[arm], times[over]), statistics.median_high(times[over])
+        self.rows.append(Row(panel=panel, arm=arm, over=over, figures=figures, step=step, over_seconds=seconds))
+        return step
 
     def __str__(self) -> str:
         lines = [row.cells() for row in self.rows]
-        columns = max(lines, key=len)
+        columns = [name for name in max(lines, key=len) if any(cells.get(name) for cells in lines)]
         table = number_table(*columns)
         for cells in lines:
             table.add_row(*(cells.get(name, "") for name in columns))
-        return f"{render_table(table, 160)}\n{self.about}"
+        text = f"{render_table(table, 200)}\n{self.about}"
+        if self.times:
+            text += (
+                f"\nmedian of {self.config.rounds} paired ratios, arms interleaved, clock: {self.config.clock}; "
+                f"control: copies {self.machine['copy_bytes_per_second'] / 1e9:,.1f} GB/s, multiplies "
+                f"{self.machine['product_flops_per_second'] / 1e9:,.0f} GFLOP/s ({self.machine['product_dtype']})"
+            )
+        return text
 
     def to_json(self) -> str:
         """Return everything as text."""
@@ -108,58 +107,35 @@ class BenchResult:
 
 
 def draw(result: BenchResult, path: Path) -> None:
-    """Write a PNG: one mark an arm with its interval, one panel a mode; an old one is replaced."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from nlr_lab.runtime.tables import COLOURS, save
-
-    panels: dict[str, list[Row]] = {}
-    for row in result.rows:
-        panels.setdefault(row.panel, []).append(row)
-    heights = [1 + len(rows) for rows in panels.values()]
-    figure = Figure(figsize=(8, 0.6 + sum(0.3 + 0.3 * height for height in heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
-    for axes, (panel, rows) in zip(grid[:, 0], panels.items(), strict=True):
-        values, low, high = np.transpose([row.mark() for row in rows])
-        axes.errorbar(
-            values, range(len(rows)), xerr=[values - low, high - values], fmt="o", capsize=3, color=COLOURS[0]
-        )
-        axes.set_yticks(range(len(rows)), [row.arm if row.over is None else f"{row.arm} / {row.over}" for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_title(panel, loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.25, linewidth=0.5)
-        if result.axis.endswith("ratio"):
-            axes.axvline(1.0, color="black", linewidth=0.8)
-    grid[-1, 0].set_xlabel(result.axis)
+    """Write a PNG: one mark an arm, its time ratio with the interval, or MiB saved for backward."""
+    figure, axes = new_figure(8, 1 + 0.3 * len(result.rows))
+    for place, row in enumerate(result.rows):
+        step = row.step
+        if step is None:
+            axes.plot(row.figures["saved_bytes"] / 2**20, place, "o", color=COLOURS[0])
+        else:
+            ends = [[step.median - step.low], [step.high - step.median]]
+            axes.errorbar(step.median, place, xerr=ends, fmt="o", capsize=3, color=COLOURS[0])
+    names = [f"{row.panel}: {row.arm}" + (f" / {row.over}" if row.over else "") for row in result.rows]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    if result.times:
+        axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel(result.axis)
     save(figure, path)
 
 
-# Bytes copied, and rows of the square matrices multiplied: well beyond caches, short on one CPU core.
-_COPY = {"cpu": 1 << 26, "cuda": 1 << 30}
-_ROWS = {"cpu": 768, "cuda": 8192}
-
-
-def describe_machine(device: str, *, bf16: bool = False) -> dict[str, Any]:
-    """Measure and describe the machine, in about a tenth of a second.
-
-    Args:
-        device: as in torch.
-        bf16: multiply bfloat16 matrices; on a CPU they are float32 in any case.
-    """
-    kind = torch.device(device).type
-    source = torch.ones(_COPY[kind], dtype=torch.uint8, device=device)
+def describe_machine(device: str) -> dict[str, Any]:
+    """Describe the machine and measure its speed, in about a tenth of a second; products on a GPU are in bfloat16."""
+    cuda = torch.device(device).type == "cuda"
+    # Well beyond caches, short on one CPU core.
+    source = torch.ones(1 << (30 if cuda else 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rows = _ROWS[kind]
-    matrix = torch.randn(rows, rows, device=device).to(torch.bfloat16 if bf16 and kind == "cuda" else torch.float32)
+    rows = 8192 if cuda else 768
+    matrix = torch.randn(rows, rows, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     return {
-        "torch": torch.__version__,
-        "package": version("nonlinear-lowrank"),
-        "processor": platform.processor() or platform.machine(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
+        **machine(),
+        "versions": versions(),
         "copy_bytes_per_second": 2 * source.numel() / _seconds("a.copy_(b)", a=target, b=source),
         "product_flops_per_second": 2 * rows**3 / _seconds("a @ a", a=matrix),
         "product_dtype": str(matrix.dtype).removeprefix("torch."),
@@ -171,20 +147,7 @@ def _seconds(statement: str, **names: torch.Tensor) -> float:
     return timer.blocked_autorange(min_run_time=0.05).median
 
 
-def conditions(config: BenchConfig, machine: dict[str, Any], *, timed: bool = True) -> str:
-    """Return device and threads, and, for times, how they were taken and how fast the machine was."""
-    place = f"{config.device}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
-    if not timed:
-        return place
-    return (
-        f"{place}\nmedian of {config.rounds} paired ratios, arms interleaved, clock: {config.clock}; control: copies "
-        f"{machine['copy_bytes_per_second'] / 1e9:,.1f} GB/s, multiplies "
-        f"{machine['product_flops_per_second'] / 1e9:,.0f} GFLOP/s ({machine['product_dtype']})"
-    )
-
-
-def describe_model(config: ModelBenchConfig, what: str, machine: dict[str, Any], *, timed: bool = True) -> str:
-    """Return the model, what was measured on it, and the conditions."""
+def describe_model(config: ModelBenchConfig, what: str) -> str:
+    """Return the model's sizes, and what is measured on it."""
     name = {"glm": "GLM", "llama": "Llama"}[config.family]
-    place = conditions(config, machine, timed=timed)
-    return f"{name} blocks: d {config.width}, {config.layers} layers, {what}, {place}"
+    return f"{name} blocks: d {config.width}, {config.layers} layers, {what}"

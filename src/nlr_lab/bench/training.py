@@ -8,59 +8,20 @@ import gc
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.optim import param_groups
 
 from .arms import BenchArm, bench_arms, make_model
-from .result import BenchResult, Row, TimedRow, describe_machine, describe_model
+from .result import BenchResult, Progress, Row, describe_model
 from .settings import Mode, TrainBenchConfig
-from .timing import in_mode, interleaved_step_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stepper:
-    """One arm, ready to take steps."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Callable[[], torch.Tensor]
-    """The forward pass on one batch."""
-    eager_loss: Callable[[], torch.Tensor]
-    """The same without torch.compile."""
-
-    def step(self) -> torch.Tensor:
-        """Train on one batch and return the loss, a tensor: reading it would wait for the device."""
-        found = self.loss()
-        found.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return found.detach()
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-
-    def flops(self) -> int:
-        """Return the FLOPs of the matrix products of one forward and backward pass, counted as they are called.
-
-        A product that a method computes again for backward counts again. Takes the time of an eager pass.
-        """
-        with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter, use_kernels(False):
-            self.eager_loss().backward()
-        self.optimizer.zero_grad()
-        return counter.get_total_flops()
-
+from .timing import in_mode
 
 # Of operators that torch's counter does not know, by the shapes of their arguments. Attention counts whole, as there.
 _UNKNOWN_TO_TORCH = {
@@ -72,15 +33,8 @@ _UNKNOWN_TO_TORCH = {
 }
 
 
-def make_stepper(
-    config: TrainBenchConfig,
-    mode: Mode,
-    arm: BenchArm,
-    *,
-    batch: Callable[[], torch.Tensor] | None = None,
-    lr: float = 1e-6,
-) -> Stepper:
-    """Return an arm's stepper; batches and seed are the same in all arms.
+class Stepper:
+    """One arm, ready to take steps; batches and seed are the same in all arms.
 
     Args:
         config: sizes, device and type.
@@ -90,96 +44,116 @@ def make_stepper(
         lr: of AdamW. On one batch again and again, a learning rate that trains would end in subnormal numbers, whose
             arithmetic is slow.
     """
-    model = make_model(config, arm, config.sequence_length, frozen_dtype=getattr(torch, config.frozen_dtype)).train()
-    groups = param_groups(model, lr, weight_decay=0.01, verbose=False)
-    generator = torch.Generator().manual_seed(0)
-    shape = (config.batch_size, config.sequence_length)
-    ids = torch.randint(0, config.vocab_size, shape, generator=generator).to(config.device)
-    kind = torch.device(config.device).type
 
-    def loss(run: Callable[..., Any]) -> torch.Tensor:
-        tokens = ids if batch is None else batch()
-        if mode == "graphs":
+    def __init__(
+        self,
+        config: TrainBenchConfig,
+        mode: Mode,
+        arm: BenchArm,
+        *,
+        batch: Callable[[], torch.Tensor] | None = None,
+        lr: float = 1e-6,
+    ):
+        self.config, self.mode = config, mode
+        self.model = make_model(config, arm, config.sequence_length, frozen_dtype=config.frozen_dtype).train()
+        groups = param_groups(self.model, lr, weight_decay=0.01, verbose=False)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+        self.trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+        generator = torch.Generator().manual_seed(0)
+        shape = (config.batch_size, config.sequence_length)
+        ids = torch.randint(0, config.vocab_size, shape, generator=generator).to(config.device)
+        self.batch = batch or (lambda: ids)
+        self.forward = in_mode(self.model, mode)
+
+    def loss(self, *, eager: bool = False) -> torch.Tensor:
+        """Return the loss of one batch, eager without torch.compile."""
+        ids = self.batch()
+        if self.mode == "graphs":
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(kind, torch.bfloat16, enabled=config.bf16):
-            return run(input_ids=tokens, labels=tokens).loss
+        with torch.autocast(torch.device(self.config.device).type, torch.bfloat16, enabled=self.config.bf16):
+            return (self.model if eager else self.forward)(input_ids=ids, labels=ids).loss
 
-    forward = in_mode(model, mode)
-    return Stepper(
-        model=model,
-        optimizer=torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True),
-        loss=lambda: loss(forward),
-        eager_loss=lambda: loss(model),
-    )
+    def step(self) -> torch.Tensor:
+        """Train on one batch and return the loss, a tensor: reading it would wait for the device."""
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def flops(self) -> int:
+        """Return the FLOPs of the matrix products of one forward and backward pass, counted as they are called.
+
+        A product that a method computes again for backward counts again. Takes the time of an eager pass.
+        """
+        with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter, use_kernels(False):
+            self.loss(eager=True).backward()
+        self.optimizer.zero_grad()
+        return counter.get_total_flops()
 
 
-def bench_step(config: TrainBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
+def bench_step(config: TrainBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
     """Measure the steps of every arm, interleaved, beside the FLOPs of their matrix products in eager mode.
 
     Raises:
-        UserError: the clock does not fit the machine, or a method does not fit the model.
+        UserError: a method does not fit the model.
     """
     arms = bench_arms(config.methods, config.ranks)
-    rows: list[TimedRow] = []
-    times: dict[str, dict[str, list[float]]] = {}
-    flops: dict[str, int] = {}
-    with cpu_threads(config.threads), many_compiled():
+    about = describe_model(config, f"{_setting(config)}, fused AdamW included")
+    result = BenchResult(config=config, about=about, axis="step time ratio")
+    with result.measuring():
         for mode in config.modes:
             torch._dynamo.reset()  # of other modes and models: their code is no longer needed
-            steppers = {arm.name: make_stepper(config, mode, arm) for arm in arms}
-            flops = flops or {name: stepper.flops() for name, stepper in steppers.items()}
-            progress(f"{mode}: {len(arms)} arms, {config.warmup} warm-up and {config.rounds} timed steps each")
-            steps = {name: stepper.step for name, stepper in steppers.items()}
-            found = times[mode] = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
+            steppers = {arm.name: Stepper(config, mode, arm) for arm in arms}
+            flops = result.flops = result.flops or {name: stepper.flops() for name, stepper in steppers.items()}
+            result.time(mode, {name: stepper.step for name, stepper in steppers.items()}, progress)
             for name, over in ((arm.name, arm.over) for arm in arms if arm.over in steppers):
                 trained, flop_ratio = steppers[name].trained / steppers[over].trained, flops[name] / flops[over]
-                row = TimedRow.of(found, mode, name, over, trained_ratio=trained, flop_ratio=flop_ratio)
-                step_over_flops = row.step.median / flop_ratio  # 1 where a method costs just its FLOPs
-                row.figures["step_over_flops"] = step_over_flops
-                rows.append(row)
-        machine = describe_machine(config.device, bf16=config.bf16)
-    about = describe_model(config, f"{config.setting}, fused AdamW included", machine)
-    axis = "step time ratio"
-    return BenchResult(config=config, rows=rows, about=about, axis=axis, times=times, flops=flops, machine=machine)
+                figures = {"trained_ratio": trained, "flop_ratio": flop_ratio}
+                step = result.add(mode, name, over, figures)
+                figures["step_over_flops"] = step.median / flop_ratio  # 1: a method costs just its FLOPs
+    return result
 
 
-def bench_memory(config: TrainBenchConfig, *, progress: Callable[[str], object] = lambda line: None) -> BenchResult:
+def bench_memory(config: TrainBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
     """Measure one arm after the other; clock, rounds and warmup play no part.
 
     Raises:
         UserError: a method does not fit the model.
     """
-    rows: dict[tuple[str, str | None], Row] = {}
-    with cpu_threads(config.threads), many_compiled():
+    about = describe_model(config, _setting(config))
+    result = BenchResult(config=config, about=about, axis="MiB saved for backward")
+    with result.measuring():
         for mode in config.modes:
+            measured: dict[str | None, dict[str, Any]] = {}
             for arm in bench_arms(config.methods, config.ranks):
                 progress(f"{mode}: {arm.name}")
                 torch._dynamo.reset()
-                stepper = make_stepper(config, mode, arm)
+                stepper = Stepper(config, mode, arm)
                 state = [*stepper.model.parameters(), *stepper.model.buffers()]
                 stepper.step()  # compiles, and makes the optimizer's state
-                figures: dict[str, Any] = {
+                figures = measured[arm.name] = {
                     "trained": stepper.trained,
                     "weights_bytes": sum(each.nbytes for each in state),
                     "saved_bytes": saved_bytes(stepper.loss, parameters=state),
                     "peak_bytes": peak_bytes(stepper.step, config.device),
                 }
-                base = rows.get((mode, arm.over))
-                if base is not None:
-                    figures["saved_ratio"] = figures["saved_bytes"] / base.figures["saved_bytes"]
-                    figures["peak_ratio"] = _total(figures) / _total(base.figures)
-                over = None if base is None else base.arm
-                rows[mode, arm.name] = Row(panel=mode, arm=arm.name, over=over, figures=figures)
+                over = arm.over if arm.over in measured else None
+                if over is not None:
+                    base = measured[over]
+                    whole = base["weights_bytes"] + base["peak_bytes"]
+                    figures["saved_ratio"] = figures["saved_bytes"] / base["saved_bytes"]
+                    figures["peak_ratio"] = (figures["weights_bytes"] + figures["peak_bytes"]) / whole
+                result.rows.append(Row(panel=mode, arm=arm.name, over=over, figures=figures))
                 del stepper, state
                 gc.collect()
-        machine = describe_machine(config.device, bf16=config.bf16)
-    about = describe_model(config, config.setting, machine, timed=False)
-    axis = "MiB saved for backward"
-    return BenchResult(config=config, rows=list(rows.values()), about=about, axis=axis, machine=machine)
+    return result
 
 
-def _total(figures: dict[str, Any]) -> int:
-    return figures["weights_bytes"] + figures["peak_bytes"]
+def _setting(config: TrainBenchConfig) -> str:
+    kind = "bfloat16 autocast" if config.bf16 else "float32"
+    frozen = f", frozen weights {config.frozen_dtype}" if config.frozen_dtype != "float32" else ""
+    return f"{config.batch_size} x {config.sequence_length} tokens a step, {kind}{frozen}"
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:

@@ -13,14 +13,12 @@ from seeds import rng
 
 def test_arms_take_turns_in_rotating_order():
     calls = []
-    rounds_done = []
     arms = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = interleaved_step_times(arms, 4, 2, "wall", after_round=rounds_done.append)
+    times = interleaved_step_times(arms, 4, 2, "wall")
     turns = ["".join(calls[start : start + 3]) for start in range(0, len(calls), 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(turns) == 6
     assert turns[2:] == ["abc", "bca", "cab", "abc"]
-    assert rounds_done == [1, 2, 3, 4]
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
 
 
@@ -80,15 +78,5 @@ def test_ratio_equals_numpys_and_its_interval_covers():
         covered += ratio.low <= 1.2 <= ratio.high
     assert covered >= 85  # 95 in truth; below 85 with a chance of less than 1e-4
     assert paired_ratio([2.0], [1.0]).median == 2
-
-
-def test_bad_input_raises():
-    for call, message in (
-        (lambda: interleaved_step_times({}, 3), "at least one arm"),
-        (lambda: interleaved_step_times({"arm": list}, 0), "rounds must be"),
-        (lambda: interleaved_step_times({"arm": list}, 1, clock="sun"), "unknown clock 'sun'"),
-        (lambda: paired_ratio([1.0, 2.0], [1.0]), "same rounds"),
-        (lambda: paired_ratio([1.0], [0.0]), "no measurable time"),
-    ):
-        with pytest.raises(UserError, match=message):
-            call()
+    with pytest.raises(UserError, match="no measurable time"):
+        paired_ratio([1.0], [0.0])

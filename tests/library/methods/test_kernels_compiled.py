@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nlr_lab.bench.kernels import OPERATORS, report
+from nlr_lab.bench.kernels import OPERATORS, problems, report
 from nonlinear_lowrank.ops.kernels import load
 
 triton = pytest.importorskip("triton")
@@ -36,13 +36,13 @@ def cases():
 
 @pytest.mark.parametrize("variant", list(cases()))
 def test_no_spills_and_tensor_cores(variant):
-    found = report(variant)
-    assert found.problems == []
-    assert 0 < found.registers <= 255
-    assert found.shared <= 227 * 1024
+    figures = report(variant).figures
+    assert problems(figures) == []
+    assert 0 < figures["registers"] <= 255
+    assert figures["shared"] <= 227 * 1024
 
 
 def test_a_kernel_that_spills_is_said_to():
     variant = load("rational").backward_variant(384, (6, 5), "abs_of_sum", True, False, True, torch.bfloat16)
-    found = report(variant._replace(registers=48))
-    assert any("spill" in problem for problem in found.problems)
+    row = report(variant._replace(registers=48))
+    assert any("spill" in problem for problem in problems(row.figures))
