@@ -88,7 +88,7 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()  # Pillow turns .tiff files while it loads them, and drops the tag
     try:
         with warnings.catch_warnings(action="ignore"):
-            turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+            turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # whatever a parser meets in broken tags: the pixels can be read
         turn = None
     return image if turn is None else image.transpose(turn)

@@ -1,15 +1,4 @@
-"""Meshes out of files, checked and turned outwards: what bounds no volume has no inside.
-
-| source                | form                                                                          |
-|-----------------------|-------------------------------------------------------------------------------|
-| "knot"                | a fluted trefoil knot, embedded                                               |
-| .obj, .ply, .stl      | as trimesh reads them, all bodies of the file together                        |
-| .npz                  | v or vertices (N, 3), f or faces (M, 3)                                       |
-
-Points that coincide, to a 10^8th of the mesh's size, become one, so that the seams of textures and the loose triangles
-of .stl are no holes. A mesh is taken if every edge is shared by exactly two faces. Faces are turned alike within each
-body (what hangs together by edges), and bodies outwards but for cavities, so that their volumes add up.
-"""
+"""Meshes out of files, checked and turned outwards (docs/occupancy.md): what bounds no volume has no inside."""
 
 import io
 import math
@@ -31,6 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".obj", ".ply", ".stl", ".npz")
 
+_FARTHEST = 1e150  # whose square is a number
 _WAYS = np.array([[0.36, 0.48, 0.8], [-0.6, 0.64, 0.48], [0.48, -0.8, -0.36]])  # no axis, on which edges often lie
 
 
@@ -55,21 +45,18 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{path}: meshes are read from {', '.join(SUFFIXES)}, not {path.suffix or 'a bare name'}")
     points, faces = _of_npz(path) if path.suffix.lower() == ".npz" else _of_file(path, trimesh)
-    if not faces.size:
-        raise UserError(f"{path} has no faces; give a surface, not points")
     for name, array, kinds, what in (("points", points, "fiu", "numbers"), ("faces", faces, "iu", "integers")):
-        if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in kinds:
+        if array.ndim != 2 or array.shape[1] != 3 or not array.size or array.dtype.kind not in kinds:
             found = f"{tuple(array.shape)} of {array.dtype}"
-            raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; triangulate the mesh")
-    if bad := int((~np.isfinite(points)).any(1).sum()):
-        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN or infinite; fix them")
+            raise UserError(f"{path}: {name} must be (N, 3) {what}, got {found}; give a surface of triangles")
+    points = points.astype(np.float64)
+    if bad := int((~(np.abs(points) < _FARTHEST)).any(1).sum()):
+        raise UserError(f"{path}: {bad} of {len(points):,} points are NaN, infinite or beyond {_FARTHEST:g}; fix them")
     if faces.min() < 0 or faces.max() >= len(points):
         raise UserError(f"{path}: faces name point {faces.max()}, or one below 0, of {len(points):,} points")
     unit = unit_of(points)
-    if not unit:
-        raise UserError(f"{path} is flat, or larger than numbers go: no volume; give a closed surface")
     # trimesh's tolerances are lengths, not shares: of a mesh of another size they merge all points, or none.
-    mesh = trimesh.Trimesh(np.asarray(points, dtype=np.float64) / unit, faces, process=False)
+    mesh = trimesh.Trimesh(points / unit, faces, process=False)
     mesh.merge_vertices(merge_tex=True, merge_norm=True)
     mesh.update_faces(mesh.nondegenerate_faces(height=0.0))  # a corner named twice: no area, and an edge too many
     mesh.remove_unreferenced_vertices()
@@ -84,10 +71,9 @@ def read_mesh(source: str | Path, *, repair: bool = False) -> "Trimesh":
 
 
 def unit_of(points: np.ndarray) -> float:
-    """The power of two below the extent of points (N, 3), by which numbers are divided exactly; 0: there is none."""
-    with np.errstate(over="ignore"):
-        extent = float(np.ptp(np.asarray(points, dtype=np.float64), axis=0).max())
-    return 2.0 ** math.floor(math.log2(extent)) if 0 < extent < math.inf else 0.0
+    """The power of two below the extent of points (N, 3), by which numbers are divided exactly; 1 where that is 0."""
+    extent = float(np.ptp(points, axis=0).max())
+    return 2.0 ** math.floor(math.log2(extent)) if extent > 0 else 1.0
 
 
 def signed_volumes(triangles: np.ndarray) -> np.ndarray:
@@ -152,10 +138,9 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     kept = mesh.unique_faces()  # a number each, or a mask
     faces, area = mesh.faces[kept], float(mesh.area_faces[kept].sum())
     edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]])
-    places, shared = _shared(edges)
+    _, places, shared = np.unique(np.sort(edges, axis=1), axis=0, return_index=True, return_counts=True)
     rim = edges[places[shared == 1]]
-    graph = coo_matrix((np.ones(len(rim)), (rim[:, 0], rim[:, 1])), shape=(len(mesh.vertices),) * 2)
-    hole = np.unique(connected_components(graph)[1][rim[:, 0]], return_inverse=True)[1]
+    hole = np.unique(_components(*rim.T, len(mesh.vertices))[rim[:, 0]], return_inverse=True)[1]
     middle = np.zeros((hole.max(initial=-1) + 1, 3))
     np.add.at(middle, hole, mesh.vertices[rim[:, 0]])
     middle /= np.bincount(hole)[:, None]
@@ -167,21 +152,14 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     closes = closes and signed_volumes(fixed.triangles - fixed.bounds.mean(0)).sum() > 1e-12
     if repair and closes:
         return fixed
-    of_edges = _shared(mesh.edges)[1]
-    once, more = int((of_edges == 1).sum()), int((of_edges > 2).sum())
+    times = np.bincount(mesh.edges_unique_inverse)
+    once, more = int((times == 1).sum()), int((times > 2).sum())
     hint = "closing its holes was tried and leaves some, or no volume; close them in a mesh editor"
     if closes:
         doubled, share = len(mesh.faces) - len(faces), 1 - area / fixed.area
         hint = f"--repair (repair=True) closes it with {len(fans)} triangles, {share:.1%} of its area"
         hint += f", and removes {doubled} faces that are there twice" if doubled else ""
     raise UserError(f"{path} is not watertight: {once} edges have one face, {more} three or more; {hint}")
-
-
-def _shared(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A row of each edge, whichever way it runs, and the number of faces that have it."""
-    ends = np.sort(edges.astype(np.int64), axis=1)
-    _, places, shared = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_counts=True)
-    return places, shared
 
 
 def _turn_outwards(mesh: "Trimesh") -> bool:

@@ -197,7 +197,7 @@ def render(
 
     right, above, eye = _axes(up, azimuth, elevation)
     # trimesh drops faces whose normals are too short, by a length that does not follow the mesh's.
-    unit = unit_of(bounds) or 1.0
+    unit = unit_of(bounds)
     low, high = np.asarray(bounds, dtype=np.float64) / unit
     middle, half = (low + high) / 2, (high - low) / 2
     reach_x, reach_y, reach_z = (float(abs(axis) @ half) * 1.04 for axis in (right, above, eye))

@@ -4,6 +4,7 @@ A problem is pure: whatever is random in it comes from the generators it is hand
 Its settings, as a user gives them, are a frozen dataclass whose `prepare()` reads and checks the data (`settings`).
 """
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ Kind = Literal["dense", "low-rank", "sine"]
 Init = Literal["kaiming_sqrt5", "kaiming_zero"]
 
 _INITS: tuple[Init, ...] = get_args(Init)
-_ACTIVATIONS: dict[str, Literal["identity", "sine"]] = {"low-rank": "identity", "sine": "sine"}
 _SQUARED_SLOPE = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}
 
 
@@ -47,9 +47,7 @@ class FieldMethod:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
-        check_choice("init", self.init, get_args(Init))
-        if isinstance(self.gain, str):
-            raise UserError(f"gain must be a number, got {self.gain!r}")
+        check_choice("init", self.init, _INITS)
         meant = {"dense": (), "low-rank": ("rank",), "sine": ("rank", "omega", "gain")}[self.kind]
         for name in ("rank", "omega", "gain"):
             if name not in meant and getattr(self, name) is not None:
@@ -62,48 +60,40 @@ class FieldMethod:
     @classmethod
     def parse(cls, text: str) -> "FieldMethod":
         """Read the short form: `dense`, `low-rank:rank=5`, `sine:rank=5,omega=50,init=kaiming_zero`."""
-        kind, settings = _read(text, ("rank", "omega", "gain", "init"))
-        return cls(kind=kind, **settings)  # type: ignore[arg-type]  # checked when it is made
+        return cls(**_read(text, ("rank", "omega", "gain", "init")))
 
     def __str__(self) -> str:
         """The short form; `parse` reads it back."""
         init = None if self.init == "kaiming_sqrt5" else self.init
         settings = {"rank": self.rank, "omega": self.omega, "gain": self.gain, "init": init}
-        options = [f"{name}={_short(value)}" for name, value in settings.items() if value is not None]
+        options = [f"{key}={str(value).removesuffix('.0')}" for key, value in settings.items() if value is not None]
         return ":".join(filter(None, (self.kind, ",".join(options))))
 
     def resolved(self, table: str) -> "FieldMethod":
         """Return the method with omega as a number, where it was left open taken from a published table."""
         if self.kind != "sine":
             return self
-        config = replace(self, omega=self.omega or table).factors_config()
-        assert config is not None
-        return replace(self, omega=config.omega)
+        return replace(self, omega=replace(self, omega=self.omega or table).factors_config().omega)
 
     def factors(self, d_in: int, d_out: int) -> bool:
-        """Return whether a linear of these sizes is factored: where k (m + n) < m n, so that it gets smaller."""
-        return self.rank is not None and self.rank * (d_in + d_out) < d_in * d_out
+        """Return whether a linear of these sizes is factored: where it gets smaller."""
+        return self.rank is not None and self.factors_config().check_rank(d_in, d_out) is None
+
+    def factors_config(self) -> SineLowRankConfig:
+        """The settings of a factored linear."""
+        assert self.rank is not None
+        phi: Literal["sine", "identity"] = "sine" if self.kind == "sine" else "identity"
+        return SineLowRankConfig(rank=self.rank, omega=self.omega, gain=self.gain, activation=phi, init=self.init)
 
     def linear(self, d_in: int, d_out: int, *, generator: torch.Generator) -> nn.Module:
         """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where factors are no smaller."""
         if not self.factors(d_in, d_out):
             return dense_linear(d_in, d_out, init=self.init, generator=generator)
-        config = self.factors_config()
-        assert config is not None
-        layer = SineLowRankLinear(d_in, d_out, True, config=config)
-        _draw(layer.sine_up, config.rank, self.init, generator)
+        layer = SineLowRankLinear(d_in, d_out, True, config=self.factors_config())
+        _draw(layer.sine_up, layer.sine_config.rank, self.init, generator)
         _draw(layer.sine_down, d_in, self.init, generator)
-        assert layer.bias is not None
         _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
         return layer
-
-    def factors_config(self) -> SineLowRankConfig | None:
-        """The settings of a factored linear; None for dense ones."""
-        if self.rank is None:
-            return None
-        return SineLowRankConfig(
-            rank=self.rank, omega=self.omega, gain=self.gain, activation=_ACTIVATIONS[self.kind], init=self.init
-        )
 
 
 def dense_linear(d_in: int, d_out: int, *, init: Init = "kaiming_sqrt5", generator: torch.Generator) -> nn.Linear:
@@ -114,34 +104,25 @@ def dense_linear(d_in: int, d_out: int, *, init: Init = "kaiming_sqrt5", generat
     return layer
 
 
-def _short(value: float | str) -> str:
-    """A number in six digits where they are all it has, or in all of its own."""
-    return f"{value:g}" if not isinstance(value, str) and float(f"{value:g}") == value else str(value)
-
-
-def _read(text: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """The kind and the settings of a short form; numbers where they are such, an integer for the rank."""
-    kind, _, rest = text.strip().partition(":")
-    settings: dict[str, Any] = {}
-    for option in filter(None, rest.split(",")):
-        key, separator, value = (part.strip() for part in option.partition("="))
-        if not separator or not value:
-            raise UserError(f"cannot read {option!r} in {text!r}; settings are key=value, as in rank=5")
-        if key not in known:
-            raise UserError(f"{kind} linears have no setting {key!r}; choose of {', '.join(known)}")
-        if key in settings:
-            raise UserError(f"{text!r} has {key} twice; omit one")
-        try:
-            settings[key] = value if key == "name" else int(value) if key == "rank" else float(value)
-        except ValueError:
-            settings[key] = value
-    return kind, settings
-
-
 @torch.no_grad()
-def _draw(tensor: Tensor, fan: int, init: str, generator: torch.Generator) -> None:
+def _draw(tensor: Any, fan: int, init: str, generator: torch.Generator) -> None:
     bound = (6 / ((1 + _SQUARED_SLOPE[init]) * fan)) ** 0.5
     tensor.uniform_(-bound, bound, generator=generator)
+
+
+def _read(text: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """The kind and the settings of a short form; numbers where they are such, an integer for the rank."""
+    kind, _, rest = text.strip().partition(":")
+    settings: dict[str, Any] = {"kind": kind}
+    for option in filter(None, rest.split(",")):
+        key, _, value = (part.strip() for part in option.partition("="))
+        if not value or key not in known or key in settings:
+            raise UserError(f"cannot read {option!r} in {text!r}; settings, each once, are {'=, '.join(known)}=")
+        settings[key] = value
+        if key != "name":
+            with contextlib.suppress(ValueError):
+                settings[key] = int(value) if key == "rank" else float(value)
+    return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +155,10 @@ class FieldArm:
     @classmethod
     def parse(cls, text: str) -> "FieldArm":
         """Read `FieldMethod`'s short form with `lr=` and `name=` beside it; without `init=` both inits are tried."""
-        kind, settings = _read(text, ("rank", "omega", "gain", "init", "lr", "name"))
+        settings = _read(text, ("rank", "omega", "gain", "init", "lr", "name"))
         own = {key: settings.pop(key) for key in ("lr", "name") if key in settings}
         inits = (settings["init"],) if "init" in settings else _INITS
-        method = FieldMethod(kind=kind, **{"init": inits[0], **settings})  # type: ignore[arg-type]
-        return cls(method=method, inits=inits, **own)
+        return cls(method=FieldMethod(**{"init": inits[0], **settings}), inits=inits, **own)
 
 
 class Problem(Protocol):
@@ -199,7 +179,7 @@ class Problem(Protocol):
         """The network for this problem, drawn from the generator."""
 
     def batch(self, step: int, generator: torch.Generator) -> Any:
-        """Draw what training step `step` (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
+        """Draw what a training step (from 0) sees: a tensor or a tuple, list or dict of such, on the CPU.
 
         The generator is seeded by the fit's seed and the step: no state is carried from step to step.
         """

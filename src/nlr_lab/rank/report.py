@@ -350,9 +350,11 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
         if method.kind == "sine" and method.omega is None and "field" not in problem:
             return None
         table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
+        if method.kind == "dense":
+            return None
         config = method.resolved(table).factors_config()
-        if config is None or config.activation != "sine" or field["activation"] != "siren":
-            return None if config is None else lambda n: config
+        if config.activation != "sine" or field["activation"] != "siren":
+            return lambda n: config
         frequency = float(field["frequency"])  # the activation multiplies by it, and the weight has it in its gain
         return lambda n: replace(config, gain=config.gain_for(n) * frequency)
     except (TypeError, KeyError, ValueError) as error:

@@ -95,10 +95,10 @@ def test_reads_and_writes_the_short_form(text):
         ("sine:rank=1.5,omega=3", "rank must be a positive integer"),
         ("sine:rank=2,omega=-1", "omega must be a finite number above 0"),
         ("sine:rank=2,omega=nurf", "omega must be a number or one of"),
-        ("sine:rank=1,gain=big", "gain must be a number"),
-        ("sine:rank", "settings are key=value"),
-        ("sine:rnk=1", "no setting 'rnk'"),
-        ("sine:rank=1,rank=2", "has rank twice"),
+        ("sine:rank=1,gain=big", "gain must be a finite number"),
+        ("sine:rank", "cannot read 'rank'"),
+        ("sine:rnk=1", "cannot read 'rnk=1'"),
+        ("sine:rank=1,rank=2", "cannot read 'rank=2' .* each once"),
     ],
 )
 def test_refuses_short_forms_that_make_no_sense(text, message):
