@@ -100,9 +100,9 @@ class AdapterModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject an adapter as peft does, after its name was checked."""
-        # A ParameterDict keeps its entries as attributes: "keys" would hide its method, "a.b" cannot be one.
+        # A ModuleDict keeps its entries as attributes: "keys" would hide its method, "a.b" cannot be one.
         bad = adapter_name == BASE_ROWS or not adapter_name or "." in adapter_name
-        if bad or hasattr(nn.ParameterDict(), adapter_name):
+        if bad or hasattr(nn.ModuleDict(), adapter_name):
             raise UserError(f"an adapter cannot be called {adapter_name!r}; choose a plain word without dots")
         # The names in a state dict stand above the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
@@ -255,7 +255,7 @@ class AdapterModel(BaseTuner):
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
         have = {name: tensor for name, tensor in model.state_dict().items() if f".{cls.prefix}" in name}
-        have = {name: tensor for name, tensor in have.items() if name.endswith(f".{adapter_name}")}
+        have = {name: tensor for name, tensor in have.items() if name.endswith(f".{adapter_name}.weight")}
         wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:

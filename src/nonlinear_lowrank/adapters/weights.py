@@ -7,8 +7,8 @@ original, quantized bases, patterns per module, checks before anything is change
 
 Rules that peft's own machinery imposes:
 
-- A parameter is called `<prefix><what>` and lives in a flat ParameterDict, keyed by the adapter: names nested
-  deeper are lost when a saved adapter is loaded under another name.
+- A parameter is `<prefix><what>.<adapter>.weight`, in a module of its own (`AdapterTensor`) as LoRA's factors are:
+  trl copies reference adapters by the name part `.<adapter>.`, and offloading acts when a module is called.
 - Class names: a layer over a linear has "Linear" in its name, any other has not ("all-linear" of a second
   adapter goes by it).
 - Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
@@ -41,11 +41,23 @@ from .quantized import Kept, backend_of, keep_unpacked, unpack
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+class AdapterTensor(nn.Module):
+    """One trained tensor of one adapter; call it for the tensor, so that hooks which bring it to memory run."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> Tensor:
+        """Return the tensor."""
+        return self.weight
+
+
 class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     """A module with adapters around it; subclasses give the formula."""
 
     adapter_layer_names: tuple[str, ...] = ()
-    """Names of the ParameterDicts that hold the trainable tensors."""
+    """Names of the ModuleDicts that hold the trainable tensors, an `AdapterTensor` an adapter."""
     other_param_names: tuple[str, ...] = ("configs",)
 
     def __init__(self, base_layer: nn.Module) -> None:
@@ -54,14 +66,14 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         self.configs: dict[str, Any] = {}
         """Each adapter's config, with the values of this very module filled in from the patterns."""
         for name in self.adapter_layer_names:
-            setattr(self, name, nn.ParameterDict())
+            setattr(self, name, nn.ModuleDict())
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
 
     # What a method writes.
 
     def add_parameters(self, name: str, config: Any) -> None:
-        """Put the adapter's tensors, undrawn, into the ParameterDicts; `self.parameter(*shape)` makes one."""
+        """Put the adapter's tensors, undrawn, into the ModuleDicts; `self.parameter(*shape)` makes one."""
         raise NotImplementedError
 
     def reset_adapter(self, name: str) -> None:
@@ -73,7 +85,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         raise NotImplementedError
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """Return learning-rate roles of an adapter's tensors, by ParameterDict; others have no multipliers."""
+        """Return learning-rate roles of an adapter's tensors, by ModuleDict; others have no multipliers."""
         return {}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -101,10 +113,11 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
             self.reset_adapter(name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def parameter(self, *shape: int) -> nn.Parameter:
+    def parameter(self, *shape: int) -> AdapterTensor:
         """Return an undrawn tensor on the base's device, in its type if that is a common float type, else float32."""
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
-        return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype if dtype in _FLOATS else torch.float32))
+        dtype = dtype if dtype in _FLOATS else torch.float32
+        return AdapterTensor(nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)))
 
     def present(self, names: Sequence[str]) -> list[str]:
         """Return those of the adapters that this module has, sorted."""
@@ -142,7 +155,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
     def parameter_roles(self) -> dict[str, Role]:
         """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
-        return {f"{tensor}.{name}": role for name in self.configs for tensor, role in self.roles(name).items()}
+        return {f"{tensor}.{name}.weight": role for name in self.configs for tensor, role in self.roles(name).items()}
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move the tensors as peft does, but keep the objects, their types and `requires_grad`."""
@@ -150,8 +163,8 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
             device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
         for name in self.adapter_layer_names:
             tensors = getattr(self, name)
-            if device is not None and adapter_name in tensors and not tensors[adapter_name].is_meta:
-                tensors[adapter_name].data = tensors[adapter_name].data.to(device)
+            if device is not None and adapter_name in tensors and not tensors[adapter_name].weight.is_meta:
+                tensors[adapter_name].to(device)
 
     def __repr__(self) -> str:
         return f"nlr.{nn.Module.__repr__(self)}"

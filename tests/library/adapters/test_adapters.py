@@ -48,7 +48,7 @@ def logits(model, inputs, **options):
 
 
 def adapter_parameters(model, name="default"):
-    return {key: value for key, value in model.named_parameters() if key.endswith(f".{name}") and ".nlr_" in key}
+    return {key: value for key, value in model.named_parameters() if key.endswith(f".{name}.weight") and ".nlr_" in key}
 
 
 def layers(model):

@@ -31,7 +31,7 @@ def adapted(base, **options):
 def branch(layer, name="default", activation="cosine"):
     """The branch of an adapter, float64."""
     tensors = [
-        getattr(layer, f"nlr_noble_{each}")[name].detach().double()
+        getattr(layer, f"nlr_noble_{each}")[name].weight.detach().double()
         if name in getattr(layer, f"nlr_noble_{each}")
         else ()
         for each in ("down", "up", "mix", "frequency", "phase")
@@ -73,7 +73,7 @@ def test_dropout_is_on_the_branchs_input_and_in_training_only():
     first, second = layer(x)
     assert not torch.equal(first, second)
     with torch.no_grad():
-        layer.nlr_noble_up["default"].zero_()
+        layer.nlr_noble_up["default"].weight.zero_()
     torch.testing.assert_close(layer(x), base(x))  # what is left has none
 
 
@@ -103,11 +103,11 @@ def test_learning_rates_are_the_papers_table():
         for name, _ in group["params"]
     }
     assert found == {
-        "down.default": (pytest.approx(1), 0.01, "noble.down"),
-        "up.default": (pytest.approx(ratio**0.6), 0.01, "noble.up"),
-        "mix.default": (pytest.approx(ratio**0.45), 0.01, "noble.mix"),
-        "frequency.default": (pytest.approx(3), 0.0, "noble.frequency"),
-        "phase.default": (pytest.approx(5), 0.0, "noble.phase"),
+        "down.default.weight": (pytest.approx(1), 0.01, "noble.down"),
+        "up.default.weight": (pytest.approx(ratio**0.6), 0.01, "noble.up"),
+        "mix.default.weight": (pytest.approx(ratio**0.45), 0.01, "noble.mix"),
+        "frequency.default.weight": (pytest.approx(3), 0.0, "noble.frequency"),
+        "phase.default.weight": (pytest.approx(5), 0.0, "noble.phase"),
     }
 
 

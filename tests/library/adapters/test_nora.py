@@ -108,7 +108,7 @@ FACTORS = [f"nlr_nora_{side}_{factor}" for side in ("numerator", "denominator") 
 
 
 def factors_of(layer, dtype=None):
-    found = [getattr(layer, name)["default"].detach() for name in FACTORS]
+    found = [getattr(layer, name)["default"].weight.detach() for name in FACTORS]
     return [each.to(dtype or each.dtype).requires_grad_() for each in found]
 
 
@@ -126,7 +126,7 @@ def test_values_and_gradients_are_the_papers_in_float64(form, tails, anchor, for
     expected = reference(x, layer, config, factors)
     found = layer(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    ours = torch.autograd.grad(found, [x, *(getattr(layer, name)["default"] for name in FACTORS)], dy)
+    ours = torch.autograd.grad(found, [x, *(getattr(layer, name)["default"].weight for name in FACTORS)], dy)
     theirs = torch.autograd.grad(expected, [x, *factors], dy)
     for our, their in zip(ours, theirs, strict=True):
         assert_close_by_norm(our, their)
@@ -171,7 +171,7 @@ def test_what_each_tuning_trains_and_where_it_starts(tuning, side):
     model, layer = adapted_mlp(nn.SiLU, torch.float32, tuning=tuning, init_weights=True, **options)
     expected = {name: shape for name, shape in TUNINGS[tuning].items() if name.split("_")[0] in tuned}
     assert {
-        name.split("nlr_nora_")[1].removesuffix(".default"): tuple(value.shape)
+        name.split("nlr_nora_")[1].removesuffix(".default.weight"): tuple(value.shape)
         for name, value in trained(model).items()
     } == expected
     x = 4 * torch.randn(50, 24)

@@ -75,10 +75,10 @@ def test_the_lora_of_nora_plus_plus_is_pefts():
     for name in ours.base_model.report().linears:
         mine, other = (model.base_model.model.get_submodule(name) for model in (ours, theirs))
         bound = mine.d_in**-0.5
-        assert mine.nlr_nora_lora_down["default"].abs().max() <= bound
-        assert not mine.nlr_nora_lora_up["default"].any()
-        mine.nlr_nora_lora_down["default"].data = other.lora_A["default"].weight.data.clone()
-        mine.nlr_nora_lora_up["default"].data = other.lora_B["default"].weight.data.clone()
+        assert mine.nlr_nora_lora_down["default"].weight.abs().max() <= bound
+        assert not mine.nlr_nora_lora_up["default"].weight.any()
+        mine.nlr_nora_lora_down["default"].weight.data = other.lora_A["default"].weight.data.clone()
+        mine.nlr_nora_lora_up["default"].weight.data = other.lora_B["default"].weight.data.clone()
     expected = logits(theirs, inputs)
     torch.testing.assert_close(logits(ours, inputs), expected, atol=1e-6, rtol=1e-5)
     merged = ours.merge_and_unload()
@@ -102,7 +102,7 @@ def test_lora_sine_is_a_sine_of_the_weight():
     assert len(names) == 4
     for name in names:
         layer = model.base_model.model.get_submodule(name)
-        up, down = layer.nlr_nora_lora_up["default"], layer.nlr_nora_lora_down["default"]
+        up, down = layer.nlr_nora_lora_up["default"].weight, layer.nlr_nora_lora_down["default"].weight
         weight = plain.get_submodule(name).weight
         weight.data = weight + torch.sin(40.0 * up @ down) / layer.d_in**0.5
     adapted = logits(model, inputs)

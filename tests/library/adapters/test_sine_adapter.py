@@ -104,7 +104,7 @@ def one_input(kind, dtype=torch.float64):
 def factors_of(model, name="default"):
     layer = model.base_model.model.target
     return [
-        getattr(layer, f"nlr_sine_lora_{each}")[name].detach()
+        getattr(layer, f"nlr_sine_lora_{each}")[name].weight.detach()
         for each in ("up", "down", "magnitude")
         if name in getattr(layer, f"nlr_sine_lora_{each}")
     ]
@@ -179,7 +179,7 @@ def test_patterns_set_rank_and_omega_by_module():
     )  # fmt: skip
     model = get_peft_model(model_helpers.llama(), config)
     seen = {
-        name: (module.nlr_sine_lora_up["default"].shape[1], module.factors("default").omega)
+        name: (module.nlr_sine_lora_up["default"].weight.shape[1], module.factors("default").omega)
         for name, module in model.named_modules()
         if hasattr(module, "nlr_sine_lora_up")
     }
@@ -200,10 +200,10 @@ def test_the_gradient_at_the_zero_start_is_omega_over_root_d_in_times_loras():
     sine = get_peft_model(One(module), SineLoraConfig(r=4, omega=300.0, target_modules=["target"]))
     lora, sine = lora.double(), sine.double()
     a = lora.base_model.model.target.lora_A["default"].weight
-    sine.base_model.model.target.nlr_sine_lora_down["default"].data.copy_(a.detach())
+    sine.base_model.model.target.nlr_sine_lora_down["default"].weight.data.copy_(a.detach())
     for model in (lora, sine):
         (model(x) * dy).sum().backward()
-    ours = sine.base_model.model.target.nlr_sine_lora_up["default"].grad
+    ours = sine.base_model.model.target.nlr_sine_lora_up["default"].weight.grad
     torch.testing.assert_close(ours, lora.base_model.model.target.lora_B["default"].weight.grad * 300 / 8)
 
 

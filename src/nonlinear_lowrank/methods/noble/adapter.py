@@ -89,11 +89,11 @@ class NobleAdapterLinear(WeightLayer):
     """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
 
     adapter_layer_names = ("nlr_noble_down", "nlr_noble_up", "nlr_noble_mix", "nlr_noble_frequency", "nlr_noble_phase")
-    nlr_noble_down: nn.ParameterDict
-    nlr_noble_up: nn.ParameterDict
-    nlr_noble_mix: nn.ParameterDict
-    nlr_noble_frequency: nn.ParameterDict
-    nlr_noble_phase: nn.ParameterDict
+    nlr_noble_down: nn.ModuleDict
+    nlr_noble_up: nn.ModuleDict
+    nlr_noble_mix: nn.ModuleDict
+    nlr_noble_frequency: nn.ModuleDict
+    nlr_noble_phase: nn.ModuleDict
 
     def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
         """Add the tensors of this file's table, undrawn."""
@@ -109,17 +109,17 @@ class NobleAdapterLinear(WeightLayer):
     def reset_adapter(self, name: str) -> None:
         """Draw the table; with init_weights=False the up projection too, N(0, 1 / r)."""
         config: NobleAdapterConfig = self.configs[name]
-        nn.init.normal_(self.nlr_noble_down[name], std=self.d_in**-0.5)
+        nn.init.normal_(self.nlr_noble_down[name].weight, std=self.d_in**-0.5)
         if config.init_weights:
-            nn.init.zeros_(self.nlr_noble_up[name])
+            nn.init.zeros_(self.nlr_noble_up[name].weight)
         else:
-            nn.init.normal_(self.nlr_noble_up[name], std=config.r**-0.5)
+            nn.init.normal_(self.nlr_noble_up[name].weight, std=config.r**-0.5)
         if config.depth > 1:
-            for mix in self.nlr_noble_mix[name]:
+            for mix in self.nlr_noble_mix[name].weight:
                 nn.init.xavier_uniform_(mix)
         if config.activation == "cosine":
-            nn.init.uniform_(self.nlr_noble_frequency[name], *config.frequency_range)
-            nn.init.normal_(self.nlr_noble_phase[name], std=config.phase_std)
+            nn.init.uniform_(self.nlr_noble_frequency[name].weight, *config.frequency_range)
+            nn.init.normal_(self.nlr_noble_phase[name].weight, std=config.phase_std)
 
     def adapted(self, x: Tensor, names: Sequence[str]) -> Tensor:
         """(..., d_in) -> (..., d_out); the first branch in one operator with the base where that is plain."""
@@ -139,14 +139,14 @@ class NobleAdapterLinear(WeightLayer):
     def _branch(self, name: str, x: Tensor) -> Branch:
         """Return the operators' argument. Matrices are in the type of x; frequencies and phases keep theirs."""
         config: NobleAdapterConfig = self.configs[name]
-        mixes = self.nlr_noble_mix[name].to(x.dtype).unbind() if config.depth > 1 else ()
+        mixes = self.nlr_noble_mix[name]().to(x.dtype).unbind() if config.depth > 1 else ()
         cosine = config.activation == "cosine"
         return Branch(
-            self.nlr_noble_down[name].to(x.dtype),
-            self.nlr_noble_up[name].to(x.dtype),
+            self.nlr_noble_down[name]().to(x.dtype),
+            self.nlr_noble_up[name]().to(x.dtype),
             mixes,
-            self.nlr_noble_frequency[name].unbind() if cosine else (),
-            self.nlr_noble_phase[name].unbind() if cosine else (),
+            self.nlr_noble_frequency[name]().unbind() if cosine else (),
+            self.nlr_noble_phase[name]().unbind() if cosine else (),
             config.activation,
         )
 

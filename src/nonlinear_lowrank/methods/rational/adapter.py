@@ -115,7 +115,7 @@ class NoraModel(AdapterModel):
             skipped={name: why for name, why in skipped.items() if name not in activations},
             functional=seen.functional,
             trainable=sum(
-                getattr(layer, tensors)[adapter_name].numel()
+                getattr(layer, tensors)[adapter_name].weight.numel()
                 for layer in mine.values()
                 for tensors in layer.adapter_layer_names
                 if adapter_name in getattr(layer, tensors)

@@ -278,13 +278,13 @@ class NoraActivation(AdapterLayer):
             if not _is_tuned(config, side):
                 continue
             if config.tuning == "low_rank":
-                a = nn.init.normal_(self._dict(side, "_a")[name], std=config.init_std)
+                a = nn.init.normal_(self._dict(side, "_a")[name].weight, std=config.init_std)
                 std = 0.0 if config.init_weights else _RANDOM / (config.init_std * config.r**0.5)
-                nn.init.normal_(self._dict(side, "_b")[name], std=std)
+                nn.init.normal_(self._dict(side, "_b")[name].weight, std=std)
                 if not config.init_weights:
                     a.mul_(self._falling(name, a.shape[1], 1)[:, None].to(a.device))
                 continue
-            tensor = self._dict(side)[name]
+            tensor = self._dict(side)[name].weight
             nn.init.normal_(tensor, std=0.0 if config.init_weights else _RANDOM)
             if not config.init_weights:
                 tensor.mul_(self._falling(name, tensor.shape[1], 0).to(tensor.device))
@@ -304,7 +304,7 @@ class NoraActivation(AdapterLayer):
         fit = fit_rational("gelu", form=settings.form, degrees=settings.degrees, fit_range=settings.fit_range)
         return _row(fit.numerator), _row(fit.denominator)
 
-    def _dict(self, side: str, factor: str = "") -> nn.ParameterDict:
+    def _dict(self, side: str, factor: str = "") -> nn.ModuleDict:
         return getattr(self, f"nlr_nora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
@@ -348,11 +348,11 @@ class NoraActivation(AdapterLayer):
             return None
         theta = self.theta(name)[index]
         if config.tuning == "low_rank":
-            a, b = self._dict(side, "_a")[name], self._dict(side, "_b")[name]
+            a, b = self._dict(side, "_a")[name](), self._dict(side, "_b")[name]()
             # Written out: a matrix product would be rounded to 16 bits under autocast.
             shift = (a.to(wide_dtype(a)) * b.to(wide_dtype(b))[:, None, :]).sum(-1)
             return F.pad(shift, (self._first(name, side), 0))
-        values = self._dict(side)[name]
+        values = self._dict(side)[name]()
         values = values.to(wide_dtype(values))
         if config.tuning == "constants":
             return F.pad(values, (0, theta.shape[1] - 1))
@@ -472,8 +472,8 @@ class _LoraLayer(WeightLayer):
     """The factors that both layers on linears have."""
 
     adapter_layer_names = ("nlr_nora_lora_down", "nlr_nora_lora_up")
-    nlr_nora_lora_down: nn.ParameterDict
-    nlr_nora_lora_up: nn.ParameterDict
+    nlr_nora_lora_down: nn.ModuleDict
+    nlr_nora_lora_up: nn.ModuleDict
 
     def add_parameters(self, name: str, config: NoraConfig) -> None:
         """Add the tensors of this file's table, undrawn."""
@@ -482,9 +482,11 @@ class _LoraLayer(WeightLayer):
 
     def reset_adapter(self, name: str) -> None:
         """Draw the table; with init_weights=False the up factor too."""
-        nn.init.uniform_(self.nlr_nora_lora_down[name], -(self.d_in**-0.5), self.d_in**-0.5)
+        nn.init.uniform_(self.nlr_nora_lora_down[name].weight, -(self.d_in**-0.5), self.d_in**-0.5)
         config = self.configs[name]
-        nn.init.normal_(self.nlr_nora_lora_up[name], std=0.0 if config.init_weights else self._random_std(config))
+        nn.init.normal_(
+            self.nlr_nora_lora_up[name].weight, std=0.0 if config.init_weights else self._random_std(config)
+        )
 
     def _random_std(self, config: NoraConfig) -> float:
         raise NotImplementedError
@@ -510,7 +512,7 @@ class NoraLoraLinear(_LoraLayer):
         if self.quantization_backend is not None:
             y = self.quantization_backend.maybe_clone_base_result(y)
         for name in names:
-            down, up = (each[name].to(x.dtype) for each in (self.nlr_nora_lora_down, self.nlr_nora_lora_up))
+            down, up = (each[name]().to(x.dtype) for each in (self.nlr_nora_lora_down, self.nlr_nora_lora_up))
             h = F.linear(F.dropout(x, self.configs[name].lora_dropout, self.training), down)
             y = y + (self._scale(name) * F.linear(h, up)).to(y.dtype)
         return y
@@ -520,7 +522,7 @@ class NoraLoraLinear(_LoraLayer):
         wide = wide_dtype(weight)
         total = weight.to(wide)
         for name in names:
-            product = self.nlr_nora_lora_up[name].to(wide) @ self.nlr_nora_lora_down[name].to(wide)
+            product = self.nlr_nora_lora_up[name]().to(wide) @ self.nlr_nora_lora_down[name]().to(wide)
             total = total + self._scale(name) * product
         return total.to(weight.dtype)
 
@@ -535,8 +537,8 @@ class NoraSineLinear(_LoraLayer, SineDeltaLayer):
         """Return an adapter's delta."""
         config: NoraConfig = self.configs[name]
         return SineFactors(
-            self.nlr_nora_lora_up[name],
-            self.nlr_nora_lora_down[name],
+            self.nlr_nora_lora_up[name](),
+            self.nlr_nora_lora_down[name](),
             config.lora_omega,
             gain=self.d_in**0.5 if config.lora_gain is None else config.lora_gain,
             scale=1.0 if config.lora_alpha is None else config.lora_alpha / config.lora_r,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import align_module_device
 from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend, get_quantization_kwargs
 from torch import Tensor, nn
 
@@ -84,9 +85,9 @@ class _SineLayer(WeightLayer):
     """Parameters of linears, convolutions and embeddings alike."""
 
     adapter_layer_names = ("nlr_sine_lora_down", "nlr_sine_lora_up", "nlr_sine_lora_magnitude")
-    nlr_sine_lora_down: nn.ParameterDict
-    nlr_sine_lora_up: nn.ParameterDict
-    nlr_sine_lora_magnitude: nn.ParameterDict
+    nlr_sine_lora_down: nn.ModuleDict
+    nlr_sine_lora_up: nn.ModuleDict
+    nlr_sine_lora_magnitude: nn.ModuleDict
 
     def add_parameters(self, name: str, config: SineLoraConfig) -> None:
         """Add the tensors of this file's table, undrawn."""
@@ -98,18 +99,18 @@ class _SineLayer(WeightLayer):
     def reset_adapter(self, name: str) -> None:
         """Draw the table; with init_weights=False the up factor too, for phases of about 1 rad."""
         config: SineLoraConfig = self.configs[name]
-        nn.init.uniform_(self.nlr_sine_lora_down[name], -(self.d_in**-0.5), self.d_in**-0.5)
+        nn.init.uniform_(self.nlr_sine_lora_down[name].weight, -(self.d_in**-0.5), self.d_in**-0.5)
         if config.init_weights:
-            nn.init.zeros_(self.nlr_sine_lora_up[name])
+            nn.init.zeros_(self.nlr_sine_lora_up[name].weight)
         else:
-            nn.init.normal_(self.nlr_sine_lora_up[name], std=(3 * self.d_in / config.r) ** 0.5 / config.omega)
+            nn.init.normal_(self.nlr_sine_lora_up[name].weight, std=(3 * self.d_in / config.r) ** 0.5 / config.omega)
         if config.use_dora:
             self.reset_magnitude(name)
 
     @torch.no_grad()
     def reset_magnitude(self, name: str) -> None:
         """Set an adapter's magnitude to the lengths of the weight's rows."""
-        magnitude = self.nlr_sine_lora_magnitude[name]
+        magnitude = self.nlr_sine_lora_magnitude[name].weight
         if not magnitude.is_meta:
             magnitude.copy_(self._lengths())
 
@@ -118,7 +119,7 @@ class _SineLayer(WeightLayer):
         """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
         if name not in self.nlr_sine_lora_magnitude:
             return False
-        magnitude = self.nlr_sine_lora_magnitude[name]
+        magnitude = self.nlr_sine_lora_magnitude[name].weight
         if magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
             return False
         return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
@@ -131,21 +132,25 @@ class _SineLayer(WeightLayer):
         """Return the weight without adapters, dequantized, in its own layout."""
         if self._kept is not None:
             return self._kept.weight()
-        if self.quantization_backend is None:
-            return self.get_base_layer().weight  # type: ignore[return-value]
-        unpack(self.get_base_layer())
-        return self.quantization_backend.get_base_weight(self.get_base_layer()).detach()
+        base: Any = self.get_base_layer()
+        if self.quantization_backend is not None:
+            unpack(base)
+            return self.quantization_backend.get_base_weight(base).detach()
+        if not hasattr(base, "_hf_hook"):
+            return base.weight
+        with align_module_device(base):  # offloaded: on meta but for the module's own forward
+            return base.weight
 
     def factors(self, name: str) -> SineFactors:
         """Return an adapter's delta."""
         config: SineLoraConfig = self.configs[name]
         return SineFactors(
-            self.nlr_sine_lora_up[name],
-            self.nlr_sine_lora_down[name],
+            self.nlr_sine_lora_up[name](),
+            self.nlr_sine_lora_down[name](),
             config.omega,
             gain=self.d_in**0.5 if config.gain is None else config.gain,
             scale=1.0 if config.lora_alpha is None else config.lora_alpha / config.r,
-            magnitude=self.nlr_sine_lora_magnitude[name] if config.use_dora else None,
+            magnitude=self.nlr_sine_lora_magnitude[name]() if config.use_dora else None,
         )
 
     def roles(self, name: str) -> Mapping[str, Role]:
