@@ -48,7 +48,7 @@ _TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt"}  # their linears are Conv1D: (n
 _TABLES = re.compile(r"(embed|wte|wpe|lm_head|word_embeddings|position)")  # one row a token: never factored
 _FACTORS = {  # by peft's type: how the names of a down and an up factor end
     "LORA": ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")),
-    "NLR_SINE_LORA": ((".nlr_sine_lora_down", ".nlr_sine_lora_up"),),
+    "NLR_SINE_LORA": ((".nlr_sine_lora_down.weight", ".nlr_sine_lora_up.weight"),),
 }
 _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
 
