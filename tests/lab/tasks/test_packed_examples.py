@@ -10,7 +10,7 @@ import torch
 import finetune_helpers
 import model_helpers
 import nonlinear_lowrank as nlr
-from nlr_lab.tasks.finetune.sequences import PackedExamples, PadRight, TokenExamples, check_packing
+from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples, check_packing, pack_examples
 from nlr_lab.training import run_training
 from nonlinear_lowrank import UserError
 from seeds import rng
@@ -34,7 +34,7 @@ def bounds(row):
 
 def test_every_example_is_there_once_and_whole():
     examples = make_examples()
-    packed = PackedExamples(examples, 24, pack_dataset)
+    packed = pack_examples(examples, 24, pack_dataset)
     found = []
     for row, length in zip(packed, packed.lengths, strict=True):
         assert {len(each) for each in row.values()} == {length}
@@ -63,7 +63,7 @@ def test_losses_are_those_of_the_examples_alone_or_the_model_is_refused(family):
     nlr.augment(model, nlr.NobleConfig(rank=4, up_scale=1.0), verbose=False)
     model.double()
     pad = PadRight(pad_id=0, multiple=8)
-    packed = PackedExamples(examples, 24, pack_dataset)
+    packed = pack_examples(examples, 24, pack_dataset)
     rows = pad(list(packed))
     assert set(rows) == {"input_ids", "labels", "position_ids"}
     with torch.no_grad():

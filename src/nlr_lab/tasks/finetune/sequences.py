@@ -13,17 +13,16 @@ from nonlinear_lowrank.errors import UserError
 
 
 class TokenExamples(Examples):
-    """Tokenized examples: item i is {"input_ids": (T_i,), "labels": () or (T_i,)}, and where there are two
-    kinds of text {"token_type_ids": (T_i,)}.
+    """Tokenized examples: item i is {"input_ids": (T_i,), "labels": () or (T_i,)} and what else a token has.
 
     Args:
         ids: tokens of each example.
         labels: one for each example, or for each of its tokens (-100: not predicted).
-        types: of each token, for encoders that tell a first text from a second; None: not told.
+        **more: likewise (T_i,): "token_type_ids", for encoders that tell a first text from a second, or "position_ids".
     """
 
-    def __init__(self, ids: Sequence[Any], labels: Any, types: Sequence[Any] | None = None) -> None:
-        self.ids, self.labels, self.types = ids, labels, types
+    def __init__(self, ids: Sequence[Any], labels: Any, **more: Sequence[Any]) -> None:
+        self.ids, self.labels, self.more = ids, labels, more
         self.lengths = [len(each) for each in ids]
 
     def __len__(self) -> int:
@@ -33,54 +32,39 @@ class TokenExamples(Examples):
         label = np.asarray(self.labels[index])
         item = {"input_ids": self.ids[index].astype(np.int64)}
         item["labels"] = label.astype(np.float32 if label.dtype.kind == "f" else np.int64)
-        if self.types is not None:
-            item["token_type_ids"] = self.types[index].astype(np.int64)
+        item |= {name: column[index].astype(np.int64) for name, column in self.more.items()}
         return {name: torch.from_numpy(np.asarray(value)) for name, value in item.items()}
 
     def select(self, chosen: Sequence[int]) -> "TokenExamples":
         """Return some of the examples."""
-        columns = (self.ids, self.labels, self.types)
-        return TokenExamples(*(None if column is None else [column[i] for i in chosen] for column in columns))  # type: ignore[arg-type]
+        ids, labels = ([column[i] for i in chosen] for column in (self.ids, self.labels))
+        return TokenExamples(ids, labels, **{name: [column[i] for i in chosen] for name, column in self.more.items()})
 
     def by_length(self) -> "TokenExamples":
         """Return the same examples, longest first: batches of equal lengths need little padding."""
         return self.select(sorted(range(len(self)), key=lambda index: -len(self.ids[index])))
 
 
-class PackedExamples(Examples):
-    """Several examples a row, end to end: item i is {"input_ids", "labels", "position_ids"}, each (T_i,). Positions
-    begin at 0 with each example, by which transformers keeps them apart.
+def pack_examples(examples: TokenExamples, length: int, pack: Callable[..., Any]) -> TokenExamples:
+    """Put several examples into a row of at most `length` tokens, end to end; no example is longer. Positions begin at
+    0 with each example, by which transformers keeps them apart. `pack` is as trl's `pack_dataset`."""
+    import datasets
 
-    Args:
-        examples: with a label for each token.
-        length: tokens of a row, at most; no example is longer.
-        pack: as trl's `pack_dataset`, which decides what goes together.
-    """
-
-    def __init__(self, examples: TokenExamples, length: int, pack: Callable[..., Any]) -> None:
-        import datasets
-
-        table = datasets.Dataset.from_dict({"input_ids": list(examples.ids), "labels": list(examples.labels)})
-        shown = not datasets.are_progress_bars_disabled()
-        datasets.disable_progress_bars()
-        try:
-            self._rows = pack(table, length, strategy="bfd").with_format("numpy")
-        finally:
-            if shown:
-                datasets.enable_progress_bars()
-        self.lengths = [int(np.sum(each)) for each in self._rows["seq_lengths"]]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        row = self._rows[int(index)]
-        labels = row["labels"].astype(np.int64)
+    table = datasets.Dataset.from_dict({"input_ids": list(examples.ids), "labels": list(examples.labels)})
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        rows = pack(table, length, strategy="bfd").with_format("numpy")
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    ids, labels, positions = [], [], []
+    for row in rows:
+        ids.append(row["input_ids"])
+        positions.append(np.concatenate([np.arange(each) for each in row["seq_lengths"]]))
         # An example's first token would be predicted from the one before.
-        labels[[0, *np.cumsum(row["seq_lengths"])[:-1]]] = -100
-        positions = np.concatenate([np.arange(each) for each in row["seq_lengths"]])
-        item = {"input_ids": row["input_ids"].astype(np.int64), "labels": labels, "position_ids": positions}
-        return {name: torch.from_numpy(value) for name, value in item.items()}
+        labels.append(np.where(positions[-1] == 0, -100, row["labels"]))
+    return TokenExamples(ids, labels, position_ids=positions)
 
 
 def check_packing(model: Any) -> None:
