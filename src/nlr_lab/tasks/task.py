@@ -1,7 +1,6 @@
 """Interface of a task and of its data for training and comparing; splits, scores, caches and records of data.
 
-A task is a frozen dataclass of settings that derives from `Task`. Importing it needs no torch: what it prepares and
-builds is imported when it is asked for.
+A task is a frozen dataclass of settings. Importing it needs no torch: that waits until it prepares or builds.
 """
 
 import dataclasses
@@ -238,19 +237,17 @@ def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
     from scipy import stats
     from sklearn import metrics
 
-    if name in ("pearson", "spearman"):
-        predicted = logits[:, 0].astype(np.float64)
-        if len(predicted) < 2 or np.ptp(predicted) == 0 or np.ptp(labels) == 0:
-            return 0.0
-        correlation: Any = stats.pearsonr if name == "pearson" else stats.spearmanr
-        value = float(correlation(predicted, labels.astype(np.float64)).statistic)
-        return value if math.isfinite(value) else 0.0
     kinds: dict[str, Any] = {
         "accuracy": metrics.accuracy_score,
         "f1": functools.partial(metrics.f1_score, zero_division=0.0),
         "matthews": metrics.matthews_corrcoef,
     }
-    return float(kinds[name](labels, logits.argmax(-1)))
+    if name in kinds:
+        return float(kinds[name](labels, logits.argmax(-1)))
+    predicted, correlation = logits[:, 0].astype(np.float64), getattr(stats, f"{name}r")
+    if np.ptp(predicted) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    return float(np.nan_to_num(correlation(predicted, labels.astype(np.float64)).statistic))
 
 
 def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Score) -> dict[str, float]:
@@ -345,21 +342,20 @@ def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _describe(value: str, fingerprint: str) -> dict[str, Any]:
-    path = Path(value).expanduser()
-    if value == "stdlib":
-        from nlr_lab.tasks.text.data import library_sources
+    from nlr_lab.tasks.text.data import library_sources, visible_files
 
-        whole = _hashed({os.path.relpath(file, Path(os.__file__).parent): file for file in library_sources()})
-        return {"name": value, "bytes": whole["bytes"], "sha256": whole["sha256"]}
+    path, library = Path(value).expanduser(), Path(os.__file__).parent
+    if value == "stdlib":
+        about = _hashed({os.path.relpath(file, library): file for file in library_sources()})
+        del about["files"]
+        return {"name": value, **about}
     if value in _OURS or not path.exists():
         return {"name": value, **({} if value in _OURS else {"fingerprint": fingerprint})}
     if path.is_file():
         return {"name": path.name, **_hashed({path.name: path})}
     if (path / "recipe.json").is_file() and (path / "model").is_dir():
         path = path / "model"  # of a run folder that is what is read
-    files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-    visible = {name: file for name, file in files.items() if not any(part[0] == "." for part in Path(name).parts)}
-    return {"name": path.name, **_hashed(visible)}
+    return {"name": path.name, **_hashed({str(file.relative_to(path)): file for file in visible_files(path)})}
 
 
 def _hashed(files: Mapping[str, Path]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_head_is_new_whatever_the_checkpoint_had(tmp_path):
     task = kit.image_task(tmp_path)
     prepared = task.prepare()
     one, two = (task.build_model(prepared, seed=3) for _ in range(2))
-    old = Pretrained(checkpoint=str(tmp_path / "vit")).image_classifier(3, seed=9)
+    old = Pretrained(checkpoint=str(tmp_path / "vit")).load("image", 3, 9)
     assert torch.equal(one.classifier.weight, two.classifier.weight)
     assert not torch.equal(one.classifier.weight, old.classifier.weight)
     assert one.config.id2label == {0: "0", 1: "1", 2: "2"}
@@ -114,7 +114,7 @@ def test_digits_vit_is_made_once(tmp_path, monkeypatch):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert pretraining.digits_vit_folder() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    model = Pretrained(checkpoint="digits-vit").image_classifier(5, 0)
+    model = Pretrained(checkpoint="digits-vit").load("image", 5, 0)
     assert model.config.image_size == 8
 
 

@@ -11,6 +11,7 @@ swallow the line ends after every unbalanced quotation mark, of which MRPC and Q
 
 import contextlib
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,11 +28,11 @@ from nlr_lab.tasks.task import (
     commonest_share,
     fingerprint,
     hold_out,
-    name_classes,
     scores,
 )
+from nlr_lab.tasks.text.data import lines, load_rows
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, check_integer, check_share, one_line
+from nonlinear_lowrank.validation import check_choice, check_integer, check_share
 
 from .pretrained import FinetuneTask, Pretrained
 
@@ -133,7 +134,11 @@ class GlueTask(FinetuneTask):
     model: Pretrained
     """The encoder."""
 
-    task_type = "SEQ_CLS"
+    kind = "text"
+
+    @property
+    def meta_labels(self) -> int:
+        return len(GLUE[self.glue.name].classes or (0,))
 
     @property
     def measure(self) -> Measure:
@@ -170,6 +175,7 @@ class GlueTask(FinetuneTask):
             valid=whole.select(held).by_length() if held else test,
             test=test if held else None,
             tokenizer=tokenizer,
+            classes=info.classes or (),
             lengths_vary=one_length is None,
             collate=PadRight(pad_id=tokenizer.pad_token_id, length=one_length),
             score=scores(info.metrics),
@@ -182,25 +188,15 @@ class GlueTask(FinetuneTask):
             },
         )
 
-    def load_model(self, prepared: Any, seed: int) -> Any:
-        classes = GLUE[self.glue.name].classes
-        model = self.model.text_classifier(len(classes or (0,)), seed)
-        if classes is not None:
-            name_classes(model, classes)
-        return model
-
-    def build_on_meta(self) -> Any:
-        return self.model.on_meta("text", len(GLUE[self.glue.name].classes or (0,)))
-
 
 def _tokenize(tokenizer: Any, rows: Rows, max_length: int) -> "TokenExamples":
     from .sequences import TokenExamples
 
     columns = [list(column) for column in zip(*rows.texts, strict=True)]
     encoded = tokenizer(*columns, truncation=True, max_length=max_length)
-    types = encoded.get("token_type_ids") if len(columns) > 1 else None
-    ids = [np.array(each, dtype=np.int32) for each in encoded["input_ids"]]
-    return TokenExamples(ids, rows.labels, types and [np.array(each, dtype=np.int8) for each in types])
+    names = ["input_ids", *(["token_type_ids"] if len(columns) > 1 and "token_type_ids" in encoded else [])]
+    ids, *types = ([np.array(each, dtype=np.int32) for each in encoded[name]] for name in names)
+    return TokenExamples(ids, rows.labels, **({"token_type_ids": types[0]} if types else {}))
 
 
 def find_task(source: str) -> str:
@@ -209,86 +205,62 @@ def find_task(source: str) -> str:
     A folder is known by its name, else by the columns and labels of its training file; of a folder that holds the
     folders of several tasks, and of a dataset, which has all, it is CoLA.
     """
-    path = Path(source).expanduser()
-    if not path.is_dir():
-        _check_dataset(source)
+    if (path := _folder(source)) is None:
         return "cola"
-    there = [each for each in (path / name for name in _FILES["train"]) if each.is_file()]
-    if there and (named := _plain(path)) in GLUE:
-        return named
-    found = sorted(name for each in path.iterdir() if each.is_dir() and (name := _plain(each)) in GLUE)
-    if "cola" in found:
-        return "cola"
-    if there and not found:
+    file = next((each for each in (path / name for name in _FILES["train"]) if each.is_file()), None)
+    found = sorted(GLUE.keys() & {_plain(each) for each in path.iterdir() if each.is_dir()})
+    if file is not None and _plain(path) in GLUE:
+        found = [_plain(path)]
+    elif "cola" in found:
+        found = ["cola"]
+    elif file is not None and not found:
         for task in GLUE:
             with contextlib.suppress(UserError):
-                read_tsv(there[0], task, _ENOUGH)
+                read_tsv(file, task, _ENOUGH)
                 found.append(task)
         most = max((len(GLUE[task].texts) for task in found), default=0)  # the most of the file's texts
         found = [task for task in found if len(GLUE[task].texts) == most]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{source} may be {' or '.join(found)}; choose one, e.g. --glue.task {found[0]}")
-    what = f"{source} holds no task of GLUE that is known by its name or columns; known are {', '.join(GLUE)}"
-    raise UserError(f"{what}: give the folder of one, or name it (--glue.task)")
+    if len(found) != 1:
+        what = f"may be {' or '.join(found)}" if found else "holds no task of GLUE that is known by its name or columns"
+        raise UserError(f"{source} {what}; name the task, e.g. --glue.task {(*found, 'cola')[0]}")
+    return found[0]
 
 
 def read_split(task: str, source: str, split: str) -> Rows:
     """Read one split, "train", "dev" or "test", of a task of GLUE out of its folder, the folder above, or a dataset;
     raise UserError where there is none, or columns or a row (with its line) do not fit."""
-    info, path = GLUE[task], Path(source).expanduser()
-    if not path.is_dir():
-        return _from_hub(task, source, split)
+    info = GLUE[task]
+    if (path := _folder(source)) is None:
+        name = ("validation_matched" if task == "mnli" else "validation") if split == "dev" else split
+        where, columns = f"{source}/{task} {name}", load_rows(source, task, split=name).to_dict()
+        rows = [(where, [str(each) for each in row]) for row in zip(*columns.values(), strict=True)]
+        return _rows(info, where, list(columns), rows)
     own = [each for each in sorted(path.iterdir()) if each.is_dir() and _plain(each) == task]
+    if not own and (other := _plain(path)) in GLUE.keys() - {task}:
+        what = f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}"
+        raise UserError(f"{what}: choose --glue.task {other}, or give {info.folder}'s folder")
     for file in (folder / name for folder in (*own, path) for name in _FILES[split]):
         if file.is_file():
-            if (other := _plain(file.parent)) in GLUE and other != task:
-                what = f"{source} is {GLUE[other].folder}'s folder, and the task is {info.folder}"
-                raise UserError(f"{what}: choose --glue.task {other}, or give {info.folder}'s folder")
             return read_tsv(file, task)
     raise UserError(f"no {split} split of {info.folder} in {source}: it has no {' or '.join(_FILES[split])}")
 
 
 def read_tsv(path: Path, task: str, most: int | None = None) -> Rows:
     """Read a file, or its first lines, in any of the task's layouts; raise UserError where it does not fit."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")[:most]  # not splitlines: texts hold other breaks
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    rows = [(f"{path}, line {n}", line.rstrip("\r").split("\t")) for n, line in enumerate(lines, 1) if line.strip()]
+    numbered = itertools.islice(lines(path), most)
+    rows = [(f"{path}, line {n}", line.rstrip("\r\n").split("\t")) for n, line in numbered if line.strip()]
     if not rows:
         raise UserError(f"{path} is empty")
     info, head = GLUE[task], [name.strip() for name in rows[0][1]]
-    bare = False
-    if _places(info, head) is None and len(head) == len(info.bare):  # perhaps a layout without a header
-        with contextlib.suppress(UserError):
-            _read_label(info, head[info.bare.index(info.label[0])], "")
-            bare = True
-    return _rows(info, str(path), list(info.bare), rows) if bare else _rows(info, str(path), head, rows[1:])
-
-
-def _from_hub(task: str, source: str, split: str) -> Rows:
-    from datasets import load_dataset
-
-    _check_dataset(source)
-    name = ("validation_matched" if task == "mnli" else "validation") if split == "dev" else split
-    try:
-        data: Any = load_dataset(source, task, split=name)
-    except Exception as error:  # the hub, the network and the builder each have errors of their own
-        what = f"cannot read {task} from the dataset {source!r} ({one_line(error, 200)})"
-        raise UserError(f"{what}; give a folder with GLUE's files (--source)") from error
-    where, columns = f"{source}/{task} {name}", data.to_dict()
-    rows = [(where, [str(each) for each in row]) for row in zip(*columns.values(), strict=True)]
-    return _rows(GLUE[task], where, list(columns), rows)
+    if len(head) == len(info.bare) and _places(info, head) is None:
+        return _rows(info, str(path), list(info.bare), rows)
+    return _rows(info, str(path), head, rows[1:])
 
 
 def _rows(info: GlueInfo, where: str, head: list[str], rows: list[tuple[str, list[str]]]) -> Rows:
     if (places := _places(info, head)) is None:
         wanted = ", ".join("/".join(names) for names in (*info.texts, info.label))
-        bare = f" (or, without a header, {len(info.bare)} columns: {' '.join(info.bare)})" if info.bare else ""
-        found = ", ".join(name[:30] for name in head[:8]) + (", ..." if len(head) > 8 else "")
-        raise UserError(f"{where}: {info.folder} needs the columns {wanted}{bare}; line 1 has {found}")
+        raise UserError(f"{where}: {info.folder} needs the columns {wanted}; line 1 has {', '.join(head)[:200]}")
     texts, labels = [], []
     for place, fields in rows:
         if len(fields) != len(head):
@@ -308,22 +280,26 @@ def _places(info: GlueInfo, head: list[str]) -> list[int] | None:
 
 
 def _read_label(info: GlueInfo, text: str, where: str) -> float:
-    if info.classes is None:
-        with contextlib.suppress(ValueError):
-            if 0 <= float(text) <= 5:
-                return float(text)
-        raise UserError(f"{where}: the score {text!r} is no number from 0 to 5")
-    for names in (info.classes, tuple(map(str, range(len(info.classes))))):
-        if text in names:
-            return names.index(text)
-    unlabelled = " (the split has no labels)" if text in ("-1", "") else ""
-    raise UserError(f"{where}: unknown label {text!r}{unlabelled}; {info.folder} has {', '.join(info.classes)}")
+    numbers = {name: number for number, name in enumerate(info.classes or ())}
+    numbers |= {str(number): number for number in numbers.values()}
+    with contextlib.suppress(ValueError, KeyError):
+        label = float(text) if info.classes is None else numbers[text]
+        if 0 <= label <= 5:
+            return label
+    known = "numbers from 0 to 5" if info.classes is None else ", ".join(info.classes)
+    raise UserError(
+        f"{where}: unknown label {text!r}; {info.folder} has {known} (-1 or nothing: a split without labels)"
+    )
 
 
-def _check_dataset(source: str) -> None:
-    """Raise UserError where a source that is no folder cannot be a dataset's name."""
-    if Path(source).expanduser().exists() or source.startswith((".", "/", "~")):
+def _folder(source: str) -> Path | None:
+    """Return a source's folder, or None where it is a dataset's name; raise UserError where it can be neither."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or source.startswith((".", "/", "~")):
         raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
+    return None
 
 
 def _plain(folder: Path) -> str:
@@ -355,7 +331,12 @@ class ImageTask(FinetuneTask):
     model: Pretrained
     """The vision model."""
 
+    kind = "image"
     measure = ACCURACY
+
+    @property
+    def meta_labels(self) -> int:
+        return len(self.images.classes) or 10
 
     @property
     def sequence_length(self) -> int:
@@ -387,14 +368,6 @@ class ImageTask(FinetuneTask):
         mean, std = self.images.normalisation(channels, default)
         size: Any = self.images.size or getattr(config, "image_size", 224)
         return Pixels(size=size, channels=channels, mean=mean, std=std)
-
-    def load_model(self, prepared: Any, seed: int) -> Any:
-        model = self.model.image_classifier(len(prepared.classes), seed)
-        name_classes(model, prepared.classes)
-        return model
-
-    def build_on_meta(self) -> Any:
-        return self.model.on_meta("image", len(self.images.classes) or 10)  # where the data are not known yet
 
 
 def vary_image(picture: Any, pixels: "Pixels", generator: np.random.Generator, *, crop: bool) -> Batch:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlr_lab.tasks.task import Examples, Measure, Prepared, fingerprint, hold_out
+from nlr_lab.tasks.task import Measure, Prepared, fingerprint, hold_out
 from nlr_lab.tasks.text.data import json_lines, library_sources, load_rows, parse_json, read_text
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, require
@@ -93,7 +93,7 @@ class InstructionTask(FinetuneTask):
     model: Pretrained
     """The language model."""
 
-    task_type = "CAUSAL_LM"
+    kind = "causal"
     measure = Measure(unit="nats per answer token")
 
     @property
@@ -103,7 +103,7 @@ class InstructionTask(FinetuneTask):
     def prepare(self, progress: bool = True) -> Prepared:
         """Read, tokenize and mask, and print what was read; nothing is cached. Raise UserError where a file or the
         tokenizer cannot be used, or nothing is left to learn."""
-        from .sequences import PackedExamples, PadRight
+        from .sequences import PadRight, pack_examples
 
         data, tokenizer = self.instructions, self.model.tokenizer()
         if tokenizer.eos_token is None:
@@ -121,9 +121,9 @@ class InstructionTask(FinetuneTask):
             said.append(f"instructions (evaluated): {summary(facts['valid'])}")
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
-        rows: Examples = train
+        rows = train
         if pack is not None:
-            rows = PackedExamples(train, data.max_length, pack)
+            rows = pack_examples(train, data.max_length, pack)
             facts["packed_rows"] = len(rows)
             said.append(f"packed into {len(rows):,} rows of at most {data.max_length:,} tokens")
         if progress:
@@ -139,19 +139,16 @@ class InstructionTask(FinetuneTask):
             facts={**facts, "train_rows": len(train), "evaluated_rows": len(valid)},
         )
 
-    def load_model(self, prepared: Any, seed: int) -> Any:
+    def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
         from .sequences import check_packing
 
-        model = self.model.causal()
+        model = super().build_model(prepared, dense_init, seed=seed)
         rows = model.get_input_embeddings().weight.shape[0]
         if len(prepared.tokenizer) > rows:
             raise UserError(f"the tokenizer has {len(prepared.tokenizer)} tokens and the model {rows} embeddings")
         if self.instructions.packing:
             check_packing(model)
         return model
-
-    def build_on_meta(self) -> Any:
-        return self.model.on_meta("causal")
 
 
 @dataclass(frozen=True)

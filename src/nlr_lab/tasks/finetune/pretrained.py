@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from nlr_lab.tasks.task import AdapterSetup, Task
+from nlr_lab.tasks.task import AdapterSetup, Task, name_classes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, one_line
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
-_KINDS = {"text": "SequenceClassification", "image": "ImageClassification", "causal": "CausalLM"}
+# Kind of model -> the end of transformers' name of it, and peft's.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    "text": ("SequenceClassification", "SEQ_CLS"),
+    "image": ("ImageClassification", None),
+    "causal": ("CausalLM", "CAUSAL_LM"),
+}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -64,7 +69,7 @@ class Pretrained:
 
     def where(self) -> str:
         """Return the folder or hub name that transformers loads; raise UserError where there is no model."""
-        name = self.checkpoint
+        name, path = self.checkpoint, Path(self.checkpoint).expanduser()
         if name == "digits-vit":
             from nlr_lab.tasks.images.pretraining import digits_vit_folder
 
@@ -73,15 +78,13 @@ class Pretrained:
             from nonlinear_lowrank.hub.pooled import find_encoder
 
             return find_encoder(name)
-        path = Path(name).expanduser()
         for folder in (path, path / "model"):
             if (folder / "config.json").is_file():
                 return str(folder.resolve())
-            if (folder / "adapter_config.json").is_file():
-                raise UserError(f"{folder} is an adapter; merge it into its base first, or name the base")
         if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
             what = f"no model in {name}: neither config.json nor model/config.json is there"
-            raise UserError(f"{what}; train one there first, or give another folder or a hub name (--checkpoint)")
+            hint = "train one there first, merge an adapter into its base"
+            raise UserError(f"{what}; {hint}, or give another folder or a hub name (--checkpoint)")
         return name
 
     def config(self) -> Any:
@@ -105,55 +108,74 @@ class Pretrained:
             found.pad_token = found.eos_token or found.unk_token
         return found
 
-    def text_classifier(self, labels: int, seed: int) -> Any:
-        """Return a text classifier with a new head of so many labels (1: a regression), in evaluation mode."""
-        from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
+    def load(self, kind: str, labels: int, seed: int) -> Any:
+        """Return the model in evaluation mode: "text" or "image", a classifier with a new head of so many labels (1: a
+        regression), which is drawn from the seed by this file's table; or "causal", a language model as it is."""
+        import torch
+        from torch import nn
 
-        def load(where: str) -> Any:
-            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
-            name = self.checkpoint if self.checkpoint == "minilm" else where
-            kind = MeanPooledForSequenceClassification
-            return kind.from_encoder(where, checkpoint=name, num_labels=labels, dtype=self._dtype())
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            model = self._mean_pooled(labels) if kind == "text" and self._pools() else self._as_it_is(kind, labels)
+            std = getattr(model.config, "initializer_range", None) or 0.02
+            for name in head_modules(model):
+                for module in model.get_submodule(name).modules():
+                    if isinstance(module, nn.Linear):
+                        module.weight.normal_(0.0, std)
+                        if module.bias is not None:
+                            module.bias.zero_()
+                    elif hasattr(module, "reset_parameters"):
+                        module.reset_parameters()
+        return model
 
-        return _drawn(lambda: self._loaded(load) if self._mean_pooled() else self._new_head("text", labels), seed)
-
-    def image_classifier(self, labels: int, seed: int) -> Any:
-        """Return an image classifier with a new head, in evaluation mode."""
-        return _drawn(lambda: self._new_head("image", labels), seed)
-
-    def causal(self) -> Any:
-        """Return a language model, in evaluation mode."""
-        options: Any = {"dtype": self._dtype(), "use_safetensors": True}
-        return self._loaded(lambda where: _auto("causal").from_pretrained(where, **options))
-
-    def on_meta(self, kind: str, labels: int = 2) -> Any:
-        """Return the same shapes on the meta device; `kind` is text, image or causal."""
+    def on_meta(self, kind: str, labels: int) -> Any:
+        """Return the same shapes on the meta device."""
         import torch
 
         from nonlinear_lowrank.hub.pooled import MeanPooledConfig, MeanPooledForSequenceClassification
 
         config = self.config()
         with torch.device("meta"):
-            if kind == "text" and self._mean_pooled():
+            if kind == "text" and self._pools():
                 return MeanPooledForSequenceClassification(MeanPooledConfig(config.to_dict(), num_labels=labels))
             if kind != "causal":
                 config.num_labels = labels
             try:
                 return _auto(kind).from_config(config)
             except ValueError as error:  # transformers' list of all types is pages long
-                what = "language model" if kind == "causal" else f"{kind} classifier"
-                fault = f"{self.checkpoint} is a {config.model_type}, of which transformers has no {what}"
+                fault = f"{self.checkpoint} is a {config.model_type}, of which transformers has no {_KINDS[kind][0]}"
                 raise UserError(f"{fault}; give another checkpoint (--checkpoint)") from error
 
-    def _new_head(self, kind: str, labels: int) -> Any:
+    def _pools(self) -> bool:
+        """Return whether a text classifier's head is on the mean over tokens."""
+        sentences = self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
+        return sentences if self.pooling == "auto" else self.pooling == "mean"
+
+    def _mean_pooled(self, labels: int) -> Any:
+        import torch
+
+        from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
+
+        def load(where: str) -> Any:
+            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
+            options = {"num_labels": labels, "dtype": getattr(torch, self.dtype)}
+            name = self.checkpoint if self.checkpoint == "minilm" else where
+            return MeanPooledForSequenceClassification.from_encoder(where, checkpoint=name, **options)
+
+        return self._loaded(load)
+
+    def _as_it_is(self, kind: str, labels: int) -> Any:
+        import torch
         from transformers import AutoConfig
 
         def load(where: str) -> Any:
-            config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
-            config.problem_type = None  # of an earlier task; the loss follows the labels
-            config.num_labels = labels
-            options = {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}
-            return _auto(kind).from_pretrained(where, config=config, dtype=self._dtype(), **options)
+            options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True, "output_loading_info": True}
+            if kind != "causal":
+                config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
+                config.problem_type = None  # of an earlier task; the loss follows the labels
+                config.num_labels = labels
+                options |= {"config": config, "ignore_mismatched_sizes": True}
+            return _auto(kind).from_pretrained(where, **options)
 
         model, info = self._loaded(load)
         inside = f"{model.base_model_prefix}."
@@ -163,16 +185,6 @@ class Pretrained:
             raise UserError(f"{what}: it is no checkpoint of this architecture")
         setattr(model, _UNTRAINED, tuple(dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)))
         return model
-
-    def _mean_pooled(self) -> bool:
-        if self.pooling != "auto":
-            return self.pooling == "mean"
-        return self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
-
-    def _dtype(self) -> Any:
-        import torch
-
-        return getattr(torch, self.dtype)
 
     def _loaded(self, load: Callable[[str], Any]) -> Any:
         from nonlinear_lowrank.hub.loading import quiet_loading
@@ -192,28 +204,36 @@ class FinetuneTask(Task):
 
     model: Pretrained
     pretrained: ClassVar[bool] = True
-    task_type: ClassVar[str | None] = None
-    """peft's."""
+    kind: ClassVar[str]
+    """A key of `_KINDS`."""
+
+    @property
+    def meta_labels(self) -> int:
+        """Labels of a classifier where the data are not known yet."""
+        return 0
 
     def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
         """Return the pretrained model, its new head, if it has one, drawn from the seed; raise UserError where it does
         not fit, or an arm asks for an init of its own."""
         if dense_init is not None:
             raise UserError("init= is for models that are trained from scratch; this recipe tunes a pretrained one")
-        return self.load_model(prepared, seed)
+        model = self.model.load(self.kind, len(prepared.classes) or 1, seed)
+        if prepared.classes:
+            name_classes(model, prepared.classes)
+        return model
 
-    def load_model(self, prepared: Any, seed: int) -> Any:
-        raise NotImplementedError
+    def build_on_meta(self) -> Any:
+        return self.model.on_meta(self.kind, self.meta_labels)
 
     def adapter_setup(self, model: "nn.Module") -> AdapterSetup:
         """Return what adapters need to know."""
-        return AdapterSetup(head=head_modules(model), targets=self.model.targets, task_type=self.task_type)
+        return AdapterSetup(head=head_modules(model), targets=self.model.targets, task_type=_KINDS[self.kind][1])
 
 
 def _auto(kind: str) -> Any:
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{_KINDS[kind]}")
+    return getattr(transformers, f"AutoModelFor{_KINDS[kind][0]}")
 
 
 def head_modules(model: "nn.Module") -> tuple[str, ...]:
@@ -221,27 +241,5 @@ def head_modules(model: "nn.Module") -> tuple[str, ...]:
     if not hasattr(model, "num_labels") or hasattr(model, "lm_head"):
         return ()
     inner = getattr(model, "base_model_prefix", "")
-    outside = [
-        name for name, child in model.named_children() if name != inner and any(True for _ in child.parameters())
-    ]
+    outside = [name for name, child in model.named_children() if name != inner and list(child.parameters())]
     return (*outside, *getattr(model, _UNTRAINED, ()))
-
-
-def _drawn(load: Callable[[], Any], seed: int) -> Any:
-    """Load a model and draw its head by this file's table, from the seed."""
-    import torch
-    from torch import nn
-
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = load()
-        std = getattr(model.config, "initializer_range", None) or 0.02
-        for name in head_modules(model):
-            for module in model.get_submodule(name).modules():
-                if isinstance(module, nn.Linear):
-                    module.weight.normal_(0.0, std)
-                    if module.bias is not None:
-                        module.bias.zero_()
-                elif hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-    return model

@@ -60,7 +60,7 @@ class Corpus:
             return library_sources()
         path = Path(self.source).expanduser()
         if path.is_file() or (path.is_dir() and not _is_saved_dataset(path) and not self.streaming):
-            files = [each for each in ([path] if path.is_file() else _visible_files(path)) if _kind(each)]
+            files = [each for each in ([path] if path.is_file() else visible_files(path)) if _kind(each)]
             if not files:
                 known = f"{' '.join(_KINDS)}, also with {' '.join(_COMPRESSED)}"
                 raise UserError(f"{path} is or holds no file of a known kind; use {known}")
@@ -78,7 +78,7 @@ class Corpus:
         digest = hashlib.sha256(json.dumps(reading).encode())
         if files or Path(name).is_dir():
             digest.update(json.dumps(parts).encode())
-            for path in files or _visible_files(Path(name)):
+            for path in files or visible_files(Path(name)):
                 digest.update(f"{path.name}\n{hash_file(path)}\n".encode())
         else:
             fingerprint = None if self.streaming else getattr(self._dataset(), "_fingerprint", None)
@@ -212,7 +212,7 @@ def load_rows(name: str, config: str | None = None, *, split: str, **options: An
 
 def library_sources() -> list[Path]:
     """Return the source files of the running Python's own library, sorted; raise UserError where there are none."""
-    files = _visible_files(Path(sysconfig.get_paths()["stdlib"]), _NOT_SOURCES)
+    files = visible_files(Path(sysconfig.get_paths()["stdlib"]), _NOT_SOURCES)
     if not (found := [path for path in files if path.suffix == ".py"]):
         raise UserError("this Python has no library sources on disk; give a file, a folder or a dataset's name")
     return found
@@ -269,7 +269,8 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _visible_files(folder: Path, without: tuple[str, ...] = ("__pycache__",)) -> list[Path]:
+def visible_files(folder: Path, without: tuple[str, ...] = ("__pycache__",)) -> list[Path]:
+    """Return the files of a folder and of its subfolders that are not hidden, sorted."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
@@ -291,5 +292,5 @@ def _open(path: Path) -> IO[bytes]:
 def _reading(path: Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (lzma.LZMAError, zlib.error, EOFError, OSError, *also) as error:
+    except (lzma.LZMAError, zlib.error, EOFError, OSError, *also) as error:  # type: ignore[misc]
         raise UserError(f"cannot read {path}: {one_line(error)}") from error

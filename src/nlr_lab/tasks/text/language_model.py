@@ -125,7 +125,7 @@ class OptBackbone(Backbone):
 
     def config(self, vocab_size: int, sequence_length: int, **more: Any) -> Any:
         """Return transformers' config of these sizes. OPT's own defaults are ReLU, biases, and dropout 0.1."""
-        sizes = {"word_embed_proj_dim": self.width, "ffn_dim": self.hidden, "dropout": self.dropout}
+        sizes: Any = {"word_embed_proj_dim": self.width, "ffn_dim": self.hidden, "dropout": self.dropout}
         sizes |= {"activation_function": "gelu", "enable_bias": False}
         return self._config("opt", vocab_size, sequence_length, **sizes, **more)
 

@@ -90,7 +90,8 @@ class MaskedBlocks(Examples):
     token is predicted.
     """
 
-    blocks: TokenBlocks
+    blocks: Any
+    """`TokenBlocks`."""
     masking: "Masking"
     mask: int
     """Token that stands for a hidden one."""
@@ -201,7 +202,7 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
         if config.valid_source is not None:
             valid = _on_disk(replace(config, source=config.valid_source), spools[1])
         split = _split(config, shown(source.documents(), "reading"), source, valid)
-        count = split.count
+        count = split.documents
         if tokenizer is None:
             sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
@@ -235,8 +236,8 @@ def _on_disk(corpus: Corpus, spool: Path) -> Corpus:
 class _Split(NamedTuple):
     """Choice of the documents that are held out: of pieces of `divide` characters, where the source is one document."""
 
-    count: int
-    """Documents of the source."""
+    documents: int
+    """Of the source."""
     held_out: frozenset[int]
     """Hashes."""
     divide: int | None = None
