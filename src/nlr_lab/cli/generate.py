@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import Positional
 
@@ -45,51 +46,48 @@ def run_generate(arguments: list[str]) -> None:
     """Print the prompt and its continuation as it is generated, or write a picture."""
     options = parse(GenerateOptions, arguments, command="generate")
     folder = find_model(options.checkpoint, adapters=True)
-    if (folder / "image_tokenizer.json").is_file():
-        _draw(folder, options)
-    else:
-        _write(folder, options)
-
-
-def _write(folder: Path, options: GenerateOptions) -> None:
-    for name, value in (("classes", options.classes or None), ("images", options.images), ("out", options.out)):
-        if value is not None:
+    draws = (folder / "image_tokenizer.json").is_file()
+    if draws and options.prompt:
+        raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
+    for name in () if draws else ("classes", "images", "out"):
+        if getattr(options, name) not in ((), None):
             raise UserError(f"--{name} is for models of image tokens; {folder} has no image tokenizer")
+    temperature, top_k = (1.0, 0) if draws else (0.8, 50)
 
-    from nlr_lab.evaluation.generation import Sampling, encode_prompt, generate_text
+    from nlr_lab.evaluation.generation import Sampling
 
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
-        temperature=0.8 if options.temperature is None else options.temperature,
-        top_k=50 if options.top_k is None else options.top_k,
+        temperature=temperature if options.temperature is None else options.temperature,
+        top_k=top_k if options.top_k is None else options.top_k,
         seed=options.seed,
     )
+    (_draw if draws else _write)(folder, options, sampling)
+
+
+def _write(folder: Path, options: GenerateOptions, sampling: Any) -> None:
+    from transformers import TextStreamer
+
+    from nlr_lab.evaluation.generation import encode_prompt, generate_text
+
     model = open_language_model(folder, options.device, options.base)
     tokenizer = open_tokenizer(folder, options.base)
     encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
     print(options.prompt, end="", flush=True)
-    generate_text(model, tokenizer, options.prompt, sampling, lambda text: print(text, end="", flush=True))
-    print()
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    generate_text(model, tokenizer, options.prompt, sampling, streamer)
 
 
-def _draw(folder: Path, options: GenerateOptions) -> None:
-    if options.prompt:
-        raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
+def _draw(folder: Path, options: GenerateOptions, sampling: Any) -> None:
     out = Path("samples.png" if options.out is None else options.out)
     each = 8 if options.images is None else options.images
     check_parent(out, "--out")
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--out must end in .png, .jpg or .webp, got {out.name}")
 
-    from nlr_lab.evaluation.generation import Sampling, picture, sample_images
+    from nlr_lab.evaluation.generation import picture, sample_images
     from nlr_lab.tasks.images.tokenizers import ImageCodec
 
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=1.0 if options.temperature is None else options.temperature,
-        top_k=options.top_k or 0,
-        seed=options.seed,
-    )
     codec = ImageCodec.load(folder)
     classes = [codec.find_class(name) for name in options.classes] or list(range(len(codec.classes)))[:_SHOWN]
     model = open_language_model(folder, options.device, options.base)

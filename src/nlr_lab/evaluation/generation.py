@@ -1,7 +1,7 @@
 """Continue a prompt with a language model, or draw images with one of image tokens; seeded."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,24 +34,20 @@ class Sampling:
         check_number("temperature", self.temperature, minimum=0)
         check_integer("top_k", self.top_k, minimum=0)
 
-
-class _Callback(TextStreamer):
-    """A streamer that hands every finished piece of text to a function instead of printing it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.on_text(text)
+    def options(self) -> dict[str, Any]:
+        """Return what `generate` of transformers takes."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k}
 
 
+@torch.no_grad()
 def generate_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     sampling: Sampling,
-    on_text: Callable[[str], None] = lambda text: None,
+    streamer: TextStreamer | None = None,
 ) -> str:
     """Continue a prompt, with the model's KV cache.
 
@@ -60,7 +56,7 @@ def generate_text(
         tokenizer: the one it was trained with.
         prompt: text to continue; empty starts a new document.
         sampling: how tokens are drawn.
-        on_text: called with each piece of the continuation as it is decoded.
+        streamer: of transformers, which prints the text as it is decoded.
 
     Returns:
         The continuation, without the prompt.
@@ -70,27 +66,18 @@ def generate_text(
             the tokenizer has no token that starts a document.
     """
     inputs, max_new_tokens = encode_prompt(model, tokenizer, prompt, sampling.max_new_tokens)
-    choices: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        choices = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
-    pieces: list[str] = []
-
-    def collect(text: str) -> None:
-        pieces.append(text)
-        on_text(text)
-
     torch.manual_seed(sampling.seed)
-    model.eval().generate(
+    written = model.eval().generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_new_tokens,
-        streamer=_Callback(tokenizer, collect),
+        streamer=streamer,
         # One sequence is never padded; generate() warns all the same when it is told no id.
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         eos_token_id=tokenizer.eos_token_id,
-        **choices,
+        **sampling.options(),
     )
-    return "".join(pieces)
+    return tokenizer.decode(written[0, inputs.shape[1] :], skip_special_tokens=True)
 
 
 def encode_prompt(
@@ -143,21 +130,17 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
             f"the model has {theirs[0]} codes, {theirs[1]} classes and a grid of {theirs[2]} x {theirs[3]}, and the "
             f"image tokenizer beside it {ours[0]}, {ours[1]} and {ours[2]} x {ours[3]}; they do not belong together"
         )
+    tokens = codec.rows * codec.columns
     if sampling.max_new_tokens is not None:
-        raise UserError(f"every image has {codec.rows * codec.columns} tokens; omit max_new_tokens")
-    if each < 1 or not classes:
-        raise UserError(f"draw at least one image of at least one class, got {each} of {len(classes)}")
-    if min(classes) < 0 or max(classes) >= len(codec.classes):
-        raise UserError(f"classes go from 0 to {len(codec.classes) - 1}, not from {min(classes)} to {max(classes)}")
-    choices: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        choices = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
+        raise UserError(f"every image has {tokens} tokens; omit max_new_tokens")
+    if each < 1 or not set(classes) <= set(range(len(codec.classes))):
+        raise UserError(f"draw at least one image of classes 0 to {len(codec.classes) - 1}, got {each} of {classes}")
     prompts = torch.tensor([[config.vocab_size + number] for number in classes for _ in range(each)])
     torch.manual_seed(sampling.seed)
     model.eval()
-    choices["max_new_tokens"] = codec.rows * codec.columns
+    options = {**sampling.options(), "max_new_tokens": tokens}
     codes = [
-        model.generate(part, attention_mask=torch.ones_like(part), **choices)[:, 1:].cpu()
+        model.generate(part, attention_mask=torch.ones_like(part), **options)[:, 1:].cpu()
         for part in prompts.to(model.device).split(_BATCH)
     ]
     pixels = codec.tokenizer.decode(torch.cat(codes).view(-1, codec.rows, codec.columns).numpy())
@@ -165,12 +148,7 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
 
 
 def picture(images: np.ndarray, names: Sequence[str]) -> Any:
-    """Return one PIL image: a row for each class, its name in front.
-
-    Args:
-        images: (rows, columns, H, W, C) uint8.
-        names: of the rows.
-    """
+    """Return one PIL image of (rows, columns, H, W, C) uint8: a row for each class, its name in front."""
     from PIL import Image, ImageDraw
 
     rows, columns, height, width, channels = images.shape

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nlr_lab.runtime.bounds import RESERVE, free_memory
-from nlr_lab.tasks.task import Score, scores_of_examples
+from nlr_lab.tasks.task import Batch, scores_of_examples, stack
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.hub.loading import check_weights, is_adapter, put_adapter
@@ -49,14 +49,13 @@ class TextScore:
         return {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
     def __str__(self) -> str:
-        if self.bytes_per_token is None:
-            return f"perplexity {self.perplexity:.3f}   loss {self.loss:.4f} nats a token over {self.tokens:,} tokens"
-        return (
-            f"perplexity {self.perplexity:.3f}   bits per byte {self.bits_per_byte:.4f}   "
-            f"loss {self.loss:.4f} nats a token over {self.tokens:,} tokens ({self.bytes_per_token:.2f} bytes each)"
-        )
+        text = f"loss {self.loss:.4f} nats a token over {self.tokens:,} tokens"
+        if self.bytes_per_token is not None:
+            text = f"bits per byte {self.bits_per_byte:.4f}   {text} ({self.bytes_per_token:.2f} bytes each)"
+        return f"perplexity {self.perplexity:.3f}   {text}"
 
 
+@torch.no_grad()
 def score_sequences(
     model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float | None, batch_size: int = 16
 ) -> TextScore:
@@ -73,10 +72,11 @@ def score_sequences(
         UserError: a batch takes more memory than is free, or no token is predicted.
     """
     items = [sequences[index] for index in range(len(sequences))]  # type: ignore[arg-type]
-    loss, count = _mean_loss(model, [(item["input_ids"], item["labels"]) for item in items], batch_size)
+    loss, count = _score_tokens(model, items, batch_size)
     return TextScore(loss=loss, tokens=count, bytes_per_token=bytes_per_token)
 
 
+@torch.no_grad()
 def score_documents(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -119,39 +119,37 @@ def score_documents(
         )
     tokens = torch.tensor(ids)
     windows = [tokens[start : start + sequence_length] for start in range(0, len(ids) - 1, sequence_length - 1)]
-    loss, count = _mean_loss(model, [(window, window) for window in windows], batch_size)
+    loss, count = _score_tokens(model, [{"input_ids": each, "labels": each} for each in windows], batch_size)
     return TextScore(loss=loss, tokens=count, bytes_per_token=size / count)
 
 
-def _mean_loss(
-    model: PreTrainedModel, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], batch_size: int
-) -> tuple[float, int]:
-    """Mean loss in nats and number of predicted tokens, over rows of (input_ids, labels) (T,)."""
-    if rows:
-        check_batch(model, min(batch_size, len(rows)), len(rows[0][0]))
-    model.eval()
+def _score_tokens(model: Any, items: Sequence[Batch], batch_size: int) -> tuple[float, int]:
+    check_batch(model.eval(), min(batch_size, len(items)), len(items[0]["input_ids"]))
+    # The last window of a text is shorter, and a batch of its own.
+    alike = [list(group) for _, group in itertools.groupby(items, key=lambda item: len(item["input_ids"]))]
+    batches = (stack(group[at : at + batch_size]) for group in alike for at in range(0, len(group), batch_size))
+    return _mean_loss(_outputs(model, batches, use_cache=False), shifted=True)
+
+
+def _outputs(model: Any, batches: Iterable[Batch], **options: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield logits in float32 and labels: bfloat16 has three digits, and a text has millions of tokens."""
+    for batch in batches:
+        inputs = {name: value.to(model.device) for name, value in batch.items()}
+        labels = inputs.pop("labels")
+        yield model(**inputs, **options).logits.float(), labels
+
+
+def _mean_loss(outputs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, shifted: bool) -> tuple[float, int]:
+    """Return the mean loss in nats, and the number of predicted tokens; `shifted` where a label is the next token."""
     total, count = 0.0, 0
-    for batch in _batches(rows, batch_size):
-        input_ids = torch.stack([row[0] for row in batch]).to(model.device)
-        labels_BT = torch.stack([row[1] for row in batch])[:, 1:].to(model.device)
-        with torch.inference_mode():
-            logits_BTV = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-            # Summed in float32: bfloat16 has three digits, and a text has millions of tokens.
-            loss = F.cross_entropy(
-                logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=-100, reduction="sum"
-            )
-        total += float(loss)
-        count += int((labels_BT != -100).sum())
+    for logits, labels in outputs:
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        count += int((labels != -100).sum())
     if count == 0:
         raise UserError("there is no token to predict in the text")
     return total / count, count
-
-
-def _batches(rows: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    """Yield rows of equal length together, in order: the last window of a text is shorter."""
-    for _, equal in itertools.groupby(rows, key=lambda row: len(row[0])):
-        alike = list(equal)
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
 def score_saved(
@@ -176,16 +174,17 @@ def score_saved(
     Raises:
         UserError: data or model cannot be used, or there is no such split.
     """
+    adapter = is_adapter(folder)
+    if adapter:
+        check_weights(folder)
     if base is not None:
-        if not is_adapter(folder):
+        if not adapter:
             raise UserError(f"--base is for adapters; {folder} holds a whole model")
         task = replace(task, model=replace(task.model, checkpoint=base))
     if split is not None:
         task = task.on_split(split)
-    if is_adapter(folder):
-        check_weights(folder)
     prepared = task.prepare()
-    if is_adapter(folder):
+    if adapter:
         model = put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)
     else:
         model = load_model(folder)
@@ -204,14 +203,16 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
     Raises:
         UserError: the loss is not finite, or a batch takes more memory than is free.
     """
-    model.eval()
     examples = prepared.test or prepared.valid
-    check_batch(model, min(batch_size, len(examples)), _tokens(model, examples))
-    outputs = _outputs(model, prepared, examples, batch_size)
+    places = range(len(examples))
+    check_batch(model.eval(), min(batch_size, len(examples)), _tokens(model, examples))
+    parts = (places[start : start + batch_size] for start in places[::batch_size])
+    outputs = _outputs(model, (prepared.collate([examples[index] for index in part]) for part in parts))
     if prepared.score is None:
-        numbers = _of_tokens(outputs, prepared.predicts_next)
+        numbers = {"loss": _mean_loss(outputs, shifted=prepared.predicts_next)[0]}
     else:
-        numbers = _of_examples(outputs, prepared.score)
+        logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
+        numbers = scores_of_examples(logits, labels, prepared.score)
     if not math.isfinite(numbers["loss"]):
         raise UserError("the loss on the held-out data is not a finite number: the model is broken")
     return numbers
@@ -223,35 +224,10 @@ def _tokens(model: Any, examples: Any) -> int:
         return int(max(examples.lengths))
     if "input_ids" in (first := examples[0]):
         return len(first["input_ids"])
-    if not isinstance(getattr(model.config, "patch_size", None), int) or not hasattr(
-        model.config, "num_attention_heads"
-    ):
+    patch = getattr(model.config, "patch_size", None)
+    if not isinstance(patch, int) or not hasattr(model.config, "num_attention_heads"):
         return 0
-    return int(first["pixel_values"].shape[-1] // model.config.patch_size) ** 2
-
-
-def _outputs(model: Any, prepared: Any, examples: Any, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits in float32 and labels, batch by batch."""
-    for start in range(0, len(examples), size):
-        items = [examples[index] for index in range(start, min(start + size, len(examples)))]
-        batch = {name: value.to(model.device) for name, value in prepared.collate(items).items()}
-        labels = batch.pop("labels")
-        yield model(**batch).logits.float(), labels
-
-
-def _of_tokens(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], shifted: bool) -> dict[str, float]:
-    total, count = 0.0, 0
-    for logits, labels in outputs:
-        if shifted:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
-        count += int((labels != -100).sum())
-    return {"loss": total / max(1, count)}
-
-
-def _of_examples(outputs: Iterator[tuple[torch.Tensor, torch.Tensor]], score: Score) -> dict[str, float]:
-    logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
-    return scores_of_examples(logits, labels, score)
+    return int(first["pixel_values"].shape[-1] // patch) ** 2
 
 
 def check_batch(model: Any, rows: int, tokens: int, *, beams: int = 0) -> None:

@@ -103,7 +103,7 @@ def test_wrong_input_is_refused(root, tmp_path, capsys):
     tensors = load_file(weights)
     save_file({name: each for name, each in tensors.items() if "classifier" not in name}, weights)
     (glue / "model" / "manifest.json").unlink()
-    assert "not whole" in refused(capsys, "evaluate", glue)
+    assert "does not fit" in refused(capsys, "evaluate", glue)
     save_file({name: torch.full_like(each, torch.nan) for name, each in tensors.items()}, weights)
     assert "the model is broken" in refused(capsys, "evaluate", glue)
     weights.unlink()

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast
+from transformers import GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast, TextStreamer
 
 from nlr_lab.evaluation import TextScore, score_documents, score_sequences, score_tasks
 from nlr_lab.evaluation.generation import Sampling, generate_text
@@ -110,10 +110,10 @@ def test_a_task_that_lm_eval_does_not_know_is_refused(model, tokenizer):
         score_tasks(model, tokenizer, ["no_such_task"])
 
 
-def test_generation_is_seeded_and_streams(model, tokenizer):
-    pieces = []
-    text = generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3), pieces.append)
-    assert "".join(pieces) == text
+def test_generation_is_seeded_and_streams(model, tokenizer, capsys):
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    text = generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=3), streamer)
+    assert capsys.readouterr().out == f"{text}\n"
     texts = [generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, seed=seed)) for seed in range(3, 8)]
     assert texts[0] == text
     assert len(set(texts)) > 1

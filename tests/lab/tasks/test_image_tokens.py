@@ -336,7 +336,7 @@ def test_the_class_decides_what_is_drawn(trained):
 def test_requests_that_cannot_be_drawn(trained):
     model, codec = load_model(trained / "model"), ImageCodec.load(trained / "model")
     for classes, each, sampling, message in (
-        ([2], 1, Sampling(), "classes go from 0 to 1, not from 2 to 2"),
+        ([2], 1, Sampling(), "classes 0 to 1, got 1 of"),
         ([0], 0, Sampling(), "at least one image"),
         ([0], 1, Sampling(max_new_tokens=3), "every image has 4 tokens"),
     ):
