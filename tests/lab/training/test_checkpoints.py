@@ -40,21 +40,9 @@ def assert_same(out: Path, whole: Path) -> None:
     assert not list(out.rglob(".tmp-*"))
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("kills", "settings"),
-    [
-        pytest.param(3, {}, id="three"),
-        pytest.param(18, {"steps": 40}, marks=SLOW, id="adamw"),
-        pytest.param(18, {"steps": 40, "arm": "noble:rank=4,depth=1", "optimizer": "muon"}, marks=SLOW, id="muon"),
-        pytest.param(18, {"steps": 40, "bf16": True, "dataloader_workers": 1}, marks=SLOW, id="bf16-workers"),
-    ],
-)
-def test_killed_run_has_the_same_bits(server, tmp_path, kills, settings):
-    """Kills at moments of every kind: half-written checkpoints, right after one, and anywhere."""
-    settings = {"steps": 12, "save_every": 1, "gradient_accumulation": 2, "eval_every": 5, **settings}
+def test_killed_run_has_the_same_bits(server, tmp_path):
+    """Kills at all moments: half-written checkpoints, right after one, and anywhere (more in studies/faults)."""
+    kills, settings = 3, {"steps": 12, "save_every": 1, "gradient_accumulation": 2, "eval_every": 5}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert server.run(whole, **settings) == {"exit": 0, "error": ""}
     folder, done = killed / "checkpoints", 0
@@ -69,7 +57,7 @@ def test_killed_run_has_the_same_bits(server, tmp_path, kills, settings):
         else:  # whenever
             moment, delay = (lambda: True), random.uniform(0.05, 1.5)
         done += server.kill_when(moment, delay)
-    assert done >= min(kills, 2), "the run was over before it could be killed"
+    assert done >= 2, "the run was over before it could be killed"
     assert server.run(killed, **settings) == {"exit": 0, "error": ""}
     assert_same(killed, whole)
 
@@ -93,7 +81,9 @@ def finished(tmp_path_factory):
     "settings",
     [
         pytest.param({}, id="adamw"),
-        pytest.param({"optimizer": "muon"}, id="muon"),
+        pytest.param({"arm": "nonlinear-query+noble:rank=4,optimizer=muon"}, id="muon"),
+        pytest.param({"arm": "nonlinear-query+noble:budget=30%,qk_norm=true"}, id="three-methods"),
+        pytest.param({"arm": "noble:rank=4+rational:groups=4+wide-mlp:ratio=3"}, id="activations-wide"),
         pytest.param({"arm": "baseline", "schedule": "cosine", "gradient_accumulation": 4}, id="accumulated"),
         pytest.param({"arm": "training_helpers:plain_module"}, id="not-a-transformers-model"),
         pytest.param({"bf16": True, "max_grad_norm": 0.0}, id="bf16-unclipped"),
@@ -105,8 +95,8 @@ def test_resuming_anywhere_gives_the_same_bits(finished, tmp_path, settings):
         out = cut_back(done, tmp_path / f"from-{step}", step)
         torch.manual_seed(random.randrange(2**31))  # the resumed process has another past
         result = run_training(make_recipe(keep_checkpoints=9, **settings), out, resume=True, prepared=TEXT, quiet=True)
-        assert_same(out, done)
         assert [step for step, _ in result.curve] == [5, 10, 12], "the evaluation curve is whole"
+        assert_same(out, done)
 
 
 def test_checkpoint_is_complete_and_has_no_pickle(finished):

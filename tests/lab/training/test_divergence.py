@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from nlr_lab.training import DivergedError, TrainResult, run_training
+from nlr_lab.training import DivergedError, run_training
 from nlr_lab.training.result import rises
 from seeds import rng
 from training_helpers import FakeText, make_recipe
@@ -84,8 +84,6 @@ def run(out, arm="training_helpers:blow_up,at=25", **settings):
 def test_run_that_goes_on_says_where_it_diverged(tmp_path):
     result = run(tmp_path / "out")
     assert (result.status, result.steps, result.diverged_at) == ("done", 60, 25)
-    assert result.final_loss > result.curve[0][1]
-    assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
     calm = run(tmp_path / "calm", "noble:rank=4")
     assert (calm.diverged_at, calm.spikes) == (None, 0)
 

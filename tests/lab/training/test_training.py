@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,12 +56,10 @@ def test_run_leaves_its_files_and_numbers(tmp_path):
 
 
 def test_last_step_is_evaluated_and_saved_once(tmp_path):
-    for steps in (10, 11):
-        result = train(tmp_path / str(steps), steps=steps, eval_every=5, save_every=5)
-        assert [step for step, _ in result.curve] == sorted({5, 10, steps})
-        assert len({step for step, _ in result.train_curve}) == len(result.train_curve)
-        kept = [int(path.name[-6:]) for path in (tmp_path / str(steps) / "checkpoints").iterdir()]
-        assert sorted(kept) == ([5, 10] if steps == 10 else [10, 11])
+    result = train(tmp_path / "out", steps=10, eval_every=5, save_every=5)
+    assert [step for step, _ in result.curve] == [5, 10]
+    assert len({step for step, _ in result.train_curve}) == len(result.train_curve)
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
 
 
 @pytest.mark.parametrize("arm", ["noble:rank=4", "training_helpers:plain_module"])
@@ -119,19 +116,17 @@ def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     assert resumed.final_loss == compiled.final_loss
 
 
-def seen(out: Path, arm: str, **settings) -> torch.Tensor:
-    SEEN.clear()
-    train(out, arm, **settings)
-    return torch.stack(SEEN)
-
-
 def test_same_batches_whatever_the_arm_draws(tmp_path):
-    one = seen(tmp_path / "a", "training_helpers:spy", seed=3)
-    assert torch.equal(one, seen(tmp_path / "b", "training_helpers:spy,draws=17", seed=3))
-    assert torch.equal(one, seen(tmp_path / "c", "training_helpers:spy", seed=3, gradient_accumulation=2, eval_every=1))
-    assert torch.equal(one, seen(tmp_path / "d", "training_helpers:spy", seed=3, dataloader_workers=1))
-    assert not torch.equal(one, seen(tmp_path / "e", "training_helpers:spy", seed=4))
+    def seen(name: str, arm="training_helpers:spy", **settings) -> torch.Tensor:
+        SEEN.clear()
+        train(tmp_path / name, arm, **{"seed": 3, **settings})
+        return torch.stack(SEEN)
+
+    one = seen("a")
     assert len(one) == 12 * 4
+    assert torch.equal(one, seen("b", "training_helpers:spy,draws=17", gradient_accumulation=2, eval_every=1))
+    assert torch.equal(one, seen("c", dataloader_workers=1))
+    assert not torch.equal(one, seen("d", seed=4))
 
 
 def test_runs_repeat_and_seeds_differ(tmp_path):
@@ -140,10 +135,8 @@ def test_runs_repeat_and_seeds_differ(tmp_path):
     torch.manual_seed(2)  # the caller's generator is of no account, nor is how often a run is evaluated
     often = train(tmp_path / "b", dropout=0.0, eval_every=1, log_every=1, save_every=1)
     assert often.final_loss == one.final_loss
-    again = train(tmp_path / "c", dropout=0.0)
-    assert replace(again, seconds=one.seconds) == one
-    files = [(tmp_path / run / "model/model.safetensors").read_bytes() for run in ("a", "b", "c")]
-    assert len(set(files)) == 1
+    files = [(tmp_path / run / "model/model.safetensors").read_bytes() for run in ("a", "b")]
+    assert files[0] == files[1]
     assert train(tmp_path / "d", dropout=0.0, seed=1).final_loss != one.final_loss
     parts = train(tmp_path / "e", dropout=0.0, gradient_accumulation=4)
     assert [loss for _, loss in parts.curve] == pytest.approx([loss for _, loss in one.curve], rel=1e-4)
@@ -187,23 +180,35 @@ def test_used_folder_is_refused_and_left_alone(tmp_path):
             train(out, **options)
     assert snapshot(out) == {"thesis.txt": b"years of work"}
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file"):
-        train(tmp_path / "file")
-    with pytest.raises(UserError, match="cannot write to"):
-        train(tmp_path / "file" / "out")
-    with pytest.raises(UserError, match="choose one"):
-        train(tmp_path / "new", resume=True, overwrite=True)
+    for place, options, words in (
+        ("file", {}, "is a file"),
+        ("file/out", {}, "cannot write to"),
+        ("new", {"resume": True, "overwrite": True}, "choose one"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(tmp_path / place, **options)
     assert not (tmp_path / "new").exists()
 
 
 def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     out = tmp_path / "out"
     first = train(out)
+    before = snapshot(out)
     with pytest.raises(UserError, match="--resume to go on or --overwrite"):
         train(out)
-    before = snapshot(out)
-    assert train(out, resume=True) == first, "a finished run is not run again"
-    assert snapshot(out) == before
+    for change, field in (
+        ({"lr": 2e-2}, "train.lr"),
+        ({"arm": "noble:rank=5"}, "arm.settings.rank"),
+        ({"arm": "baseline"}, "arm.method"),
+        ({"dropout": 0.2}, "task.backbone.dropout"),
+    ):
+        with pytest.raises(UserError, match=rf"^{field} was "):
+            train(out, resume=True, **change)
+    assert train(out, resume=True, log_every=1, keep_checkpoints=1) == first, "these change no number"
+    assert snapshot(out) == before, "a finished run is not run again"
+    (out / "result.json").unlink()
+    with pytest.raises(UserError, match="no longer the one"):
+        train(out, resume=True, prepared=FakeText(fingerprint="other"))
     (out / "letter.txt").write_text("somebody's")
     assert train(out, overwrite=True, arm="baseline", steps=2).arm == "baseline"
     assert (out / "letter.txt").read_text() == "somebody's"
@@ -215,34 +220,13 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
         TrainResult.from_json('{"arm": "x"}')
 
 
-def test_resume_with_another_recipe_or_text_is_refused(tmp_path):
-    out = tmp_path / "out"
-    train(out)
-    before = snapshot(out)
-    for change, field in (
-        ({"lr": 2e-2}, "train.lr"),
-        ({"steps": 13}, "train.steps"),
-        ({"arm": "noble:rank=5"}, "arm.settings.rank"),
-        ({"arm": "baseline"}, "arm.method"),
-        ({"dropout": 0.2}, "task.backbone.dropout"),
-    ):
-        with pytest.raises(UserError, match=rf"^{field} was "):
-            train(out, resume=True, **change)
-    assert snapshot(out) == before
-    assert train(out, resume=True, log_every=1, keep_checkpoints=1).steps == 12, "these change no number"
-    (out / "result.json").unlink()
-    with pytest.raises(UserError, match="no longer the one"):
-        train(out, resume=True, prepared=FakeText(fingerprint="other"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"arm": "noble:rank=32"}, "rank 32 is not low"),
         ({"arm": "training_helpers:no_module"}, "gave back NoneType"),
-        ({"tracker": "carrier-pigeon"}, "unknown tracker"),
-        ({"tracker": "comet_ml"}, "not installed"),
-        ({"prepared": FakeText(train=0)}, "too short"),
+        ({"tracker": "carrier-pigeon"}, "carrier-pigeon is not supported, only"),
+        ({"tracker": "comet_ml"}, "requires comet-ml.* to be installed"),
         ({"prepared": FakeText(valid=0)}, "too short"),
         ({"group_by_length": True}, "batches of different lengths"),
     ],
