@@ -93,7 +93,8 @@ def inside(options: argparse.Namespace, name: str, phase: str, folder: str) -> i
     place.mkdir()
     examples = target.examples(place)
     for example in examples:  # what is imported on first use is not the case's time
-        target.read(place, example)
+        (place / target.file).write_bytes(example)
+        target.read(place / target.file)
     resource.setrlimit(resource.RLIMIT_AS, (options.memory << 30, options.memory << 30))
     found: dict = {"cases": 0, "taken": 0, "faults": Counter(), "inputs": {}, "seconds": 0.0, "seed": options.seed}
     began = time.monotonic()
