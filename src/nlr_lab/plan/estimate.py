@@ -11,8 +11,7 @@ Counted exactly, from the model's modules on the meta device and one traced pass
 |                     | attention's scores and values 3 times. Recomputing adds a forward pass                    |
 
 Estimated, each assumption in `ASSUMPTIONS`: what collectives move and how fast, the share of the peak rate that is
-reached, and what lies in memory beside the above. Layouts are DDP (whole on each GPU), FSDP2 over all GPUs, and FSDP2
-over groups of GPUs that hold copies of each other.
+reached, and what lies in memory beside the above.
 """
 
 import json
@@ -95,7 +94,6 @@ class Activations:
     """Bytes saved for backward, a straight line in the number of sequences: (at none, for each)."""
 
     blocks: tuple[tuple[float, float], ...]
-    """Bytes of each block of the stack."""
     outside: tuple[float, float]
     """Bytes of all else."""
     loss: tuple[float, float]
@@ -143,8 +141,9 @@ class ArmCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to lay a run over the GPUs."""
+    """One way to lay an arm's run over the GPUs."""
 
+    cost: ArmCost
     sharding: int
     """GPUs that share one copy of the weights; 1: DDP."""
     micro_batch: int
@@ -174,21 +173,14 @@ class Layout:
         """Seconds of a step: computing or communicating, whichever is longer, and the optimizer."""
         return max(self.compute_seconds, self.communication_seconds) + self.optimizer_seconds
 
-
-@dataclass(frozen=True, kw_only=True)
-class ArmPlan:
-    """An arm's costs and the layout chosen for it; where none fits, the one that comes nearest."""
-
-    cost: ArmCost
-    layout: Layout
-
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        costs, layout = asdict(self.cost), self.layout
+        """Return plain JSON values: the arm's costs, and the layout."""
+        layout = asdict(self)
+        costs = layout.pop("cost")
         del costs["activations"]
-        kept = self.cost.activations.kept(layout.micro_batch, recompute=layout.recompute)
-        times = {"total": layout.total, "step_seconds": layout.step_seconds}
-        return {**costs, "activation_bytes": kept, "layout": asdict(layout) | times}
+        kept = self.memory["activations"]
+        times = {"total": self.total, "step_seconds": self.step_seconds}
+        return {**costs, "activation_bytes": kept, "layout": layout | times}
 
 
 def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = True, muon: bool = False) -> ArmCost:
@@ -231,18 +223,19 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
     )
 
 
-def plan_arm(cost: ArmCost, config: PlanConfig) -> ArmPlan:
+def plan_arm(cost: ArmCost, config: PlanConfig) -> Layout:
     """Return the layout with the least sharding that fits, with as many sequences at once as fit in it.
 
-    Recomputing activations costs a third more time, sharding hardly any: it is tried where no sharding helps.
+    Recomputing activations costs a third more time, sharding hardly any: it is tried where no sharding helps. Where
+    nothing fits, it is the layout that comes nearest.
     """
     for recompute in (True,) if config.recompute else (False, True):
         for sharding in _divisors(config.gpus):
             for micro in reversed(_divisors(config.batch_size // config.gpus)):
                 found = lay_out(cost, config, sharding=sharding, micro_batch=micro, recompute=recompute)
                 if found.fits:
-                    return ArmPlan(cost=cost, layout=found)
-    return ArmPlan(cost=cost, layout=lay_out(cost, config, sharding=config.gpus, micro_batch=1, recompute=True))
+                    return found
+    return lay_out(cost, config, sharding=config.gpus, micro_batch=1, recompute=True)
 
 
 def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: int, recompute: bool) -> Layout:
@@ -269,6 +262,7 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
     touched = 2 * cost.gradient_bytes + cost.gradient_bytes + 2 * cost.optimizer_bytes
     optimizer = touched / sharding / config.hardware.bandwidth
     return Layout(
+        cost=cost,
         sharding=sharding,
         micro_batch=micro_batch,
         accumulation=accumulation,
@@ -337,7 +331,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def format_plan(title: str, plans: Sequence[ArmPlan], config: PlanConfig, width: int = 120) -> str:
+def format_plan(title: str, plans: Sequence[Layout], config: PlanConfig, width: int = 120) -> str:
     """Return a column for each arm (the first is what others are compared with), verdicts and assumptions as text."""
     hardware = config.hardware
     table = number_table("", *(plan.cost.name for plan in plans))
@@ -358,7 +352,7 @@ def format_plan(title: str, plans: Sequence[ArmPlan], config: PlanConfig, width:
     return "\n".join([*lines, *(f"note: {each}" for each in dict.fromkeys(n for p in plans for n in p.cost.notes))])
 
 
-def plan_to_json(title: str, plans: Sequence[ArmPlan], config: PlanConfig) -> str:
+def plan_to_json(title: str, plans: Sequence[Layout], config: PlanConfig) -> str:
     """Return everything as JSON: bytes, FLOPs and seconds as numbers."""
     about: dict[str, Any] = {name: getattr(config, name) for name in ("gpus", "utilization", "batch_size", "steps")}
     about |= {"hardware": vars(config.hardware), "memory_bytes": config.room, "bf16": config.bf16}
@@ -366,38 +360,36 @@ def plan_to_json(title: str, plans: Sequence[ArmPlan], config: PlanConfig) -> st
     return json.dumps(content, indent=2)
 
 
-def _cells(plan: ArmPlan, first: ArmPlan) -> dict[str, str]:
-    cost, layout = plan.cost, plan.layout
+def _cells(plan: Layout, first: Layout) -> dict[str, str]:
     return {
-        "parameters": f"{cost.parameters:,}",
-        "of them trained": f"{cost.trainable:,}",
-        "FLOPs a token, training": f"{cost.training_flops:,}",
-        **{f"{part}, GiB a GPU": _gib(nbytes) for part, nbytes in layout.memory.items()},
-        "in all, GiB a GPU": _gib(layout.total),
-        "copies of the weights": "one a GPU" if layout.sharding == 1 else f"one in {layout.sharding:,} GPUs",
-        "sequences at once": f"{layout.micro_batch} x {layout.accumulation}",
-        "activations": "recomputed" if layout.recompute else "kept",
-        "sent, GB a GPU and step": f"{layout.moved / 1e9:,.3g}",
-        "computing, s a step": f"{layout.compute_seconds:,.4g}",
-        "communicating, s a step": f"{layout.communication_seconds:,.4g}",
-        "step, s": f"{layout.step_seconds:,.4g}",
-        "step, over the first": f"{layout.step_seconds / first.layout.step_seconds:.3f}",
-        "hours": f"{layout.hours:,.4g}",
+        "parameters": f"{plan.cost.parameters:,}",
+        "of them trained": f"{plan.cost.trainable:,}",
+        "FLOPs a token, training": f"{plan.cost.training_flops:,}",
+        **{f"{part}, GiB a GPU": _gib(nbytes) for part, nbytes in plan.memory.items()},
+        "in all, GiB a GPU": _gib(plan.total),
+        "copies of the weights": "one a GPU" if plan.sharding == 1 else f"one in {plan.sharding:,} GPUs",
+        "sequences at once": f"{plan.micro_batch} x {plan.accumulation}",
+        "activations": "recomputed" if plan.recompute else "kept",
+        "sent, GB a GPU and step": f"{plan.moved / 1e9:,.3g}",
+        "computing, s a step": f"{plan.compute_seconds:,.4g}",
+        "communicating, s a step": f"{plan.communication_seconds:,.4g}",
+        "step, s": f"{plan.step_seconds:,.4g}",
+        "step, over the first": f"{plan.step_seconds / first.step_seconds:.3f}",
+        "hours": f"{plan.hours:,.4g}",
     }
 
 
-def _verdict(plan: ArmPlan, config: PlanConfig) -> str:
-    layout = plan.layout
-    if not layout.fits:
+def _verdict(plan: Layout, config: PlanConfig) -> str:
+    if not plan.fits:
         return (
-            f"{plan.cost.name} does not fit: {_gib(layout.total)} GiB a GPU of {config.room / GIB:,.0f}, sharded over "
+            f"{plan.cost.name} does not fit: {_gib(plan.total)} GiB a GPU of {config.room / GIB:,.0f}, sharded over "
             "all GPUs with one sequence at once and activations recomputed; take more or larger GPUs"
         )
-    how = "DDP" if layout.sharding == 1 else f"FSDP2 over {layout.sharding:,} GPUs"
+    how = "DDP" if plan.sharding == 1 else f"FSDP2 over {plan.sharding:,} GPUs"
     how = "one GPU" if config.gpus == 1 else how
-    more = f"--gradient-accumulation {layout.accumulation}"
-    more += " --gradient-checkpointing" if layout.recompute else ""
-    return f"{plan.cost.name} fits: {how}, {layout.micro_batch} at once ({more})"
+    more = f"--gradient-accumulation {plan.accumulation}"
+    more += " --gradient-checkpointing" if plan.recompute else ""
+    return f"{plan.cost.name} fits: {how}, {plan.micro_batch} at once ({more})"
 
 
 def _gib(nbytes: float) -> str:

@@ -16,13 +16,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nlr_lab.runtime.tables import fold_numbers, number_table, readable_bytes, render_table
 from nonlinear_lowrank.analysis.cost import NUMBERS, LayerCost, ModelCost, model_cost
 from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.surgery.targets import dense_parts, unreached_experts
+from nonlinear_lowrank.surgery.targets import unreached_experts
 from nonlinear_lowrank.validation import check_integer, one_line
 
 
@@ -92,15 +93,15 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     Raises:
         UserError: no class is named by the config, and it is of no kind that the Auto classes know.
     """
+    # What the config was saved from comes first; a bare config counts as a language model's.
+    named = (getattr(config, "architectures", None) or [None])[0]
     with torch.device("meta"):
+        if named is not None and hasattr(transformers, named):
+            return getattr(transformers, named)._from_config(config)
         for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel):
-            # What the config was saved from comes first; a bare config counts as a language model's.
-            named = (getattr(config, "architectures", None) or [None])[0]
             known = auto._model_mapping.get(type(config), None)
             classes = known if isinstance(known, list | tuple) else [known]
-            cls = getattr(transformers, named, None) if named else None
-            if named is not None and cls is None:
-                cls = next((each for each in classes if each is not None and each.__name__ == named), None)
+            cls = next((each for each in classes if each is not None and each.__name__ == named), None)
             if cls is not None:
                 return cls._from_config(config)
             if classes[0] is not None:
@@ -167,23 +168,22 @@ def _patches(model: nn.Module) -> int | None:
 def _saved_by_module(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool) -> Counter[str]:
     """Return bytes by the module that was running when they were first saved."""
     with FakeTensorMode(allow_non_fake_inputs=True), _training(model), _names_of_running(model) as running:
-        state = {name: _fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        arguments = {name: _fake(tensor) for name, tensor in inputs.items()}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **inputs}
+        fake = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="cpu").requires_grad_(each.requires_grad)
+            for name, each in tensors.items()
+        }
+        arguments = {name: fake.pop(name) for name in inputs}
 
         def forward() -> Any:
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16), torch.enable_grad():
-                return torch.func.functional_call(model, state, kwargs=arguments)
+                return torch.func.functional_call(model, fake, kwargs=arguments)
 
-        storages = saved_storages(forward, parameters=list(state.values()), label=lambda: running[-1])
+        storages = saved_storages(forward, parameters=list(fake.values()), label=lambda: running[-1])
     kept: Counter[str] = Counter()
     for storage in storages:
         kept[storage.label] += storage.nbytes
     return kept
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    """Return a fake CPU tensor of the same shape and type; to be called under a fake mode."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -201,25 +201,19 @@ def _training(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
     """Give a list whose last entry is the name of the innermost module that is running."""
-    running = [""]
-    handles = []
+    running, names = [""], {module: name for name, module in model.named_modules()}
 
     def leave(*_: Any) -> None:  # a hook that returned something would replace the module's output
         running.pop()
 
-    inside = dense_parts(model)  # not called unless hooked
-    for name, module in model.named_modules():
-        if module in inside:
-            continue
-        handles += [
-            module.register_forward_pre_hook(lambda *_, name=name: running.append(name)),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+    # For all modules there are: hooks of their own would change the way of some.
+    entering = register_module_forward_pre_hook(lambda module, _: running.append(names.get(module, running[-1])))
+    leaving = register_module_forward_hook(leave, always_call=True)
     try:
         yield running
     finally:
-        for handle in handles:
-            handle.remove()
+        entering.remove()
+        leaving.remove()
 
 
 def _with_saved(model: nn.Module, rows: list[LayerCost], kept: Counter[str]) -> list[LayerCost]:
@@ -236,8 +230,8 @@ def _folded(rows: list[LayerCost]) -> list[tuple[LayerCost, str]]:
     groups: dict[str, list[LayerCost]] = {}
     for row in rows:
         groups.setdefault(fold_numbers(row.name), []).append(row)
-    sums: dict[str, Any] = {
-        name: {each: sum(getattr(row, each) or 0 for row in members) for each in NUMBERS}
-        for name, members in groups.items()
-    }
-    return [(replace(groups[name][0], name=name, **sums[name]), str(len(groups[name]))) for name in groups]
+    folded = []
+    for name, members in groups.items():
+        sums: dict[str, Any] = {each: sum(getattr(row, each) or 0 for row in members) for each in NUMBERS}
+        folded.append((replace(members[0], name=name, **sums), str(len(members))))
+    return folded

@@ -6,6 +6,7 @@ Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
 import math
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,34 +203,23 @@ def stable_rank(matrix: Tensor) -> float:
     return (float(torch.linalg.vector_norm(matrix)) / norm) ** 2 if norm else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class SineBounds:
+class SineBounds(NamedTuple):
     """Both sides of the paper's inequalities for A (m, n) and one omega, as printed and as they hold (docs/theory.md).
 
-    | field                             | what it is, entry by entry in |A| and sqrt                                |
-    |-----------------------------------|---------------------------------------------------------------------------|
-    | a_min, largest_omega              | the smallest non-zero |entry|; pi / (3 A_min), up to which all is stated  |
-    | frobenius_squared                 | ||sin(omega A)||_F^2, what Lemma 1 bounds from below                      |
-    | lemma_1, lemma_1_printed          | omega^2 A_min^2 / 4; omega^2 A_min                                        |
-    | operator_squared, lemma_2         | ||sin(omega A)||_op^2, bounded from above by omega ||sqrt|A|||_op^2       |
-    | stable_rank                       | of sin(omega A); NaN where that is zero                                   |
-    | proposition_1                     | (omega / 4) (A_min / ||sqrt|A|||_op)^2; printed without the 1/4           |
-    | equation_29                       | omega A_min / ||sqrt|A|||_op, printed; (30) claims that it reaches k      |
-
-    Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
+    |A| and sqrt are entry by entry. Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
     """
 
-    a_min: float
-    largest_omega: float
-    frobenius_squared: float
-    lemma_1: float
-    lemma_1_printed: float
-    operator_squared: float
-    lemma_2: float
-    stable_rank: float
-    proposition_1: float
-    proposition_1_printed: float
-    equation_29: float
+    a_min: float  # the smallest non-zero |entry|
+    largest_omega: float  # pi / (3 A_min), up to which all is stated
+    frobenius_squared: float  # ||sin(omega A)||_F^2, which Lemma 1 bounds from below
+    lemma_1: float  # omega^2 A_min^2 / 4
+    lemma_1_printed: float  # omega^2 A_min
+    operator_squared: float  # ||sin(omega A)||_op^2, which Lemma 2 bounds from above
+    lemma_2: float  # omega ||sqrt|A|||_op^2
+    stable_rank: float  # of sin(omega A); NaN where that is zero
+    proposition_1: float  # (omega / 4) (A_min / ||sqrt|A|||_op)^2
+    proposition_1_printed: float  # the same without the 1/4
+    equation_29: float  # omega A_min / ||sqrt|A|||_op, of which (30) claims that it reaches k
 
 
 def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:

@@ -1,12 +1,4 @@
-"""`nlr inspect --rank`: ranks of every matrix of a checkpoint, one at a time, and a first guess of omega.
-
-| what is named                                    | matrices                                                      |
-|--------------------------------------------------|---------------------------------------------------------------|
-| a folder with config.json, or one .safetensors   | every tensor of two or more dimensions (a kernel as           |
-|                                                  | out x the rest); of a sine or low-rank layer the weight that  |
-|                                                  | its factors make                                              |
-| the model of a fitted field                      | the same; fit.json beside it says what its factors make       |
-| an adapter of peft                               | the deltas of LoRA and sine-LoRA; tensors of other methods    |
+"""`nlr inspect --rank` (docs/theory.md): ranks of every matrix of a checkpoint, and a first guess of omega.
 
 Only safetensors are read, each tensor when it is asked for.
 """
@@ -15,11 +7,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -38,7 +30,7 @@ from nonlinear_lowrank.methods.sine.layer import SineLowRankConfig, SineLowRankL
 from nonlinear_lowrank.methods.sine.op import lowrank_weight
 from nonlinear_lowrank.validation import check_integer, one_line
 
-from .measures import EXACT, Spectrum, check_tolerance, curve_places, guess_omega, product_spectrum, spectrum
+from .measures import EXACT, OmegaGuess, check_tolerance, curve_places, guess_omega, product_spectrum, spectrum
 
 TOLERANCES = (0.1, 0.01)
 
@@ -55,7 +47,7 @@ _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRank:
-    """One matrix; its shape is (m, n)."""
+    """One matrix (m, n) of a checkpoint."""
 
     name: str
     """Name of the layer as the file has it, or of the tensor."""
@@ -63,8 +55,8 @@ class LayerRank:
     """"dense", "table" (embeddings, output heads), "kernel" (a convolution's), "branch" (a tensor of a method), "sine",
     "low-rank", "LoRA", ..."""
     shape: tuple[int, int]
-    rank: int | None
-    omega: float | None
+    rank: int | None = None
+    omega: float | None = None
     norm: float
     """The largest singular value."""
     stable_rank: float
@@ -74,8 +66,8 @@ class LayerRank:
     """False: a sketch of the leading singular values."""
     spectrum: list[tuple[int, float]]
     """(i, s_i / s_1) at up to 64 places i from 1."""
-    omega_guess: dict[str, Any] | None = None
-    """Result of `guess_omega` for the layer's group."""
+    omega_guess: OmegaGuess | None = None
+    """For the layer's group."""
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -91,7 +83,7 @@ class RankReport:
     for_rank: int
     init: str
     tolerances: tuple[float, ...]
-    layers: list[LayerRank] = field(default_factory=list)
+    layers: list[LayerRank]
 
     def to_json(self) -> str:
         """Return strict JSON."""
@@ -122,21 +114,19 @@ def rank_report(
     check_integer("for_rank", for_rank, minimum=1)
     for tolerance in tolerances:
         check_tolerance(tolerance)
-    weights = _weights(checkpoint, omega)
-    if not weights:
-        raise UserError(f"{checkpoint} holds no floating-point tensor of two or more dimensions")
-    if include is not None:
-        try:
-            weights = [weight for weight in weights if re.search(include, weight.name)]
-        except re.error as error:
-            raise UserError(f"--include {include!r} is no regular expression: {error}") from error
-        if not weights:
-            raise UserError(f"no matrix of {checkpoint} has a name that matches {include!r}")
-    weights.sort(key=lambda weight: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", weight.name)])
+    try:
+        wanted = re.compile(include or "")
+    except re.error as error:
+        raise UserError(f"--include {include!r} is no regular expression: {error}") from error
+    found = [(about, load) for about, load in _matrices(checkpoint, omega) if wanted.search(about["name"])]
+    if not found:
+        named = f" whose name matches {include!r}" if include else ""
+        raise UserError(f"{checkpoint} holds no floating-point tensor of two or more dimensions{named}")
+    found.sort(key=lambda each: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", each[0]["name"])])
     layers = []
-    for index, weight in enumerate(weights, 1):
-        progress(f"{index}/{len(weights)} {weight.name} {weight.shape[0]} x {weight.shape[1]}")
-        layers.append(_measured(weight, tolerances, device, exact_up_to))
+    for index, (about, load) in enumerate(found, 1):
+        progress(f"{index}/{len(found)} {about['name']} {about['shape'][0]} x {about['shape'][1]}")
+        layers.append(_measured(about, load(), tolerances, device, exact_up_to))
     guesses = _guesses(layers, for_rank, init, progress)
     layers = [replace(layer, omega_guess=guesses.get(layer.group)) for layer in layers]
     return RankReport(
@@ -171,24 +161,24 @@ def format_ranks(report: RankReport, *, every_layer: bool = False, width: int = 
     notes = {
         "stable rank: |W|_F^2 / |W|_op^2; rank(t): singular values above t times the largest; median (range)": True,
         f"{guess}: {drawn}": bool(guessed),
-        "U V: plain low rank has that stable rank without a sine": any(each["omega"] is None for each in guessed),
+        "U V: plain low rank has that stable rank without a sine": any(each.omega is None for each in guessed),
         ">: the matrix has as much as independent entries; the omega is where the sine nearly has, too": any(
-            each["saturated"] for each in guessed
+            each.saturated for each in guessed
         ),
         ">=: of the leading singular values, by a randomised sketch": not all(layer.exact for layer in report.layers),
     }
     return "\n".join([render_table(table, width), *(note for note, holds in notes.items() if holds)])
 
 
-def _guess_text(guess: dict[str, Any] | None) -> str:
+def _guess_text(guess: OmegaGuess | None) -> str:
     if guess is None:
         return "-"
-    return "U V" if guess["omega"] is None else f"{'> ' if guess['saturated'] else ''}{guess['omega']:.3g}"
+    return "U V" if guess.omega is None else f"{'> ' if guess.saturated else ''}{guess.omega:.3g}"
 
 
 def _guesses(
     layers: Sequence[LayerRank], rank: int, init: str, progress: Callable[[str], None]
-) -> dict[Any, dict[str, Any]]:
+) -> dict[Any, OmegaGuess]:
     """Return one for each group of dense matrices that would get smaller at that rank."""
     groups: dict[Any, list[LayerRank]] = {}
     for layer in layers:
@@ -199,36 +189,30 @@ def _guesses(
     for index, (group, members) in enumerate(groups.items(), 1):
         progress(f"omega {index}/{len(groups)} {group[0]}")
         target = median([layer.stable_rank for layer in members])
-        guesses[group] = asdict(guess_omega(members[0].shape, rank, target, init=init))
+        guesses[group] = guess_omega(members[0].shape, rank, target, init=init)
     return guesses
 
 
-class _Weight(NamedTuple):
-    """One matrix of a checkpoint: what `LayerRank` says of it, and how it is read."""
-
-    name: str
-    kind: str
-    shape: tuple[int, int]
-    load: Callable[[], Tensor | tuple[Tensor, Tensor, float]]
-    """The matrix (m, n); or up (m, k), down (k, n) and a scale whose product it is."""
-    rank: int | None = None
-    omega: float | None = None
+_Product = tuple[Tensor, Tensor, float]  # up (m, k), down (k, n) and a scale
+_Load = Callable[[], Tensor | _Product]  # the matrix (m, n), or what makes it
+_Matrices = Iterator[tuple[dict[str, Any], _Load]]  # the first five fields of `LayerRank` each
 
 
-def _measured(weight: _Weight, tolerances: Sequence[float], device: str, exact_up_to: int) -> LayerRank:
-    loaded = weight.load()
+def _measured(
+    about: dict[str, Any], loaded: Tensor | _Product, tolerances: Sequence[float], device: str, exact_up_to: int
+) -> LayerRank:
     try:
         if isinstance(loaded, tuple):
-            found: Spectrum = product_spectrum(loaded[0].to(device), loaded[1].to(device), loaded[2])
+            found = product_spectrum(loaded[0].to(device), loaded[1].to(device), loaded[2])
         else:
             found = spectrum(loaded.to(device), exact_up_to=exact_up_to)
     except UserError as error:
-        raise UserError(f"{weight.name}: {error}") from error
+        raise UserError(f"{about['name']}: {error}") from error
     zero = found.norm == 0  # an adapter's delta at its start
     places = curve_places(len(found.values))
     normalised = [] if zero else found.normalised[torch.tensor(places) - 1].tolist()
     return LayerRank(
-        **{name: getattr(weight, name) for name in ("name", "kind", "shape", "rank", "omega")},
+        **about,
         norm=found.norm,
         stable_rank=0.0 if zero else found.stable_rank,
         ranks={f"{tolerance:g}": found.rank(tolerance) for tolerance in tolerances},
@@ -263,23 +247,23 @@ class _Tensors:
                 yield layer, layer + up_end, down, (m, n), rank
 
 
-def _weights(path: Path, omega: float | None) -> list[_Weight]:
+def _matrices(path: Path, omega: float | None) -> _Matrices:
+    config: dict[str, Any] = {}
     if not path.exists():
         raise UserError(f"no such file or folder: {path}")
     if is_adapter(path):
         if not (path / ADAPTER_WEIGHTS).is_file():
             raise UserError(f"{path} has no {ADAPTER_WEIGHTS}; pickled weights are never read")
         tensors = _Tensors(path / ADAPTER_WEIGHTS)
-        return [*_deltas(path, tensors), *_plain(tensors)]
-    if path.is_file() and path.suffix != ".safetensors":
-        raise UserError(f"{path} is no .safetensors file; name one, or the folder of a model or an adapter")
-    tensors = _Tensors(path) if path.is_file() else _Tensors(*weight_files(path))
-    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        yield from _deltas(path, tensors)
+    else:
+        if path.is_file() and path.suffix != ".safetensors":
+            raise UserError(f"{path} is no .safetensors file; name one, or the folder of a model or an adapter")
+        tensors = _Tensors(path) if path.is_file() else _Tensors(*weight_files(path))
+        if (path / "config.json").is_file():
+            config = read_json(path / "config.json")
+        yield from _sines(path, tensors, config, omega)
     transposed = str(config.get("model_type", "")).removeprefix(TYPE_PREFIX) in _TRANSPOSED
-    return [*_sines(path, tensors, config, omega), *_plain(tensors, transposed)]
-
-
-def _plain(tensors: _Tensors, transposed: bool = False) -> Iterator[_Weight]:
     for name, shape in tensors.shapes.items():
         m, n = shape[0] if shape else 1, math.prod(shape[1:])
         if len(shape) < 2 or min(m, n) < 2:
@@ -288,30 +272,35 @@ def _plain(tensors: _Tensors, transposed: bool = False) -> Iterator[_Weight]:
         flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
         kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
         kind = "kernel" if len(shape) > 2 else kind
-        yield _Weight(layer, kind, (n, m) if flip else (m, n), partial(_matrix, tensors, name, flip))
+        yield {"name": layer, "kind": kind, "shape": (n, m) if flip else (m, n)}, partial(_flat, tensors, name, flip)
 
 
-def _matrix(tensors: _Tensors, name: str, flip: bool) -> Tensor:
+def _flat(tensors: _Tensors, name: str, flip: bool) -> Tensor:
     matrix = tensors.get(name).flatten(1)
     return matrix.T if flip else matrix
 
 
-def _sines(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: float | None) -> Iterator[_Weight]:
+def _made(
+    get: Callable[[Any], Tensor], up: Any, down: Any, activation: Any, omega: float, gain: float
+) -> Tensor | _Product:
+    """Return the weight that factors make; of plain low rank the factors."""
+    factors = get(up), get(down)
+    return (*factors, omega / gain) if activation == "identity" else lowrank_weight(*factors, activation, omega, gain)
+
+
+def _sines(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: float | None) -> _Matrices:
     """Give the sine and low-rank layers of a model or a field."""
     try:
-        configs = [
-            SineLowRankConfig(**entry["config"])
-            for entry in config.get(FIELD) or []
-            if entry["method"] == SineLowRankConfig.method
-        ]
+        entries = [each for each in config.get(FIELD) or [] if each["method"] == SineLowRankConfig.method]
+        configs = [SineLowRankConfig(**entry["config"]) for entry in entries]
     except (TypeError, KeyError) as error:
         raise UserError(f"config.json lists no methods that can be read in {FIELD!r}: {one_line(error)}") from error
     pairs = list(tensors.pairs(_DOWN, _UP))
     if any(each != configs[0] for each in configs):  # by names that the file may lack: the model itself says
         for name, layer in load_model(path).named_modules():
             if isinstance(layer, SineLowRankLinear):
-                factors = layer.sine_up.detach(), layer.sine_down.detach()
-                yield _factored(name, factors, (layer.out_features, layer.in_features), layer.sine_config)
+                factors, shape = (layer.sine_up, layer.sine_down), (layer.out_features, layer.in_features)
+                yield _sine(name, shape, layer.sine_config, partial(_made, Tensor.detach, *factors))
         return
     fitted = None if configs else _fitted(path)
     for name, up, down, shape, rank in pairs:
@@ -319,21 +308,16 @@ def _sines(path: Path, tensors: _Tensors, config: Mapping[str, Any], omega: floa
         if not configs and fitted is None and omega is None:
             raise UserError(f"{layer} holds sine factors, and no config.json says at which omega; give --omega")
         own = SineLowRankConfig(rank=rank, omega=omega) if fitted is None else fitted(shape[1])
-        yield _factored(layer, (up, down), shape, configs[0] if configs else own, tensors.get)
+        yield _sine(layer, shape, configs[0] if configs else own, partial(_made, tensors.get, up, down))
 
 
-def _factored(
-    name: str, factors: tuple[Any, Any], shape: tuple[int, int], config: SineLowRankConfig, get: Callable = lambda x: x
-) -> _Weight:
-    """Return a factored weight, from its factors or from what `get` gets them by."""
-    omega, gain = float(config.omega), config.gain_for(shape[1])  # type: ignore[arg-type]
-    plain = config.activation == "identity"
-
-    def load() -> Any:
-        up, down = map(get, factors)
-        return (up, down, omega / gain) if plain else lowrank_weight(up, down, config.activation, omega, gain)
-
-    return _Weight(name, "low-rank" if plain else config.activation, shape, load, config.rank, omega)
+def _sine(
+    name: str, shape: tuple[int, int], config: SineLowRankConfig, made: Callable[..., Tensor | _Product]
+) -> tuple[dict[str, Any], _Load]:
+    omega, kind = float(config.omega), config.activation  # type: ignore[arg-type]  # a number by now
+    about = {"name": name, "kind": "low-rank" if kind == "identity" else kind, "shape": shape}
+    load = partial(made, kind, omega, config.gain_for(shape[1]))
+    return {**about, "rank": config.rank, "omega": omega}, load
 
 
 def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
@@ -347,11 +331,9 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
         settings = read_json(fit)["settings"]
         problem, method = settings["problem"], FieldMethod(**settings["method"])
         field = problem.get("field", {"activation": ""})  # it says so where the fit was told its problem's settings
-        if method.kind == "sine" and method.omega is None and "field" not in problem:
+        if method.kind == "dense" or (method.kind == "sine" and method.omega is None and "field" not in problem):
             return None
         table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do
-        if method.kind == "dense":
-            return None
         config = method.resolved(table).factors_config()
         if config.activation != "sine" or field["activation"] != "siren":
             return lambda n: config
@@ -361,7 +343,7 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
         raise UserError(f"{fit} does not say what was fitted: {one_line(error)}") from error
 
 
-def _deltas(path: Path, tensors: _Tensors) -> Iterator[_Weight]:
+def _deltas(path: Path, tensors: _Tensors) -> _Matrices:
     """Give the deltas of LoRA and sine-LoRA."""
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
@@ -369,21 +351,16 @@ def _deltas(path: Path, tensors: _Tensors) -> Iterator[_Weight]:
         raise UserError(f"{path / ADAPTER_CONFIG} describes no adapter known here: {one_line(error)[:200]}") from error
     kind = getattr(config.peft_type, "value", str(config.peft_type))
     for ends in _FACTORS.get(kind, ()):
-        for name, up, down, (m, n), rank in tensors.pairs(*ends):
+        for name, up, down, shape, rank in tensors.pairs(*ends):
             layer = name.removeprefix("base_model.model.")
+            about, made = {"name": layer, "shape": shape, "rank": rank}, partial(_made, tensors.get, up, down)
             if kind == "LORA":
                 patterns: dict[str, float] = config.alpha_pattern or {}
                 alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
-                scale, omega = alpha / rank ** (0.5 if config.use_rslora else 1), None
+                scale = alpha / rank ** (0.5 if config.use_rslora else 1)
+                yield {**about, "kind": "LoRA"}, partial(made, "identity", scale, 1.0)
             else:
                 own = config.resolve(layer)
-                scale, omega = n**0.5 if own.gain is None else own.gain, own.omega
-                scale /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
-            load = partial(_delta, tensors, up, down, omega, scale)
-            yield _Weight(layer, "LoRA" if kind == "LORA" else "sine-LoRA", (m, n), load, rank, omega)
-
-
-def _delta(tensors: _Tensors, up: str, down: str, omega: float | None, scale: float) -> Any:
-    """The factors of LoRA and their scale; with an omega the matrix of sine-LoRA, whose gain `scale` is."""
-    factors = tensors.get(up), tensors.get(down)
-    return (*factors, scale) if omega is None else lowrank_weight(*factors, "sine", omega, scale)
+                gain = shape[1] ** 0.5 if own.gain is None else own.gain
+                gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
+                yield {**about, "kind": "sine-LoRA", "omega": own.omega}, partial(made, "sine", own.omega, gain)

@@ -174,23 +174,23 @@ def test_fsdp_agrees_with_counts_by_hand(seven):
 
 def test_smallest_fitting_sharding_is_chosen(seven):
     whole = lay_out(seven, config(gpus=8), sharding=1, micro_batch=1, recompute=False).total
-    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 1.0001)).layout
+    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 1.0001))
     assert (found.sharding, found.micro_batch, found.recompute, found.fits) == (1, 1, False, True)
-    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 0.999)).layout
+    found = plan_arm(seven, config(gpus=8, memory=whole / GIB * 0.999))
     assert found.sharding == 2
     assert found.fits
     larger = lay_out(seven, config(gpus=8), sharding=2, micro_batch=2 * found.micro_batch, recompute=False)
     assert found.micro_batch == 8 or larger.total > whole * 0.999
-    none = plan_arm(seven, config(gpus=8, memory=1.01)).layout
+    none = plan_arm(seven, config(gpus=8, memory=1.01))
     assert not none.fits
     assert (none.sharding, none.micro_batch, none.recompute) == (8, 1, True)
-    assert plan_arm(seven, config(gpus=8, recompute=True)).layout.recompute
+    assert plan_arm(seven, config(gpus=8, recompute=True)).recompute
 
 
 def test_more_gpus_need_less_time_and_room_each(seven):
     hours, room = [], []
     for gpus in (1, 2, 4, 8, 16, 64):
-        found = plan_arm(seven, config(gpus=gpus)).layout
+        found = plan_arm(seven, config(gpus=gpus))
         hours.append(found.compute_seconds)
         room.append(lay_out(seven, config(gpus=gpus), sharding=gpus, micro_batch=1, recompute=False).total)
     assert hours == sorted(hours, reverse=True)

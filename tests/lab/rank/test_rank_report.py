@@ -196,7 +196,7 @@ def test_quick_stable_rank_equals_the_slow_one():
 def test_omegas_are_for_dense_matrices_that_get_smaller(tmp_path):
     FAMILIES["llama"]().save_pretrained(tmp_path)
     layers = by_name(tmp_path, for_rank=4, include="mlp|embed")
-    assert all(layer.omega_guess["omega"] > 0 for name, layer in layers.items() if "mlp" in name)
+    assert all(layer.omega_guess.omega > 0 for name, layer in layers.items() if "mlp" in name)
     assert layers["model.embed_tokens"].omega_guess is None
     assert all(layer.omega_guess is None for layer in rank_report(tmp_path, for_rank=30).layers)
 
@@ -260,7 +260,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([tmp_path / "cut.safetensors"], "not a whole safetensors file"),
         ([tmp_path / "weights.bin"], "is no .safetensors file"),
         ([model], "model.layers.1.mlp.up_proj: the matrix has numbers that are not finite"),
-        ([model, "--include", "nothing"], "no matrix of"),
+        ([model, "--include", "nothing"], "whose name matches 'nothing'"),
         ([model, "--include", "("], "is no regular expression"),
         ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
         ([model, "--for-rank", "0"], "must be a positive integer"),
