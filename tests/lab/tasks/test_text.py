@@ -2,15 +2,13 @@
 
 import codecs
 import gzip
+import itertools
 import json
 import lzma
 import pickle
+import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +27,44 @@ from nlr_lab.tasks.text.data import END_OF_TEXT, Corpus, TextData
 from nlr_lab.tasks.text.packed import prepare_text
 from nlr_lab.tasks.text.tokenizers import load_tokenizer
 from nonlinear_lowrank import UserError
-from text_helpers import SQUEEZE, bad_file, make_documents, small, write
+
+SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
+WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")
+
+
+def make_documents(count=40, lines=12):
+    """Fresh random documents, no two alike."""
+    rng = random.Random(random.getrandbits(32))
+    words = [*WORDS, *("".join(rng.choices("abcdefghij\u00e9\u4e2d", k=5)) for _ in range(300))]
+    return ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(lines)) for _ in range(count)]
+
+
+def small(source, **fields):
+    return TextData(**{"source": str(source), "vocab_size": 300, "sequence_length": 16, "eval_sequences": 8} | fields)
+
+
+def write(folder, kind, documents):
+    """The documents as one file of a kind; returns its path."""
+    folder.mkdir(exist_ok=True, parents=True)
+    base, *packed = kind.split(".")
+    path = folder / f"corpus.{kind}"
+    if base == "parquet":
+        datasets.Dataset.from_dict({"text": documents}).to_parquet(path.with_name("corpus.parquet"))
+        data = path.with_name("corpus.parquet").read_bytes()
+    elif base == "jsonl":
+        data = "".join(json.dumps({"text": each}) + "\n" for each in documents).encode()
+    else:
+        data = f"\n{END_OF_TEXT}\n".join(documents).encode()
+    for each in packed:
+        data = SQUEEZE[each](data)
+    path.write_bytes(data)
+    return path
+
+
+def bad_file(tmp_path, name, data):
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -56,18 +91,35 @@ def word_tokenizer(documents, **specials):
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **specials)
 
 
+BYTES = [*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT]
+
+
+def write_gpt2(folder, vocabulary, merges=(), names=("vocab.json", "merges.txt")):
+    """The two files of a byte-level tokenizer."""
+    folder.mkdir(exist_ok=True)
+    (folder / names[0]).write_text(json.dumps(vocabulary), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
+    (folder / names[1]).write_text("\n".join(lines), encoding="utf-8")
+
+
 KINDS = ["txt", "md", "py", "jsonl", "parquet", "txt.xz", "jsonl.gz", "txt.zst", "parquet.gz"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
-    documents = make_documents(5)
+    documents, (base, *packed) = make_documents(5), kind.split(".")
     path = write(tmp_path / "data", kind, documents)
     assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
-    if kind == "txt.zst":  # frames that follow each other, as parallel compressors write them
-        data = zstandard.decompress(path.read_bytes())
-        path.write_bytes(b"".join(zstandard.compress(data[i : i + 1000]) for i in range(0, len(data), 1000)))
-        assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
+    if base == "parquet":
+        return
+    # A byte-order mark is no text; parallel compressors write frames that follow each other.
+    data = codecs.BOM_UTF8 + write(tmp_path / "base", base, documents).read_bytes()
+    for squeeze in (SQUEEZE[each] for each in packed):
+        data = b"".join(squeeze(data[i : i + 1000]) for i in range(0, len(data), 1000))
+    path.write_bytes(data)
+    assert [each.strip() for each in Corpus(source=str(path)).documents()] == documents
+    first = documents[0].encode()[:5].decode("utf-8", "ignore")
+    assert list(Corpus(source=str(path), max_bytes=5).documents()) == [first]
 
 
 def test_folders_saved_datasets_and_the_standard_library(tmp_path):
@@ -140,18 +192,6 @@ def test_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkey
     assert prepare_text(config, progress=False).fingerprint != plain.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "txt.gz", "jsonl.xz"])
-def test_byte_order_mark_is_no_text(tmp_path, kind):
-    documents = make_documents(30)
-    plain = write(tmp_path / "plain", kind, documents)
-    base, *packed = kind.split(".")
-    data = codecs.BOM_UTF8 + write(tmp_path / "base", base, documents).read_bytes()
-    marked = bad_file(tmp_path, f"marked.{kind}", SQUEEZE[packed[0]](data) if packed else data)
-    assert list(Corpus(source=str(marked)).documents()) == list(Corpus(source=str(plain)).documents())
-    first = documents[0].encode()[:5].decode("utf-8", "ignore")
-    assert list(Corpus(source=str(marked), max_bytes=5).documents()) == [first]
-
-
 def test_separators_and_max_bytes(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(f"one\r\n{END_OF_TEXT}\r\ntwo {END_OF_TEXT} two\n{END_OF_TEXT}  \nthree\n%%\nfour".encode())
@@ -184,36 +224,20 @@ def test_packing_keeps_every_token_and_marks_every_document(tmp_path):
     assert torch.equal(torch.cat([each["input_ids"] for each in batches])[5], packed.train[5]["input_ids"])
 
 
-def test_bytes_per_token_are_the_bytes_that_predicted_tokens_decode_to(tmp_path):
+@pytest.mark.parametrize("kind", ["bpe", "words"])
+def test_bytes_per_token_are_those_of_the_text(tmp_path, kind):
     documents = make_documents()
-    packed = prepare_text(small(write(tmp_path, "jsonl", documents), valid_fraction=0.3), progress=False)
-    # GPT-2's alphabet: printable bytes stand for themselves, the others come after 255 in order.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    text, size = "\0".join(documents).encode(), 0
-    for item in packed.valid:
-        names = packed.tokenizer.convert_ids_to_tokens(item["input_ids"][1:].tolist())
-        for run in "\0".join(names).split(END_OF_TEXT):
-            run = bytes(byte_of[character] for character in run.replace("\0", ""))
-            assert run in text
-            size += len(run)
-    assert len(packed.valid) == 8
-    assert packed.valid_bytes_per_token == size / (8 * 15)
-
-
-def test_bytes_per_token_of_a_tokenizer_that_drops_white_space(tmp_path):
-    documents = make_documents()
-    path = write(tmp_path, "jsonl", [f"{each}\n" for each in documents])
-    word_tokenizer(documents, sep_token="[END]").save_pretrained(tmp_path / "words")
-    config = small(path, tokenizer=str(tmp_path / "words"), valid_fraction=0.2, eval_sequences=10**6)
+    path, words = write(tmp_path, "jsonl", [f"{each}\n" for each in documents]), tmp_path / "words"
+    word_tokenizer(documents, sep_token="[END]").save_pretrained(words)
+    config = small(path, tokenizer=str(words) if kind == "words" else "bpe", valid_fraction=0.2, eval_sequences=10**6)
     packed = prepare_text(config, progress=False)
     names = packed.tokenizer.convert_ids_to_tokens(tokens_of(packed.valid).tolist())
-    sizes = []
-    for index, name in enumerate(names):
-        first = index == 0 or names[index - 1] == "[END]"
-        # A space or a new line before every word but a document's first; the last new line is the boundary's.
-        sizes.append(1 if name == "[END]" else len(name.encode()) + (not first))
+    # In GPT-2's alphabet every character stands for a byte. Words drop white space: it counts with the word behind it,
+    # and a document's last new line with the boundary.
+    sizes = [0 if name == END_OF_TEXT else len(name) for name in names]
+    if kind == "words":
+        after = itertools.pairwise(["[END]", *names])
+        sizes = [1 if name == "[END]" else len(name.encode()) + (before != "[END]") for before, name in after]
     assert sum(sizes) == packed.describe()["valid"]["bytes"]
     blocks = np.array(sizes[: len(packed.valid) * 16]).reshape(-1, 16)[:, 1:]
     assert packed.valid_bytes_per_token == blocks.mean()
@@ -282,43 +306,15 @@ def test_cache_is_found_by_content_and_rebuilt_when_damaged(tmp_path):
     assert prepare_text(config, progress=False).fingerprint != first.fingerprint
 
 
-@pytest.mark.slow
-def test_build_survives_kills_and_races(tmp_path):
-    path = write(tmp_path, "jsonl", make_documents(800, lines=60))
-    code = (
-        "import sys; from nlr_lab.tasks.text.data import *; from nlr_lab.tasks.text.packed import *;"
-        "print(prepare_text(TextData(source=sys.argv[1], vocab_size=300, sequence_length=16)).fingerprint)"
-    )
-
-    def start():
-        return subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-
-    killed = start()
-    while not list((tmp_path / "cache").glob("text/.tmp-*/train.npy")):
-        assert killed.poll() is None
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    racing = [start(), start()]
-    prints = {process.communicate()[0].strip() for process in racing}
-    own = TextData(source=str(path), vocab_size=300, sequence_length=16, cache_dir=str(tmp_path / "other"))
-    assert prints == {prepare_text(own, progress=False).fingerprint}
-    assert not list((tmp_path / "cache").glob("text/.tmp-*"))
-
-
 def test_tokenizers_from_files(tmp_path):
     path, folder = write(tmp_path, "txt", make_documents()), tmp_path / "tokenizer"
     packed = prepare_text(small(path), progress=False)
     packed.tokenizer.save_pretrained(folder)
     places = [folder, folder / "tokenizer.json"]
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    merges = "\n".join(" ".join(pair) for pair in model["merges"])
-    for names in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), ("tokenizer.json", "empty")):
-        places.append(tmp_path / names[0])
-        places[-1].mkdir()
-        (places[-1] / names[0]).write_text(json.dumps(model["vocab"]), encoding="utf-8")
-        (places[-1] / names[1]).write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
-    shutil.copy(folder / "tokenizer.json", places[-1])
+    for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        places.append(tmp_path / vocabulary)
+        write_gpt2(places[-1], model["vocab"], model["merges"], (vocabulary, merges))
     for place in places:
         again = prepare_text(small(path, tokenizer=str(place)), progress=False)
         assert again.tokenizer.eos_token == END_OF_TEXT
@@ -331,12 +327,8 @@ def test_tokenizers_from_files(tmp_path):
 
 
 def test_ids_with_gaps_and_more_than_two_bytes(tmp_path):
-    path = write(tmp_path, "txt", make_documents())
-    folder = tmp_path / "gaps"
-    folder.mkdir()
-    vocabulary = {token: 70_000 + 3 * i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT])}
-    (folder / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    (folder / "vocab.bpe").write_text("#version: 0.2\n", encoding="utf-8")
+    path, folder = write(tmp_path, "txt", make_documents()), tmp_path / "gaps"
+    write_gpt2(folder, {token: 70_000 + 3 * i for i, token in enumerate(BYTES)}, names=("encoder.json", "vocab.bpe"))
     packed = prepare_text(small(path, tokenizer=str(folder)), progress=False)
     assert packed.vocab_size == 70_000 + 3 * 256 + 1
     assert tokens_of(packed.train).dtype == np.uint32
@@ -367,49 +359,44 @@ def _saved(tmp_path, **splits):
     return path
 
 
-WORDS, ROW = b"word " * 900, b'{"text": "a"}\n'
+LONG, ROW = b"word " * 900, b'{"text": "a"}\n'
 BROKEN = [
     ("a.bin", b"abc", "no file of a known kind"),
-    ("a.txt", b"", "holds no text"),
     ("a.txt", b"   \n\n", "holds no text"),
-    ("a.txt", b"abc\0def", "line 1 is binary"),
+    ("a.txt.gz", gzip.compress(b""), "holds no text"),
+    ("a.txt", b"good\n" * 3_000_000 + b"b\0d", "line 3000001 is binary"),
     ("a.txt", b"abc\xff\xfedef", "line 1 is not UTF-8"),
     ("a.txt", b"one line", "too few to hold some out"),
-    ("a.txt", b"good\n" * 3_000_000 + b"b\0d", "line 3000001 is binary"),
     ("a.txt", (b"a" * 999 + b"\n") * 90, "one document .* too few to hold some out"),
-    ("a.txt.xz", lzma.compress(WORDS)[:-20], "cannot read .*a.txt"),
+    ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "one document of 11 characters, or copies of one: too few"),
+    ("a.txt.xz", lzma.compress(LONG)[:-20], "cannot read .*a.txt"),
     ("a.txt.gz", b"not gzip", "cannot read .*a.txt"),
-    ("a.txt.gz", gzip.compress(b""), "holds no text"),
     ("a.txt.gz", _flip(gzip.compress(bytes(range(256)) * 40)), "cannot read .*a.txt"),
-    ("a.txt.zst", zstandard.compress(WORDS)[:-5], "cannot read .*a.txt"),
-    ("a.txt.zst", b"not zstd", "cannot read .*a.txt"),
+    ("a.txt.zst", zstandard.compress(LONG)[:-5], "cannot read .*a.txt"),
     ("a.parquet", b"PAR1 no", "cannot read .*a.parquet"),
     ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl, line 2 is not JSON"),
-    ("a.jsonl", ROW + b'{"body": "b"}\n', r"a\.jsonl, line 2 has no text .*'text': .*body"),
-    ("a.jsonl", ROW + b'{"text": "\xff"}\n', "line 2 is not UTF-8"),
     ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl, line 1 is not JSON: .*surrogates"),
-    ("a.jsonl", b'{"text": 5}\n', "has no text in the field 'text': {'text': 5}"),
-    ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
-    ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "one document of 11 characters, or copies of one: too few"),
+    ("a.jsonl", ROW + b'{"body": "b"}\n', "line 2 has no text in the field 'text': {'body': 'b'}; .* set text_field"),
     (
         "a.jsonl",
-        ROW + b"\n" + b'{"text": null}\n' * 2 + ROW,
-        r"a\.jsonl, line 3 has no text in the field 'text': {'text': None}; drop such rows, or set text_field",
+        ROW + b"\n" + b'{"text": null}\n',
+        "line 3 has no text in the field 'text': {'text': None}; drop such rows",
     ),
+    ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
 ]
+DOCUMENTS = lambda t: write(t, "txt", make_documents(5))  # noqa: E731
 WRONG = [
     (lambda t: t / "absent.txt", {}, "no file or folder"),
     (lambda t: "owner/absent-dataset-of-nobody", {}, "cannot load the dataset"),
     (lambda t: t, {}, "holds no file of a known kind"),
     (lambda t: write(t, "parquet", make_documents(3)), {"text_field": "body"}, "no text in the field 'body': {'text':"),
-    (lambda t: write(t, "txt", make_documents()), {"sequence_length": 10**6}, "fewer than one sequence"),
-    (lambda t: write(t, "txt", make_documents()), {"vocab_size": 10**5}, "too small, or repeats .* for a vocabulary"),
-    (lambda t: write(t, "txt", make_documents()), {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
-    (lambda t: write(t, "txt", make_documents()), {"valid_source": "/absent.txt"}, "no file or folder"),
-    (lambda t: write(t, "txt", make_documents(5)), {"sequence_length": 1200}, "raise valid_fraction"),
-    (lambda t: write(t, "txt", make_documents(5)), {"max_bytes": 10}, "too few to hold some out"),
-    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "row 1 of .* has no text in the field 'text': .*None.*; drop such rows"),
-    (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* has no text in the field 'text': .*1"),
+    (DOCUMENTS, {"sequence_length": 10**6}, "fewer than one sequence"),
+    (DOCUMENTS, {"sequence_length": 1200}, "raise valid_fraction"),
+    (DOCUMENTS, {"vocab_size": 10**5}, "too small, or repeats .* for a vocabulary"),
+    (DOCUMENTS, {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
+    (DOCUMENTS, {"valid_source": "/absent.txt"}, "no file or folder"),
+    (DOCUMENTS, {"max_bytes": 10}, "too few to hold some out"),
+    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "row 1 of .* has no text .*None.*; drop such rows"),
     (lambda t: _saved(t, dev={"text": ["a"]}), {}, "cannot load the dataset .*'train'"),
     (lambda t: bad_file(t, "state.json", b"{").parent, {}, "cannot load the dataset"),
     (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "cannot load the dataset"),
@@ -429,24 +416,21 @@ def test_wrong_text_is_one_clear_line(tmp_path, make, fields, words):
 
 
 def test_tokenizers_that_do_not_fit(tmp_path):
-    path = write(tmp_path, "txt", make_documents())
-    vocabulary = {token: i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT])}
+    path, vocabulary = write(tmp_path, "txt", make_documents()), {token: i for i, token in enumerate(BYTES)}
     gpt2, words, lossy = (tmp_path / name for name in ("gpt2", "words", "lossy"))
-    gpt2.mkdir()
 
     def refused(folder, why):
         with pytest.raises(UserError, match=why):
             prepare_text(small(path, tokenizer=str(folder)), progress=False)
 
     for entries, merges, why in (
-        ({"a": 0, "b": 1}, "q z\n", "no tokenizer .* could be loaded"),
-        ({"a": 0, "b": 1}, "", r"no <\|endoftext\|> .*not GPT-2's vocabulary"),
-        ({token: i for token, i in vocabulary.items() if token != "e"}, "", "has no e; this is not GPT-2's vocabulary"),
+        ({"a": 0, "b": 1}, ["qz"], "no tokenizer .* could be loaded"),
+        ({"a": 0, "b": 1}, [], r"no <\|endoftext\|> .*not GPT-2's vocabulary"),
+        ({token: i for token, i in vocabulary.items() if token != "e"}, [], "has no e; this is not GPT-2's vocabulary"),
     ):
-        (gpt2 / "vocab.json").write_text(json.dumps(entries), encoding="utf-8")
-        (gpt2 / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+        write_gpt2(gpt2, entries, merges)
         refused(gpt2, why)
-    (gpt2 / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    write_gpt2(gpt2, vocabulary)
     prepare_text(small(path, tokenizer=str(gpt2)), progress=False).tokenizer.save_pretrained(lossy)
     whole = json.loads((lossy / "tokenizer.json").read_text(encoding="utf-8"))
     del whole["model"]["vocab"]["e"]
@@ -460,15 +444,14 @@ def test_tokenizers_that_do_not_fit(tmp_path):
     refused(words, r"does not fit the text: .* tokens are unknown")
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-@pytest.mark.parametrize("packed", ["gz", "xz", "zst"])
-def test_bombs_stop_at_half_of_the_memory(tmp_path, monkeypatch, kind, packed):
+@pytest.mark.parametrize("kind", ["txt.gz", "txt.xz", "jsonl.zst"])
+def test_bombs_stop_at_half_of_the_memory(tmp_path, monkeypatch, kind):
     """One document, in one line or in many, that unpacks to a thousand times its file."""
-    line = b"a" * (1 << 20)
-    whole = b'{"text": "' + line * 10 + b'"}\n' if kind == "jsonl" else (line + b"\n") * 10
-    path = bad_file(tmp_path, f"bomb.{kind}.{packed}", SQUEEZE[packed](whole))
+    line, (base, packed) = b"a" * (1 << 20), kind.split(".")
+    whole = b'{"text": "' + line * 10 + b'"}\n' if base == "jsonl" else (line + b"\n") * 10
+    path = bad_file(tmp_path, f"bomb.{kind}", SQUEEZE[packed](whole))
     assert path.stat().st_size < 100_000
-    assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if kind == "jsonl" else 0)]
+    assert [len(each) for each in Corpus(source=str(path)).documents()] == [len(whole) - (13 if base == "jsonl" else 0)]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=16 << 20))
     with pytest.raises(UserError, match="unpacks to more than 8,388,608 bytes"):
         list(Corpus(source=str(path)).documents())
