@@ -44,7 +44,7 @@ class Sampling:
 @torch.no_grad()
 def generate_text(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     prompt: str,
     sampling: Sampling,
     streamer: TextStreamer | None = None,
@@ -77,7 +77,7 @@ def generate_text(
         eos_token_id=tokenizer.eos_token_id,
         **sampling.options(),
     )
-    return tokenizer.decode(written[0, inputs.shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(written[0, inputs.shape[1] :], skip_special_tokens=True))
 
 
 def encode_prompt(

@@ -1,12 +1,8 @@
 """Scores of tasks of EleutherAI's lm-evaluation-harness, and of the commonsense tests answered in generated text.
 
-`score_answers` is the evaluation of LLM-Adapters (Hu et al., arXiv:2304.01933, commonsense_evaluate of their release),
-which DoRA follows: the instruction in an Alpaca prompt, beam search with 4 beams and at most 32 new tokens, left
-padding; of the text behind the last "### Response:", the first occurrence of a possible answer ("true", "solution2",
-"answer3") counts, whatever stands around it. No occurrence is a wrong answer.
-
-A model is asked with the prompt that it was tuned with: `alpaca` is that of `nlr finetune`; the release's own is
-indented by 16 spaces, a slip of its source code that models tuned by it have learned.
+`score_answers` is the evaluation of LLM-Adapters (Hu et al., arXiv:2304.01933, commonsense_evaluate of their release):
+behind the last "### Response:", the first occurrence of a possible answer counts, whatever stands around it.
+The prompts are that of `nlr finetune` and that of the release, whose indent is a slip that its models have learned.
 """
 
 import contextlib
@@ -77,14 +73,16 @@ def score_tasks(
         UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
             takes; a batch takes more memory than is free.
     """
-    scores: dict[str, Metrics] = {}
-    with _only_errors():
+    # lm-eval warns of what is meant: a live model, a task without a version, each number of examples.
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
         harness = _harness(model, tokenizer, batch_size)
-        if local is not None and local.tasks:
-            scores |= _score_local(harness, local, limit)
-        if tasks:
-            scores |= _score_named(harness, tasks, include_path, shots, limit)
-    return scores
+        scores = _score_local(harness, local, limit) if local is not None and local.tasks else {}
+        return scores | (_score_named(harness, tasks, include_path, shots, limit) if tasks else {})
+    finally:
+        logger.setLevel(before)
 
 
 def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
@@ -102,10 +100,7 @@ def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_s
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             for strings, _, tail in requests:
                 if len(tail) > self.max_length:
-                    raise UserError(
-                        f"the model has {self.max_length:,} positions, and the answer {strings[1][:40]!r} alone takes "
-                        f"{len(tail):,}: evaluate a model with more, or leave its task out of --tasks"
-                    )
+                    raise _too_few(self.max_length, f"the answer {strings[1][:40]!r} alone takes {len(tail):,}")
             longest = self.max_length + 1
             self.truncated |= {strings[0] for strings, head, tail in requests if len(head) + len(tail) > longest}
             # Requests that differ in their last token alone are one row of a batch.
@@ -118,16 +113,18 @@ def _harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_s
             for request in requests:
                 asked = [request.args[1][name] for name in _LENGTHS if request.args[1].get(name) is not None]
                 if (length := int(asked[0]) if asked else self.max_gen_toks) >= self.max_length:
-                    raise UserError(
-                        f"the model has {self.max_length:,} positions, and {request.task_name} asks for {length:,} new "
-                        "tokens: evaluate a model with more than that, or lower max_gen_toks in the task's file"
-                    )
+                    raise _too_few(self.max_length, f"{request.task_name} asks for {length:,} new tokens")
             if requests:
                 longest = len(self.tok_encode(max((request.args[0] for request in requests), key=len)))
                 check_batch(model, min(batch_size, len(requests)), min(self.max_length, longest), beams=1)
             return super().generate_until(requests, disable_tqdm=disable_tqdm or quiet)
 
     return CountingHFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+
+
+def _too_few(positions: int, what: str) -> UserError:
+    fix = "evaluate a model with more, or leave its task out of --tasks"
+    return UserError(f"the model has {positions:,} positions, and {what}: {fix}")
 
 
 def _score_local(harness: Any, local: LocalTasks, limit: int | None) -> dict[str, Metrics]:
@@ -139,7 +136,7 @@ def _score_local(harness: Any, local: LocalTasks, limit: int | None) -> dict[str
     for task in local.tasks:
         samples = results["samples"][task.name]
         counts = {"n": len(samples), "published_n": task.published, "shots": len(task.shots)}
-        scores[task.name] = _metrics(results["results"][task.name]) | counts
+        scores[task.name] = _numbers(results, task.name) | counts
         if truncated := len({sample["arguments"][0][0] for sample in samples} & harness.truncated):
             scores[task.name]["truncated"] = truncated
     add_groups(scores, local.groups)
@@ -180,26 +177,14 @@ def _score_named(
     results = simple_evaluate(
         model=harness, tasks=list(tasks), task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
     )
-    scores = {name: _metrics(metrics) for name, metrics in results["results"].items()}
+    scores = {name: _numbers(results, name) for name in results["results"]}
     for name, count in results.get("n-samples", {}).items():
         scores[name]["n"] = count["effective"]
     return scores
 
 
-def _metrics(metrics: Mapping[str, Any]) -> Metrics:
-    return {key: value for key, value in metrics.items() if "," in key}
-
-
-@contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
-    """Silence lm-eval's warnings of what is meant: a live model, a task without a version, each number of examples."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+def _numbers(results: Any, task: str) -> Metrics:
+    return {key: value for key, value in results["results"][task].items() if "," in key}
 
 
 def score_answers(
@@ -238,9 +223,7 @@ def score_answers(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = positions - MAX_NEW_TOKENS
     if room < 1:
-        raise UserError(
-            f"the model has {positions} positions; answers alone take {MAX_NEW_TOKENS}: evaluate a model with more"
-        )
+        raise _too_few(positions, f"answers alone take {MAX_NEW_TOKENS}")
     model.eval()
     done, total = 0, sum(len(task.docs[:limit]) for task in local.tasks)
     scores: dict[str, Metrics] = {}
@@ -253,13 +236,11 @@ def score_answers(
             texts |= batch
             done += len(batch)
             progress(done, total)
-        found = [find_answer(texts[index], answers_of(task.name)) for index in range(len(docs))]
-        scores[task.name] = {
-            **_share("acc", [answer == doc["answer"] for answer, doc in zip(found, docs, strict=True)]),
-            **_share("answered", [bool(answer) for answer in found]),
-            "n": len(docs),
-            "published_n": task.published,
-        }
+        n = len(docs)
+        found = [find_answer(texts[index], answers_of(task.name)) for index in range(n)]
+        right = sum(answer == doc["answer"] for answer, doc in zip(found, docs, strict=True))
+        scores[task.name] = _share("acc", right / n, n) | _share("answered", sum(map(bool, found)) / n, n)
+        scores[task.name] |= {"n": n, "published_n": task.published}
         if truncated := sum(len(ids) > room for ids in encoded):
             scores[task.name]["truncated"] = truncated
     add_groups(scores, local.groups)
@@ -272,9 +253,9 @@ def find_answer(text: str, answers: Sequence[str]) -> str:
     return found[0] if found else ""
 
 
-def _share(name: str, hits: Sequence[bool]) -> Metrics:
-    n, share = len(hits), sum(hits) / len(hits)
-    error = (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else "N/A"
+def _share(name: str, share: float, n: int) -> Metrics:
+    """Return a share of n questions, and its standard error as lm-eval gives that of a task."""
+    error = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else "N/A"
     return {f"{name},none": share, f"{name}_stderr,none": error}
 
 
@@ -312,28 +293,25 @@ def _generate(
 def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None:
     """Put the groups behind their members; two of one name share an entry.
 
-    A pooled group has the share p of right answers over all questions, with the standard error
-    sqrt(p (1 - p) / (n - 1)) that lm-eval gives a single task; another the mean of its members' shares, whose errors
-    are independent.
+    A pooled group has the share of right answers over all questions; another the mean of its members' shares, whose
+    errors are independent.
     """
     for group in groups:
         members = [scores[name] for name in group.members]
         n = sum(member["n"] for member in members)
-        error: float | str = "N/A"
         if group.pooled:
-            value = sum(member["acc,none"] * member["n"] for member in members) / n
-            if n > 1:
-                error = math.sqrt(value * (1 - value) / (n - 1))
+            entry = _share(group.metric, sum(member["acc,none"] * member["n"] for member in members) / n, n)
         else:
-            value = sum(member["acc,none"] for member in members) / len(members)
             errors = [member["acc_stderr,none"] for member in members]
-            if all(isinstance(each, float) for each in errors):
-                error = math.sqrt(sum(each**2 for each in errors)) / len(errors)
-        entry = scores.setdefault(group.name, {})
-        entry |= {f"{group.metric},none": value, f"{group.metric}_stderr,none": error}
+            known = all(isinstance(each, float) for each in errors)
+            entry = {
+                f"{group.metric},none": sum(member["acc,none"] for member in members) / len(members),
+                f"{group.metric}_stderr,none": math.hypot(*errors) / len(errors) if known else "N/A",
+            }
         entry |= {"n": n, "published_n": group.published}
         if truncated := sum(member.get("truncated", 0) for member in members):
             entry["truncated"] = truncated
+        scores.setdefault(group.name, {}).update(entry)
 
 
 def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] = ()) -> list[str]:
@@ -344,19 +322,27 @@ def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] 
         hidden: tasks that are only counted.
     """
     shown = {task: metrics for task, metrics in scores.items() if task not in hidden}
-    rows = [("task", "metric", "value", "stderr", "n")]
+    rows: list[tuple[str, ...]] = [("task", "metric", "value", "stderr", "n")]
     rows += [row for task, metrics in shown.items() for row in _table_rows(task, metrics)]
-    wide, wider, *numbers = (max(map(len, column)) for column in zip(*rows, strict=True))
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        right = [text.rjust(width) for text, width in zip(row[2:], numbers, strict=True)]
-        lines.append("  ".join([row[0].ljust(wide), row[1].ljust(wider), *right]).rstrip())
+    for task, metric, *numbers in rows:
+        right = [text.rjust(width) for text, width in zip(numbers, wide[2:], strict=True)]
+        lines.append("  ".join([task.ljust(wide[0]), metric.ljust(wide[1]), *right]).rstrip())
     if unseen := len(scores) - len(shown):
         lines.append(f"and {unseen} subjects, each in the file of --output")
-    return lines + [f"note: {note}" for task, metrics in shown.items() for note in _notes(task, metrics)]
+    for task, metrics in shown.items():
+        n, published = metrics.get("n"), metrics.get("published_n", metrics.get("n"))
+        if published != n:
+            what = f"{task} is {n:,} questions, the published test {published:,}"
+            lines.append(f"note: {what}: not comparable with published figures")
+        if "truncated" in metrics:
+            what = f"{metrics['truncated']:,} prompts did not fit the model's positions and lost their beginning"
+            lines.append(f"note: {task}: {what}")
+    return lines
 
 
-def _table_rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
+def _table_rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for key, value in metrics.items():
         name, comma, way = key.partition(",")
         if comma and not name.endswith("_stderr"):
@@ -368,13 +354,3 @@ def _table_rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, st
                 f"{error:.4f}" if isinstance(error, float) else "",
                 f"{metrics['n']:,}" if "n" in metrics else "",
             )
-
-
-def _notes(task: str, metrics: Mapping[str, Any]) -> Iterator[str]:
-    if metrics.get("published_n", metrics.get("n")) != metrics.get("n"):
-        yield (
-            f"{task} is {metrics['n']:,} questions, the published test {metrics['published_n']:,}: "
-            "not comparable with published figures"
-        )
-    if "truncated" in metrics:
-        yield f"{task}: {metrics['truncated']:,} prompts did not fit the model's positions and lost their beginning"

@@ -1,19 +1,8 @@
-"""Tasks of lm-eval over rows of a user's files: MMLU and the eight commonsense tests of LLM-Adapters.
+"""Tasks of lm-eval over rows of a user's files: MMLU (mmlu.yaml) and the eight commonsense tests of LLM-Adapters (Hu et
+al., arXiv:2304.01933; commonsense.yaml), which wrote every test as one instruction. docs/evaluate.md has their forms.
 
-MMLU, 5-shot, over rows {"subject", "question", "choices", "answer"} (mmlu.yaml). The prompt is that of lm-eval's
-`mmlu`, which is that of Hendrycks et al. (arXiv:2009.03300): a line that names the subject, the subject's first five
-`dev` questions with their answers, the question, and "Answer:", after which " A" to " D" are compared by likelihood.
-
-The commonsense tests over rows {"instruction", "answer", ...} (commonsense.yaml). Hu et al. (arXiv:2304.01933) wrote
-every test as one instruction; DoRA and the sine papers follow them. A row is scored in two ways, which are not
-comparable with each other:
-
-choices    the instruction is taken apart into question and choices, and these are asked as lm-eval's task of that
-           name asks them (zero-shot, log-likelihood of each choice; `acc`, and `acc_norm` over the choice's length
-           where lm-eval has it). The figures are lm-eval's, with two exceptions that lie in the files: BoolQ's rows
-           have no passage, and HellaSwag's second sentence keeps its small first letter.
-generate   the instruction is put into the prompt of the release, and the answer is looked for in what the model
-           writes (see `score_answers`). It is what the papers print, for models tuned on commonsense-170k.
+For lm-eval an instruction is taken apart into question and choices, which are asked as its task of that name asks them;
+for `score_answers` it stays as it is.
 """
 
 import difflib
@@ -27,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -42,7 +31,6 @@ CATEGORIES: dict[str, dict[str, int]] = MMLU_TASK["metadata"]
 SUBJECTS = {subject: count for subjects in CATEGORIES.values() for subject, count in subjects.items()}
 MMLU_NAMES = (MMLU, *(f"{MMLU}_{part}" for part in (*CATEGORIES, *SUBJECTS)))
 COMMONSENSE_NAMES = (COMMONSENSE, *TESTS)
-_SHOTS = 5
 _ENDINGS = ("jsonl", "jsonl.xz", "jsonl.gz", "json", "json.xz", "json.gz")
 _DECOMPRESS: dict[str, Any] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
@@ -76,22 +64,21 @@ class LocalTask:
     """Files of the questions and examples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalGroup:
+class LocalGroup(NamedTuple):
     """Tasks that are reported together."""
 
     name: str
     members: Sequence[str]
     """Names of tasks, or of groups that come before this one."""
-    pooled: bool
-    """Report the share of right answers over all questions, not the mean of the members' shares."""
     published: int
     """Questions of the published tests, also of members that have none here."""
+    pooled: bool = True
+    """Report the share of right answers over all questions, not the mean of the members' shares."""
     metric: str = "acc"
     """The name under which it is reported."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LocalTasks:
     """All that was asked for."""
 
@@ -113,8 +100,8 @@ class LocalTasks:
         """Return the tasks and groups of these names, and the others."""
         inside, outside = (
             LocalTasks(
-                tasks=[task for task in self.tasks if (task.name in names) == wanted],
-                groups=[group for group in self.groups if (group.name in names) == wanted],
+                [task for task in self.tasks if (task.name in names) == wanted],
+                [group for group in self.groups if (group.name in names) == wanted],
             )
             for wanted in (True, False)
         )
@@ -156,14 +143,14 @@ def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | N
     if set(names) & set(COMMONSENSE_NAMES):
         tasks += _find_commonsense(names, folder)
         if COMMONSENSE in names:
-            members, published = [task.name for task in tasks], sum(task.published for task in tasks)
-            groups.append(LocalGroup(name=COMMONSENSE, members=members, pooled=False, published=published))
+            published = sum(task.published for task in tasks)
+            groups.append(LocalGroup(COMMONSENSE, [task.name for task in tasks], published, pooled=False))
     if set(names) & set(MMLU_NAMES):
         asked = {name.removeprefix(MMLU).removeprefix("_") for name in names}
-        found = _find_mmlu(asked, folder, _SHOTS if shots is None else shots)
+        found = _find_mmlu(asked, folder, 5 if shots is None else shots)
         tasks += found
         groups += _mmlu_groups(asked, {task.name for task in found})
-    return LocalTasks(tasks=tasks, groups=groups)
+    return LocalTasks(tasks, groups)
 
 
 # --- rows ----------------------------------------------------------------------------------------------------
@@ -227,19 +214,17 @@ def _json(place: str, text: str) -> Any:
 def _find_mmlu(asked: set[str], folder: Path, shots: int) -> list[LocalTask]:
     """Return the subjects that were asked for, by themselves, by category, or as the whole ("")."""
     subjects = [each for category, all_ in CATEGORIES.items() for each in all_ if asked & {"", category, each}]
-    test_path, test, files = _read_mmlu(folder, "test")
-    if shots:
-        dev_path, dev, more = _read_mmlu(folder, "dev")
-        files += more
+    test, file = _read_mmlu(folder, "test")
+    dev, more = _read_mmlu(folder, "dev") if shots else ({}, file)
     present = [subject for subject in subjects if subject in test]
     absent = sorted(asked & set(subjects) - set(present)) or ([] if present else subjects)
     if absent:
-        raise UserError(f"{test_path} has no questions of {', '.join(absent[:3])}")
+        raise UserError(f"{folder}: {file.name} has no questions of {', '.join(absent[:3])}")
     tasks = []
     for subject in present:
-        examples = dev.get(subject, [])[:shots] if shots else []
+        examples = dev.get(subject, [])[:shots]
         if len(examples) < shots:
-            raise UserError(f"{dev_path} has {len(examples)} examples of {subject}, not {shots}; try --num-fewshot")
+            raise UserError(f"{more.name} has {len(examples)} examples of {subject}, not {shots}; try --num-fewshot")
         topic = subject.replace("_", " ")
         about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
         tasks.append(
@@ -249,7 +234,7 @@ def _find_mmlu(asked: set[str], folder: Path, shots: int) -> list[LocalTask]:
                 docs=test[subject],
                 shots=examples,
                 published=SUBJECTS[subject],
-                files=files,
+                files=list(dict.fromkeys([file, more])),
             )
         )
     return tasks
@@ -261,19 +246,17 @@ def _mmlu_groups(asked: set[str], present: set[str]) -> list[LocalGroup]:
     for category, subjects in CATEGORIES.items():
         members = [f"{MMLU}_{subject}" for subject in subjects if f"{MMLU}_{subject}" in present]
         if members and asked & {"", category}:
-            published = sum(subjects.values())
-            groups.append(LocalGroup(name=f"{MMLU}_{category}", members=members, pooled=True, published=published))
+            groups.append(LocalGroup(f"{MMLU}_{category}", members, sum(subjects.values())))
             pooled += members
     if "" in asked:
         categories, published = [group.name for group in groups], sum(SUBJECTS.values())
-        groups.append(LocalGroup(name=MMLU, members=pooled, pooled=True, published=published))
+        groups.append(LocalGroup(MMLU, pooled, published))
         if len(categories) == len(CATEGORIES):
-            name = "acc_of_categories"
-            groups.append(LocalGroup(name=MMLU, members=categories, pooled=False, published=published, metric=name))
+            groups.append(LocalGroup(MMLU, categories, published, pooled=False, metric="acc_of_categories"))
     return groups
 
 
-def _read_mmlu(folder: Path, split: str) -> tuple[Path, dict[str, list[dict[str, Any]]], list[DataFile]]:
+def _read_mmlu(folder: Path, split: str) -> tuple[dict[str, list[dict[str, Any]]], DataFile]:
     path = _find_file((folder, folder / "mmlu"), (split,))
     if path is None:
         raise UserError(f"{folder} has no {split}.jsonl of MMLU (also .json, .xz, .gz); name its folder with --data")
@@ -289,7 +272,7 @@ def _read_mmlu(folder: Path, split: str) -> tuple[Path, dict[str, list[dict[str,
         if type(answer) is not int or not 0 <= answer < 4:
             raise UserError(f"{row.place}: field 'answer' must be 0, 1, 2 or 3, got {answer!r}")
         docs[subject].append({"question": question, "choices": choices, "answer": answer})
-    return path, docs, [file]
+    return docs, file
 
 
 # --- commonsense ---------------------------------------------------------------------------------------------
@@ -302,19 +285,22 @@ def answers_of(name: str) -> Sequence[str]:
 
 
 def _find_commonsense(names: Sequence[str], folder: Path) -> list[LocalTask]:
-    wanted = {name: test["metadata"] for name, test in TESTS.items() if name in names or COMMONSENSE in names}
     places = [folder / each for each in (".", "test", "commonsense", "commonsense/test", "dataset")]
-    paths = {}
-    for name, about in wanted.items():
-        if path := _find_file(places, [each for stem in about["files"] for each in (stem, f"{stem}/test")]):
-            paths[name] = path
-    if missing := [f"{about['files'][0]}.jsonl" for name, about in wanted.items() if name not in paths]:
+    paths, missing = {}, []
+    for name, test in TESTS.items():
+        if name in names or COMMONSENSE in names:
+            stems = test["metadata"]["files"]
+            if path := _find_file(places, [each for stem in stems for each in (stem, f"{stem}/test")]):
+                paths[name] = path
+            else:
+                missing.append(f"{stems[0]}.jsonl")
+    if missing:
         there = f"; there are --tasks {' '.join(paths)}" if paths else " (--data)"
         raise UserError(f"{folder} has no {', '.join(missing)}{there}")
     tasks = []
     for name, path in paths.items():
         rows, file = _read_rows(path)
-        docs, published = [_commonsense_doc(row, name) for row in rows], wanted[name]["published"]
+        docs, published = [_commonsense_doc(row, name) for row in rows], TESTS[name]["metadata"]["published"]
         tasks.append(LocalTask(name=name, config=TESTS[name], docs=docs, published=published, files=[file]))
     return tasks
 

@@ -194,7 +194,7 @@ def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_pat
     err = refused(capsys, "evaluate", tmp_path / "few", *tasks)
     assert "has 8 positions, and the answer ' " in err
     assert "evaluate a model with more, or leave its task out of --tasks" in err
-    assert "has 8 positions; answers alone take 32" in refused(
+    assert "has 8 positions, and answers alone take 32" in refused(
         capsys, "evaluate", tmp_path / "few", *tasks, "--format", "generate"
     )
     assert "has 1 position;" in refused(capsys, "evaluate", tmp_path / "one", "--text", tmp_path / "text.txt")

@@ -109,7 +109,7 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     local = find_local_tasks(["boolq_local"], tmp_path)
     model = tiny_model(tokenizer, positions=MAX_NEW_TOKENS + 8)
     assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
-    with pytest.raises(UserError, match=f"{MAX_NEW_TOKENS} positions; answers alone take {MAX_NEW_TOKENS}"):
+    with pytest.raises(UserError, match=f"{MAX_NEW_TOKENS} positions, and answers alone take {MAX_NEW_TOKENS}"):
         score_answers(tiny_model(tokenizer, positions=MAX_NEW_TOKENS), tokenizer, local)
     with pytest.raises(UserError, match="there is no prompt 'vicuna'; there are alpaca, llm-adapters"):
         score_answers(model, tokenizer, local, prompt="vicuna")
