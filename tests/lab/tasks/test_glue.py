@@ -113,22 +113,20 @@ def test_files_that_do_not_fit_are_one_line(tmp_path, task, text, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_sources_that_are_not_there(tmp_path):
-    nowhere = str(tmp_path / "nowhere")
+def test_sources_that_do_not_fit(tmp_path):
+    nowhere, sst2 = str(tmp_path / "nowhere"), tmp_path / "SST-2"
+    sst2.mkdir()
+    (sst2 / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")  # CoLA's columns: it would be scored by a correlation
     for task, source, words in (
-        ("rte", str(tmp_path), "no dev split of RTE"),
+        ("rte", str(tmp_path), "no train split of RTE"),
         ("rte", nowhere, "is no folder"),
         ("rte", "no/such", "cannot load the dataset 'no/such'"),
+        ("cola", str(sst2), r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"),
     ):
         with pytest.raises(UserError, match=words):
-            read_split(task, source, "dev")
+            read_split(task, source, "train")
     with pytest.raises(UserError, match="is no folder"):
         find_task(nowhere)
-    # Its columns would fit: SST-2 scored by CoLA's correlation.
-    (tmp_path / "SST-2").mkdir()
-    (tmp_path / "SST-2" / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")
-    with pytest.raises(UserError, match=r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"):
-        read_split("cola", str(tmp_path / "SST-2"), "train")
 
 
 def test_a_dataset_gives_the_same_as_a_file(monkeypatch):
@@ -188,21 +186,20 @@ def test_three_sets_apart(tmp_path):
 
 def test_what_is_seen_is_in_the_fingerprint(tmp_path):
     task = kit.glue_task(tmp_path)
-    first = task.prepare().fingerprint
-    assert task.prepare().fingerprint == first
-    changes = ({"held_out": 0.2}, {"train_rows": 30}, {"task": "stsb"})
-    assert len({first, *(kit.glue_task(tmp_path, **each).prepare().fingerprint for each in changes)}) == 4
+    changed = [kit.glue_task(tmp_path, **each) for each in ({"held_out": 0.2}, {"train_rows": 30}, {"task": "stsb"})]
+    prints = [each.prepare().fingerprint for each in (task, task, *changed)]
     path = tmp_path / "glue" / "CoLA" / "dev.tsv"
     path.write_text(path.read_text().replace("\t0\t", "\t1\t", 1))
-    assert task.prepare().fingerprint != first
+    prints.append(task.prepare().fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
 
 
 def test_pairs_are_told_apart_and_cut(tmp_path):
     task = kit.glue_task(tmp_path, "stsb")
     item = task.prepare().train[0]
     first = int((item["input_ids"] == 3).nonzero()[0])
-    assert item["token_type_ids"][: first + 1].sum() == 0
-    assert item["token_type_ids"][first + 1 :].all()
+    assert item["token_type_ids"].tolist() == [int(place > first) for place in range(len(item["input_ids"]))]
     assert item["labels"].dtype == torch.float32
     short = replace(task, glue=replace(task.glue, max_length=8)).prepare()
     assert max(len(ids) for ids in short.train.ids) == 8
@@ -229,42 +226,33 @@ def test_scores_are_their_formulas():
     generator = rng()
     labels, logits = generator.integers(0, 2, 200), generator.normal(size=(200, 2))
     logits[np.arange(200), labels] += 0.5
-    guess = logits.argmax(-1)
-    (tn, fp), (fn, tp) = ([float(((guess == g) & (labels == label)).sum()) for g in (0, 1)] for label in (0, 1))
-    target = generator.uniform(0, 5, 100)
-    near = target + generator.normal(size=100)
-    ranks = [np.argsort(np.argsort(values)) for values in (near, target)]
-    assert scores(("matthews", "accuracy", "f1"))(logits, labels) == pytest.approx(
-        {
-            "matthews": (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5,
-            "accuracy": (tp + tn) / 200,
-            "f1": 2 * tp / (2 * tp + fp + fn),
-        }
-    )
-    assert scores(("pearson", "spearman"))(near[:, None], target) == pytest.approx(
-        {"pearson": np.corrcoef(near, target)[0, 1], "spearman": np.corrcoef(*ranks)[0, 1]}
-    )
-    labels = np.array([0, 1, 1])
-    assert scores(("matthews", "f1"))(np.array([[1.0, 0.0]] * 3), labels) == {"matthews": 0.0, "f1": 0.0}
-    assert scores(("pearson", "spearman"))(np.ones((3, 1)), labels) == {"pearson": 0.0, "spearman": 0.0}
+    guess, target = logits.argmax(-1), generator.uniform(0, 5, 200)
+    found = scores(("matthews", "accuracy", "f1"))(logits, labels)
+    both = 2 * (guess & labels).sum() / (guess.sum() + labels.sum())
+    expected = {"matthews": np.corrcoef(guess, labels)[0, 1], "accuracy": (guess == labels).mean(), "f1": both}
+    assert found == pytest.approx(expected)
+    near = target + generator.normal(size=200)
+    ranks = np.corrcoef(*(np.argsort(np.argsort(each)) for each in (near, target)))[0, 1]
+    expected = {"pearson": np.corrcoef(near, target)[0, 1], "spearman": ranks}
+    assert scores(("pearson", "spearman"))(near[:, None], target) == pytest.approx(expected)
+    constant, labels = np.array([[1.0, 0.0]] * 3), np.array([0, 1, 1])
+    assert set(scores(("matthews", "f1", "pearson", "spearman"))(constant, labels).values()) == {0.0}
 
 
 @pytest.mark.parametrize("pooling", ["own", "mean"])
 def test_the_head_is_drawn_from_the_seed_alone(tmp_path, pooling):
     task = kit.glue_task(tmp_path, pooling=pooling)
-    prepared = task.prepare()
-    torch.manual_seed(1)
-    one, state = task.build_model(prepared, seed=3), torch.get_rng_state()
+    prepared, state = task.prepare(), torch.get_rng_state()
+    one = task.build_model(prepared, seed=3)
+    assert torch.equal(torch.get_rng_state(), state), "the caller's generator is left alone"
     torch.manual_seed(2)
-    two, other = task.build_model(prepared, seed=3), task.build_model(prepared, seed=4)
+    two, other = (task.build_model(prepared, seed=seed).classifier.weight for seed in (3, 4))
     assert head_modules(one) == ("classifier",)
-    assert torch.equal(one.classifier.weight, two.classifier.weight)
-    assert not torch.equal(one.classifier.weight, other.classifier.weight)
+    assert torch.equal(one.classifier.weight, two)
+    assert not torch.equal(one.classifier.weight, other)
     assert 0.005 < one.classifier.weight.std() < 0.05
     assert not one.classifier.bias.any()
     assert one.config.id2label == {0: "0", 1: "1"}
-    torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), state), "the caller's generator is left alone"
 
 
 def test_the_own_head_of_a_checkpoint_is_drawn_anew(tmp_path):
@@ -338,32 +326,32 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     assert "nlr_mean_pooled" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [
-        ("./nowhere", "no model in ./nowhere"),
-        ("runs/none", "nlr|train one there first"),
-        ("no/such", "cannot load the checkpoint 'no/such'"),
-        ("", "checkpoint is empty"),
-    ],
-)
-def test_checkpoints_that_are_not_there(checkpoint, message):
-    with pytest.raises(UserError, match=message) as caught:
-        Pretrained(checkpoint=checkpoint).config()
-    assert "\n" not in str(caught.value)
-
-
-def test_weights_of_another_architecture_are_refused(tmp_path):
-    """transformers would draw what is missing and go on."""
+def test_checkpoints_that_do_not_fit(tmp_path):
     kit.encoder(tmp_path / "bert")
     kit.vision_model(tmp_path / "vit")
     shutil.copy(tmp_path / "vit" / "model.safetensors", tmp_path / "bert" / "model.safetensors")
-    with pytest.raises(UserError, match="lacks weights"):
-        Pretrained(checkpoint=str(tmp_path / "bert"), pooling="own").load("text", 2, 0)
+    for checkpoint, message in (
+        ("./nowhere", "no model in ./nowhere"),
+        ("runs/none", "train one there first"),
+        ("no/such", "cannot load the checkpoint 'no/such'"),
+        ("", "checkpoint is empty"),
+        # transformers would draw what is missing and go on.
+        (str(tmp_path / "bert"), "lacks weights"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            Pretrained(checkpoint=checkpoint, pooling="own").load("text", 2, 0)
+        assert "\n" not in str(caught.value)
 
 
-def test_deberta_v3_base_by_its_published_size():
-    """183,831,552 parameters of backbone (128,100 x 768 embeddings, 12 layers), known without a download."""
-    model = Pretrained(checkpoint="microsoft/deberta-v3-base").on_meta("text", 2)
-    assert sum(each.numel() for each in model.deberta.parameters()) == 183_831_552
-    assert head_modules(model) == ("pooler", "classifier")
+@pytest.mark.parametrize(
+    ("checkpoint", "kind", "parameters", "head"),
+    [
+        # Backbone and a head of its own: 128,100 x 768 embeddings, 12 layers; pooler and 2 labels.
+        ("microsoft/deberta-v3-base", "text", 183_831_552 + 768 * 769 + 2 * 769, ("pooler", "classifier")),
+        ("meta-llama/Meta-Llama-3-8B", "causal", 8_030_261_248, ()),
+    ],
+)
+def test_published_sizes_are_known_without_a_download(checkpoint, kind, parameters, head):
+    model = Pretrained(checkpoint=checkpoint).on_meta(kind, 2)
+    assert sum(each.numel() for each in model.parameters()) == parameters
+    assert head_modules(model) == head
