@@ -20,10 +20,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.report import p_text
+from nlr_lab.compare.report import estimate_text, p_text
 from nlr_lab.compare.study import (
     absolute,
-    interval_text,
     one_line_errors,
     run_study,
     score_text,
@@ -89,7 +88,7 @@ def summary(into: Path) -> str:
             for name, pair in pairs.items():
                 low, sine = arms[other], arms[name]
                 scores = (score_text(arms["dense"]), sine["settings"]["rank"], score_text(low), score_text(sine))
-                shown = (interval_text(pair["delta"]), p_text(pair["p_holm"]), f"{late:+.2f}")
+                shown = (estimate_text(pair["delta"], "+.2f"), p_text(pair["p_holm"]), f"{late:+.2f}")
                 lines.append("| " + " | ".join(map(str, (record["problem"], *scores, *shown))) + " |")
     return "\n".join(lines) + "\n"
 

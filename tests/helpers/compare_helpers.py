@@ -130,6 +130,6 @@ def an_arm(name, *runs, **more):
 def a_record(arms, seeds=(1, 2, 3), pairs=None, measure=LOSS):
     """A record of arms against the first one."""
     about = {"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "problem": "y"}
+    about |= {"command": "c", "tuning_seed": 0, "seconds": 0.0}
     pairs = pairs or [[(arms[0].name, arm.name) for arm in arms[1:]]]
-    told = {"reference": arms[0].name, "seeds": seeds, "tuning_seed": 0, "measure": measure, "command": "c"}
-    return build_results(about=about, arms=arms, pairs=pairs, **told)
+    return build_results(about, arms, pairs=pairs, reference=arms[0].name, seeds=seeds, measure=measure)

@@ -1,4 +1,4 @@
-"""Records and reports of neural fields: sizes, frequencies, and how far apart the curves of both kinds are.
+"""Records, reports and pictures of neural fields: sizes, frequencies, and how far apart the curves of both kinds are.
 
     BD-rate = 100 (10^mean(log10 r_test(q) - log10 r_anchor(q)) - 1)  %, mean over the qualities q that both reach
     BD-PSNR = mean(q_test(log10 r) - q_anchor(log10 r))               in q's unit, mean over the rates that both span
@@ -13,16 +13,20 @@ Source: G. Bjontegaard, VCEG-M33, 2001; C. Herglotz et al., Beyond Bjontegaard, 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Group
 from scipy.interpolate import Akima1DInterpolator
 
+from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
 from nonlinear_lowrank.errors import UserError
 
-from .plots import metric_name, omega_sweeps, score_label
 from .report import (
     DELTA_HEAD,
     NONE,
@@ -44,6 +48,10 @@ Curve = Sequence[tuple[float, float]]
 KINDS = ("low-rank", "sine")
 LEAST_POINTS = 3
 """Akima's interpolation needs so many; with two it is a straight line."""
+_SWEEP = 3  # frequencies that make a curve
+_SIZES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
+_METRICS = {"iou": "IoU", "psnr": "PSNR", "ssim": "SSIM"}
+_STYLES = {"dense": (GREYS[0], "s"), "low-rank": (COLOURS[0], "o"), "sine": (COLOURS[1], "^")}
 
 
 def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
@@ -59,25 +67,24 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
             quality that does not rise with the rate, no common quality, or curves so flat somewhere that the
             interpolation between their points leaves all measured rates.
     """
-    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
-    for name, curve in zip(names, (anchor, test), strict=True):
+    rising = [_checked(name, curve) for name, curve in zip(names, (anchor, test), strict=True)]
+    for name, curve in zip(names, rising, strict=True):
         for (low, worse), (high, better) in pairwise(curve):
             if better <= worse:
                 raise UserError(
                     f"BD-rate needs a quality that rises with the rate; {name} goes from {worse:g} at rate {low:g} "
                     f"to {better:g} at rate {high:g}: leave such points out, or report BD-PSNR"
                 )
-    _check_overlap("quality", names, [quality for _, quality in anchor], [quality for _, quality in test])
-    curves = ([(quality, np.log10(rate)) for rate, quality in curve] for curve in (anchor, test))
-    change = 100 * (10 ** _mean_gap(*curves) - 1)
-    rates = [rate for rate, _ in (*anchor, *test)]
+    change = 10 ** _mean_gap("quality", names, [[(quality, rate) for rate, quality in curve] for curve in rising], 1)
+    rates = [rate for curve in rising for rate, _ in curve]
     most = max(rates) / min(rates)
-    if not 1 / most <= 1 + change / 100 <= most:
+    if not 1 / most <= change <= most:
         raise UserError(
-            f"BD-rate would be {change:.3g} %, more than the measured rates ({min(rates):g} to {max(rates):g}) allow: "
-            f"between two points of nearly one quality the interpolation leaves them; leave one out, or report BD-PSNR"
+            f"BD-rate would be {100 * (change - 1):.3g} %, more than the measured rates ({min(rates):g} to "
+            f"{max(rates):g}) allow: between two points of nearly one quality the interpolation leaves them; leave "
+            "one out, or report BD-PSNR"
         )
-    return change
+    return 100 * (change - 1)
 
 
 def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "test")) -> float:
@@ -88,16 +95,28 @@ def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
     Raises:
         UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
     """
-    anchor, test = _checked(names[0], anchor), _checked(names[1], test)
-    _check_overlap("rate", names, [rate for rate, _ in anchor], [rate for rate, _ in test])
-    return _mean_gap(*([(np.log10(rate), quality) for rate, quality in curve] for curve in (anchor, test)))
+    return _mean_gap(
+        "rate", names, [_checked(name, curve) for name, curve in zip(names, (anchor, test), strict=True)], 0
+    )
 
 
-def _mean_gap(anchor: Curve, test: Curve) -> float:
-    """Mean of test(x) - anchor(x) over the x that both span; points (x, y) with x increasing."""
-    low, high = max(anchor[0][0], test[0][0]), min(anchor[-1][0], test[-1][0])
-    first, second = (Akima1DInterpolator(*zip(*curve, strict=True)).integrate(low, high) for curve in (anchor, test))
-    return float((second - first) / (high - low))
+def _mean_gap(what: str, names: tuple[str, str], curves: Sequence[Sequence[tuple[float, float]]], rate: int) -> float:
+    """Mean of test(x) - anchor(x) over the x that both span; points (x, y) with x increasing.
+
+    Of `what` x is; logarithms are taken of the coordinate that is the rate.
+    """
+    (first, last), (begin, end) = ((curve[0][0], curve[-1][0]) for curve in curves)
+    if max(first, begin) >= min(last, end):
+        raise UserError(
+            f"the curves share no {what}: {names[0]} has {first:g} to {last:g}, {names[1]} {begin:g} to {end:g}; "
+            "measure points in between"
+        )
+    points = [np.array(curve, dtype=np.float64).T for curve in curves]
+    for each in points:
+        each[rate] = np.log10(each[rate])
+    low, high = max(each[0, 0] for each in points), min(each[0, -1] for each in points)
+    anchor, test = (Akima1DInterpolator(*each).integrate(low, high) for each in points)
+    return float((test - anchor) / (high - low))
 
 
 def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
@@ -105,23 +124,11 @@ def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
     if len(curve) < LEAST_POINTS:
         raise UserError(f"a Bjontegaard delta needs at least {LEAST_POINTS} points; {name} has {len(curve)}")
     points = sorted((float(rate), float(quality)) for rate, quality in curve)
-    for rate, quality in points:
-        if not (math.isfinite(rate) and math.isfinite(quality)):
-            raise UserError(f"{name} has a point that is not finite: rate {rate:g}, quality {quality:g}; leave it out")
-        if rate <= 0:
-            raise UserError(f"{name} has rate {rate:g}; rates must be above 0, for their logarithm is taken")
-    for (low, _), (high, _) in pairwise(points):
-        if low == high:
-            raise UserError(f"{name} has rate {low:g} twice; give one point for each rate, such as the mean over seeds")
+    good = all(0 < rate < math.inf and math.isfinite(quality) for rate, quality in points)
+    if not good or len(dict(points)) < len(points):
+        listed = ", ".join(f"({rate:g}, {quality:g})" for rate, quality in points)
+        raise UserError(f"{name} needs finite qualities at rates above 0, each rate once; it has {listed}")
     return points
-
-
-def _check_overlap(what: str, names: tuple[str, str], anchor: list[float], test: list[float]) -> None:
-    if max(min(anchor), min(test)) >= min(max(anchor), max(test)):
-        raise UserError(
-            f"the curves share no {what}: {names[0]} has {min(anchor):g} to {max(anchor):g}, {names[1]} "
-            f"{min(test):g} to {max(test):g}; measure points in between"
-        )
 
 
 # --- the record --------------------------------------------------------------------------------------------------
@@ -301,3 +308,138 @@ def _score_text(score: Record) -> str:
     if score["mean"] is None:
         return score["note"]
     return f"{score['mean']:.4g}" + ("" if score["sd"] is None else f" +- {score['sd']:.2g}")
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def metric_name(metric: str) -> str:
+    """Return a metric's name in words: PSNR for psnr."""
+    return _METRICS.get(metric, metric.replace("_", " "))
+
+
+def score_label(results: Mapping[str, Any]) -> str:
+    """The score's name and unit, as it stands at axes and over columns."""
+    name, unit = metric_name(results["metric"]["name"]), results["metric"]["unit"]
+    return f"{name} ({unit})" if unit else name
+
+
+def _finish(path: Path, figure: Figure, axes: Axes, results: Mapping[str, Any], x_label: str) -> None:
+    """Name the axes of a plot of the score over something, and write it."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(score_label(results))
+    axes.set_title(f"{results['problem']}, n = {results['n']}", parse_math=False)
+    if axes.containers:
+        axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _scores(arms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means, and standard deviations over seeds as error bars."""
+    return {"y": [arm["score"]["mean"] for arm in arms], "yerr": [arm["score"]["sd"] or 0.0 for arm in arms]}
+
+
+def plot_sizes(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw score against size, a curve for each kind of linears (as in Figure 5b of sine_lowrank.txt).
+
+    Arms that are not on their kind's curve (other omegas) are pale.
+    """
+    figure, axes = new_figure(7.0, 4.5)
+    for kind, (colour, marker) in _STYLES.items():
+        arms = [arm for arm in results["arms"] if arm["settings"]["kind"] == kind and arm["score"]["mean"] is not None]
+        arms.sort(key=lambda arm: arm["size"])
+        names = results["rate_distortion"].get(kind, [arm["name"] for arm in arms])
+        for on_curve in (True, False):
+            chosen = [arm for arm in arms if (arm["name"] in names) == on_curve]
+            if not chosen:
+                continue
+            line = "-" if on_curve and kind != "dense" else "none"
+            style: dict[str, Any] = {"linestyle": line, "marker": marker, "alpha": 1.0 if on_curve else 0.35}
+            sizes, label = [arm["size"] for arm in chosen], kind if on_curve else None
+            axes.errorbar(sizes, **_scores(chosen), color=colour, capsize=3, label=label, **style)
+        beside = (5, 5) if kind == "sine" else (5, -11)  # above and below: the kinds often end near each other
+        for arm in arms:
+            if arm["name"] in names and arm["settings"]["rank"] is not None:
+                place: dict[str, Any] = {"textcoords": "offset points", "xytext": beside, "fontsize": 8}
+                point = (arm["size"], arm["score"]["mean"])
+                axes.annotate(f"k={arm['settings']['rank']}", point, color=colour, **place)
+    axes.set_xscale("log")
+    _finish(path, figure, axes, results, _SIZES[results["size"]])
+
+
+def omega_sweeps(results: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
+    """The arms, by frequency, of each rank that has sines of three frequencies or more with a score."""
+    by_rank: dict[int, list[Mapping[str, Any]]] = {}
+    for arm in results["arms"]:
+        if arm["omega"] is not None and arm["score"]["mean"] is not None:
+            by_rank.setdefault(arm["settings"]["rank"], []).append(arm)
+    return {
+        rank: sorted(arms, key=lambda arm: arm["omega"])
+        for rank, arms in sorted(by_rank.items())
+        if len({arm["omega"] for arm in arms}) >= _SWEEP
+    }
+
+
+def plot_omegas(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw score against the sine's frequency, a curve for each rank (the sine paper, Figures 7, 9).
+
+    Plain low rank is dashed, with a band of its standard deviation. Where no rank has such a sweep, a picture that was
+    there goes.
+    """
+    sweeps = omega_sweeps(results)
+    if not sweeps:
+        path.unlink(missing_ok=True)
+        return
+    figure, axes = new_figure(7.0, 4.5)
+    for (rank, arms), colour in zip(sweeps.items(), cycle(COLOURS)):
+        omegas = [arm["omega"] for arm in arms]
+        axes.errorbar(omegas, **_scores(arms), color=colour, marker="^", capsize=3, label=f"sine, k={rank}")
+        for arm in results["arms"]:
+            score, of_arm = arm["score"], (arm["settings"]["kind"], arm["settings"]["rank"])
+            if of_arm == ("low-rank", rank) and score["mean"] is not None:
+                axes.axhline(score["mean"], color=colour, linestyle="--", label=f"low-rank, k={rank}")
+                low, high = (score["mean"] + sign * (score["sd"] or 0.0) for sign in (-1, 1))
+                axes.axhspan(low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xscale("log")
+    ticks = sorted({arm["omega"] for arms in sweeps.values() for arm in arms})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    _finish(path, figure, axes, results, "omega")
+
+
+def plot_strip(
+    path: Path,
+    results: Mapping[str, Any],
+    truth: np.ndarray,
+    shown: Sequence[tuple[Mapping[str, Any], float, np.ndarray]],
+) -> None:
+    """Ground truth above the dense fit, then low-rank above sine, rank by rank (Figures 6 and 8 of sine_lowrank.txt).
+
+    Pictures are (height, width, 3) uint8; of each arm `shown` has its record, the score of its fit, and its picture.
+    """
+    unit = results["metric"]["unit"] and f" {results['metric']['unit']}"
+    columns: list[list[tuple[str, np.ndarray] | None]] = [[("ground truth", truth), None]]
+    by_rank: dict[int | None, tuple[list[Any], list[Any]]] = {}
+    for record, value, picture in shown:
+        method = record["settings"]
+        cell = (f"{record['name']}\n{value:.4g}{unit}, {record['percent']:.3g} %", picture)
+        if method["kind"] == "dense" and columns[0][1] is None:
+            columns[0][1] = cell
+        else:
+            by_rank.setdefault(method["rank"], ([], []))[method["kind"] == "sine"].append(cell)
+    for low, sine in by_rank.values():
+        columns += [list(pair) for pair in zip_longest(low, sine)]
+    rows = [row for row in zip(*columns, strict=True) if any(row)]
+    height, width = truth.shape[:2]
+    size = 2.2
+    figure = Figure(figsize=(size * len(columns), len(rows) * (size * height / width + 0.45)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for row, cells in enumerate(rows):
+        for column, cell in enumerate(cells):
+            if cell is not None:
+                grid[row, column].set_title(cell[0], fontsize=8, parse_math=False)
+                grid[row, column].imshow(cell[1], interpolation="nearest")
+    save(figure, path)

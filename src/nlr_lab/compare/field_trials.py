@@ -20,8 +20,7 @@ from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from . import field_report
-from .field_report import field_sections
-from .plots import plot_omegas, plot_sizes, plot_strip
+from .field_report import field_sections, plot_omegas, plot_sizes, plot_strip
 from .trial import (
     PACE_ROUNDS,
     TIMING_SHARE,

@@ -34,8 +34,8 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
 from . import report
-from .plots import draw_models
 from .record import clean
+from .report import draw_models
 from .trial import (
     PACE_ROUNDS,
     TIMING_SHARE,

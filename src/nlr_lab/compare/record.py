@@ -236,25 +236,29 @@ class ArmRecord:
 
 
 def build_results(
-    *,
     about: Mapping[str, Any],
     arms: Sequence[ArmRecord],
+    *,
     pairs: Sequence[Sequence[tuple[str, str]]],
     reference: str,
     seeds: Sequence[int],
-    tuning_seed: int,
     measure: Measure = LOSS,
     times: Times = None,
     notes: Sequence[str] = (),
-    command: str = "",
-    seconds: float = 0.0,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Build the whole record.
+    """Build the whole record. A seed counts when every arm that has a choice finished it.
 
-    `pairs` are (reference, arm) by name whose difference is tested, in families for Holm's correction; `reference` is
-    the arm that costs are shown against. A seed counts when every arm that has a choice finished it. `times` are the
-    seconds of each arm's interleaved steps, `seconds` those of this session, `threads` what the runs set.
+    Args:
+        about: what is not made of the runs: recipe, data, command, tuning_seed, seconds.
+        arms: with their runs.
+        pairs: (reference, arm) by name whose difference is tested, in families for Holm's correction.
+        reference: the arm that costs are shown against.
+        seeds: that were asked for.
+        measure: what runs are judged by.
+        times: seconds of each arm's interleaved steps.
+        notes: sentences for the report.
+        threads: CPU threads that the runs set.
     """
     running = {arm.name: arm for arm in arms if arm.choice is not None}
     whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running.values())]
@@ -278,7 +282,6 @@ def build_results(
         notes.append(f"Left out, because not every arm has finished it: seed {', '.join(map(str, partial))}.")
     results = {
         **about,
-        "command": command,
         "versions": versions(),
         "machine": machine(threads),
         "metric": asdict(measure),
@@ -286,11 +289,9 @@ def build_results(
         "n": len(whole),
         "seeds": whole,
         "incomplete_seeds": partial,
-        "tuning_seed": tuning_seed,
         "arms": [_arm(arm, base, whole, times) for arm in arms],
         "against": against,
         "notes": notes,
-        "seconds": round(seconds, 1),
     }
     return clean(results)  # type: ignore[no-any-return]
 

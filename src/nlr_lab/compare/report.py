@@ -1,23 +1,34 @@
-"""Reports, made from `results.json` alone: what all kinds share, and the report of model trainings.
+"""Reports, made from `results.json` alone: what all kinds share, and report and pictures of model trainings.
 
 A difference is claimed only where its 95 % interval excludes zero (a ratio: one); anything else reads "no difference
 shown", with the n.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
+
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
+Points = Sequence[tuple[float, float]]
 Section = tuple[str, Row, list[Row]]
 """Title, head and rows of a table."""
 NONE = "-"
 DELTA_HEAD = ("delta [95 %]", "p", "p (Holm)")
 _SAME = 1.002  # norms and biases alone are no larger model
+_FEW = 10  # evaluations: curves of fewer are shown whole
+_SKIPPED = 0.2  # share of the steps that is not shown at the beginning of a curve, as in noble.txt
+_MARKERS = "osD^vP"
 _SPEED_HEAD = ("arm", "step time [quartiles]", "step speedup [95 %]", "p", "wall-clock speedup [95 %]", "p")
 _MATCHED_HEAD = ("arm", "matched speedup, steps [95 %]", "p", "wall clock [95 %]", "p")
 _TRAINING_HEAD = ("arm", "as trained", "delta [95 %]", "p", "without augmentation", "delta [95 %]", "p")
@@ -39,17 +50,8 @@ def _p_clause(value: float | None) -> str:
     return f"p {text[0]} {text[1:]}" if text[0] == "<" else f"p = {text}"
 
 
-def delta_text(estimate: Record) -> str:
-    """`-0.0402 [-0.0511, -0.0293]`; without an interval the reason stands in its place."""
-    return _estimate(estimate, "+.4f", "")
-
-
-def ratio_text(estimate: Record) -> str:
-    """`1.26x [1.18, 1.35]`; without an interval the reason stands in its place."""
-    return _estimate(estimate, ".3f", "x")
-
-
-def _estimate(estimate: Record, form: str, unit: str) -> str:
+def estimate_text(estimate: Record, form: str = "+.4f", unit: str = "") -> str:
+    """`-0.0402 [-0.0511, -0.0293]`; without a value the reason stands in its place."""
     if estimate["value"] is None:
         return str(estimate["note"])
     text = format(estimate["value"], form) + unit
@@ -58,13 +60,18 @@ def _estimate(estimate: Record, form: str, unit: str) -> str:
     return f"{text} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
 
 
+def ratio_text(estimate: Record) -> str:
+    """`1.26x [1.18, 1.35]`."""
+    return estimate_text(estimate, ".3f", "x")
+
+
 def lr_text(arm: Record) -> str:
     return NONE if arm["lr"] is None else f"{arm['lr']:g}"
 
 
 def delta_cells(pair: Record) -> Row:
     """The cells under `DELTA_HEAD`."""
-    return delta_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"])
+    return estimate_text(pair["delta"]), p_text(pair["delta"]["p_value"]), p_text(pair["p_holm"])
 
 
 def judged(run: Record, name: str = "score") -> float | None:
@@ -202,33 +209,23 @@ def _is_tuning(results: Record) -> bool:
 # --- the tables of model trainings ------------------------------------------------------------------------------
 
 
-def score_table(results: Record) -> tuple[Row, list[Row]]:
-    """The main table, a row for each arm."""
-    tuning, with_best = _is_tuning(results), not by_loss(results)
-    costs = ("trainable",) if tuning else ("params", "FLOPs")
-    best_head = ("best step",) if with_best else ()
-    rows: list[Row] = []
-    for arm in results["arms"]:
-        pair = _main_pairs(results).get(arm["name"])
-        cost: Row = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
-        if tuning:
-            cost = (f"{arm['trainable']:,}",)
-        tail: Row = ("reference" if arm["name"] == results["reference"] else NONE, NONE, NONE)
-        if pair is not None:
-            tail = delta_cells(pair)
-        best = arm["best_score"]
-        shown = (NONE if best is None else f"{best:.4f}",) if with_best else ()
-        rows.append((arm["name"], lr_text(arm), *cost, _score_text(arm, results), *shown, *tail))
-    return ("arm", "lr", *costs, score_name(results), *best_head, *DELTA_HEAD), rows
-
-
-def _score_text(arm: Record, results: Record) -> str:
-    """The mean; or why there is none; and how many of the runs behind it diverged, though to a finite loss."""
+def _score_row(arm: Record, results: Record) -> Row:
+    """The arm's row of the main table; its number of trained parameters where pretrained models are tuned."""
+    cost: Row = (percent(arm["parameters_percent"]), percent(arm["flops_percent"]))
+    if _is_tuning(results):
+        cost = (f"{arm['trainable']:,}",)
     score = arm["score"]
-    if score["mean"] is None:
-        return str(score["note"])
+    # How many of the runs behind a mean diverged, though to a finite loss.
     lost = sum(run["seed"] in results["seeds"] and run["diverged_at"] is not None for run in arm["runs"])
-    return f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
+    text = str(score["note"])
+    if score["mean"] is not None:
+        text = f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
+    best = NONE if arm["best_score"] is None else f"{arm['best_score']:.4f}"
+    shown = () if by_loss(results) else (best,)
+    delta: Row = ("reference" if arm["name"] == results["reference"] else NONE, NONE, NONE)
+    if arm["name"] in _main_pairs(results):
+        delta = delta_cells(_main_pairs(results)[arm["name"]])
+    return (arm["name"], lr_text(arm), *cost, text, *shown, *delta)
 
 
 def _time_text(time: Record | None) -> str:
@@ -250,7 +247,7 @@ def training_rows(results: Record) -> list[Row]:
         text = str(arm["final_loss"]["note"]) or NONE if loss is None else f"{loss:.4f}"
         if delta is None:
             return text, "reference" if arm["name"] == results["reference"] else NONE, NONE
-        return text, delta_text(delta), p_text(delta["p_value"])
+        return text, estimate_text(delta), p_text(delta["p_value"])
 
     if all(arm["plain_loss"] is None for arm in results["arms"]):
         return []
@@ -261,7 +258,9 @@ def _sections(results: Record) -> dict[str, Section]:
     """The tables that there are numbers for."""
     n, reference, pairs, speeds = results["n"], results["reference"], _main_pairs(results), _has_speed(results)
     title = f"{results['metric']['name'].capitalize()} against {reference} (n = {n})"
-    found: dict[str, Section] = {"score": (title, *score_table(results))}
+    costs = ("trainable",) if _is_tuning(results) else ("params", "FLOPs")
+    head = ("arm", "lr", *costs, score_name(results), *(() if by_loss(results) else ("best step",)), *DELTA_HEAD)
+    found: dict[str, Section] = {"score": (title, head, [_score_row(arm, results) for arm in results["arms"]])}
     if training := training_rows(results):
         found["training"] = ("Training loss", _TRAINING_HEAD, training)
     times = {arm["name"]: _time_text(arm["step_time_ratio"]) for arm in results["arms"]}
@@ -319,11 +318,9 @@ def findings(results: Record) -> list[str]:
         speed = _speed_sentence(pair, other) if _has_speed(results) else ""
         return cautioned(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
 
-    controls = {arm["name"]: arm["score"]["mean"] for arm in results["arms"] if arm["control"]}
-    controls = {name: mean for name, mean in controls.items() if mean is not None}
-    choose: Callable[..., Any] = max if metric["higher_is_better"] else min
-    best = choose(controls, key=controls.__getitem__, default=reference)
-    arms = {arm["name"]: arm for arm in results["arms"]}
+    arms, sign = {arm["name"]: arm for arm in results["arms"]}, -1 if metric["higher_is_better"] else 1
+    controls = [arm for arm in results["arms"] if arm["control"] and arm["score"]["mean"] is not None]
+    best = min(controls, key=lambda arm: sign * arm["score"]["mean"], default=arms[reference])["name"]
     for name, pair in _main_pairs(results).items() if n else ():
         lines.append(verdict(name, reference, pair))
         # The gain over the strongest control is what the branch itself brings.
@@ -356,7 +353,7 @@ def _clouds(results: Record) -> list[str]:
     return lines
 
 
-# --- the report ----------------------------------------------------------------------------------------------
+# --- the report and its pictures -----------------------------------------------------------------------------
 
 
 def render_report(results: Record) -> str:
@@ -384,9 +381,7 @@ def render_report(results: Record) -> str:
     if any(arm["tuning"] for arm in results["arms"]):
         picture = f"![{metric['name']} against learning rate](rates.png)"
         parts += ["## Learning rates", *_tuning_text(results), picture]
-    limits = (_SEEDS, *(() if by_loss(results) else (_SCORES,)), *((_SPEEDS,) if _has_speed(results) else ()), _COMMON)
-    parts += [*last_sections(results), "## How to read it, and limits", "\n".join(limits)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *last_sections(results), "## How to read it, and limits", _LIMITS]) + "\n"
 
 
 def _score_intro(results: Record) -> list[str]:
@@ -404,7 +399,7 @@ def _score_intro(results: Record) -> list[str]:
 def _curve_caption(results: Record) -> str:
     band = " Lines are means over seeds, bands run from the lowest to the highest seed." if results["n"] > 1 else ""
     longest = max((len(run["curve"]) for arm in results["arms"] for run in arm["runs"]), default=0)
-    skipped = "; the first 20 % of the steps are not shown" if longest >= 10 else ""
+    skipped = f"; the first {100 * _SKIPPED:.0f} % of the steps are not shown" if longest >= _FEW else ""
     return f"Baselines dashed, other arms solid{skipped}.{band}"
 
 
@@ -426,28 +421,110 @@ Nats an image; means over seeds. As trained: on augmented images, over the last 
 augmentation: on some of the training images as they are, after the last step. A delta (paired by seed) below 0 fits \
 them better."""
 
-_SEEDS = """\
+_LIMITS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or lengths of \
-training. A delta is tested by the paired t-test over seeds, after the last step. Every seed gives all arms the same \
-batches in the same order and the same evaluation data."""
+training. Every seed gives all arms the same batches in the same order and the same evaluation data.
+- p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Speedups are not \
+corrected; a number of them is given only when every seed reached the reference's final loss.
+- Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid.
+- Every number is defined in docs/compare.md, "What is printed"."""
 
-_SCORES = """\
-- Scored are examples that nothing was chosen by, unless a line above says so. Best step: chosen by the held-out \
-examples, then scored; means over seeds, no test."""
 
-_SPEEDS = """\
-- Step speedup: steps of the reference / steps of the arm to the first crossing of the reference's final loss on the \
-linearly interpolated evaluation curve; geometric mean over seeds, t-test on logs; a number only when every seed \
-reached that loss. A curve that rises again at its end flatters it.
-- Matched speedup: the step speedup where it exists; where an arm never came down to that loss, the steps that the \
-reference took to the arm's final loss / the steps of the arm, which is below 1.
-- Wall-clock speedup: speedup in steps / step-time ratio; the errors of both add on the log scale."""
+def draw_models(out: Path, results: Record) -> None:
+    """Draw the pictures of a record: `curves.png`, and `rates.png` where learning rates were tuned."""
+    metric = results["metric"]
+    label = f"evaluation loss ({metric['unit']})" if by_loss(results) else f"{metric['name']} on held-out examples"
+    _plot_curves(out / "curves.png", results, label)
+    if any(arm["tuning"] for arm in results["arms"]):
+        _plot_rates(out / "rates.png", results, label)
 
-_COMMON = """\
-- Diverged: the loss was no longer a number, or the training loss rose by more than a quarter of what it had fallen, \
-and stayed up for a twentieth of the run or to its end; the step is that of the first logged loss that was up. A \
-finite loss is in the averages all the same.
-- Step time: the median of paired ratios of interleaved training steps (all arms in turn, same batch) on the \
-machine named above, quartiles in brackets; evaluation, loading and checkpoints are not in it.
-- p (Holm) is corrected for the number of arms in the table. Speedups are not corrected.
-- Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid."""
+
+def mean_curve(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, mean, lowest and highest loss over seeds on the union of their steps; empty when they share none.
+
+    Only the range of steps that every seed covers is kept; within it each curve is interpolated linearly.
+    Non-finite losses (a run that diverged) cut that seed's range short.
+    """
+    kept = []
+    for curve in curves:
+        points = np.array(curve, dtype=np.float64).reshape(-1, 2)
+        lost = ~np.isfinite(points[:, 1])
+        kept.append(points[: np.argmax(lost)] if lost.any() else points)
+    if not kept or any(len(points) == 0 for points in kept):
+        return (np.empty(0),) * 4
+    first, last = max(points[0, 0] for points in kept), min(points[-1, 0] for points in kept)
+    steps = np.unique(np.concatenate([points[:, 0] for points in kept]))
+    steps = steps[(steps >= first) & (steps <= last)]
+    losses = np.stack([np.interp(steps, points[:, 0], points[:, 1]) for points in kept])
+    return steps, losses.mean(0), losses.min(0), losses.max(0)
+
+
+def _coloured(arms: Sequence[Record]) -> Iterator[tuple[Record, str]]:
+    """Arms with their colours: greys for baselines."""
+    greys, colours = cycle(GREYS), cycle(COLOURS)
+    return ((arm, next(greys if arm["control"] else colours)) for arm in arms)
+
+
+def _plot_curves(path: Path, results: Record, label: str) -> None:
+    """Draw evaluation curves as in Figures 1 and 3 of noble.txt: the mean over seeds, with a band of lowest to highest.
+
+    The reference's final loss (mean over seeds) is a dotted horizontal line.
+    """
+    figure, axes = new_figure(8.0, 5.0)
+    which = "curve" if by_loss(results) else "metric_curve"
+    runs = {arm["name"]: [run for run in arm["runs"] if run["seed"] in results["seeds"]] for arm in results["arms"]}
+    curves = [run[which] for of_arm in runs.values() for run in of_arm]
+    skip = 0 if max(map(len, curves), default=0) < _FEW else _SKIPPED
+    last = max((step for curve in curves for step, _ in curve), default=0)
+    baselines = 0
+    for arm, colour in _coloured(results["arms"]):
+        # Several baselines are all dashed; the dash pattern tells them apart in print.
+        style = (0, (5, 1 + 1.5 * baselines)) if arm["control"] else "-"
+        baselines += arm["control"]
+        steps, mean, low, high = mean_curve([run[which] for run in runs[arm["name"]]])
+        shown = steps >= skip * last
+        if not shown.any():
+            continue
+        axes.plot(steps[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8, label=arm["name"])
+        if len(runs[arm["name"]]) > 1:
+            axes.fill_between(steps[shown], low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
+    has_curves = bool(axes.lines)
+    target = next(arm["final_loss"]["mean"] for arm in results["arms"] if arm["name"] == results["reference"])
+    if by_loss(results) and target is not None and math.isfinite(target):
+        axes.axhline(target, color="#444444", linestyle=":", linewidth=1.0)
+        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "#444444"}
+        axes.text(0.005, target, "final loss of the reference", ha="left", va="bottom", **place)
+    axes.set_xlabel(f"step (first {skip:.0%} not shown)" if skip else "step")
+    axes.set_ylabel(label)
+    axes.set_title(f"{results['recipe']['name']}, n = {results['n']}", parse_math=False)
+    if has_curves:
+        axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _plot_rates(path: Path, results: Record, label: str) -> None:
+    """Draw what each arm's learning rate was chosen by: the chosen one ringed, diverged runs as crosses at the top."""
+    figure, axes = new_figure(7.0, 4.5)
+    tuned = [arm for arm in results["arms"] if arm["tuning"]]
+    for index, (arm, colour) in enumerate(_coloured(tuned)):
+        scores = [(run["lr"], judged(run, "selection")) for run in arm["tuning"]]
+        finite = sorted(point for point in scores if point[1] is not None)
+        line: dict[str, Any] = {"color": colour, "linestyle": "--" if arm["control"] else "-", "label": arm["name"]}
+        axes.plot(*_columns(finite), marker=_MARKERS[index % len(_MARKERS)], markersize=4, **line)
+        # At 0.98 of the axes' height whatever the losses are; nudged by arm so that crosses do not overlap.
+        lost = [(rate, 0.98 - 0.025 * index) for rate, score in scores if score is None]
+        axes.plot(*_columns(lost), "x", color=colour, markersize=6, transform=axes.get_xaxis_transform())
+        if ringed := [point for point in finite if point[0] == arm["lr"]]:
+            axes.plot(*_columns(ringed), "o", markersize=11, markerfacecolor="none", color=colour)
+    axes.set_xscale("log")
+    axes.set_xticks(sorted({run["lr"] for arm in tuned for run in arm["tuning"]}))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("learning rate (ring: chosen, cross: diverged)")
+    axes.set_ylabel(label)
+    axes.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def _columns(points: Sequence[tuple[float, Any]]) -> tuple[list[float], list[Any]]:
+    return [x for x, _ in points], [y for _, y in points]

@@ -106,34 +106,30 @@ def compare(
             defaults of the arguments of those names.
         out: folder for the runs and the report; new or empty, unless `resume` or `overwrite`.
         arms: at least two, with names of their own: `Arm`, of a neural field `FieldArm`, or their short forms.
-        seeds: number of paired seeds, those that follow `recipe.train.seed`; tuning uses that one, so a choice made for
-            its luck on a seed gains nothing from that luck here.
-        tune_lr: learning rates to try for every arm that names none itself; empty means the recipe's. While an
-            arm's best is at the edge, its grid is extended by the grid's own ratio, at most `max_extensions` times.
-        reference: name of the arm that the main tables compare with; by default the first arm, of neural fields the
-            dense one if there is one.
-        resume: continue in `out`: finished runs are used as they are, a half-done run goes on from its
-            checkpoint, missing ones are run. Arms and seeds may be added.
+        seeds: number of paired seeds, those that follow `recipe.train.seed`, which is the tuning's alone.
+        tune_lr: learning rates to try for every arm that names none itself. While an arm's best is at the edge, its
+            grid is extended by the grid's own ratio.
+        reference: name of the arm that the main tables compare with; by default the first, of neural fields the dense.
+        resume: finished runs are used as they are, a half-done run goes on from its checkpoint, missing ones are run.
+            Arms and seeds may be added.
         overwrite: delete what a former comparison wrote to `out`; other files there stay.
-        max_seconds: it ends within this time. No new seed and no new choice of the tuning is begun that would not, by
-            the slowest run of each arm so far. Where not even the first choice and the first seed would, all runs are
-            shortened, schedule and all; the report says so, and they have folders of their own.
-        max_extensions: how often an arm's grid may grow; after that the report says "still at the edge".
+        max_seconds: it ends within this time: no seed and no choice of the tuning is begun that would not. Where not
+            even the first would, all runs are shortened, schedule and all, in folders of their own.
+        max_extensions: how often an arm's grid may grow.
         timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
             names and whose machines all see `out`; None: one after another, in this process.
-        kept_runs: a file outside `out` that keeps the finished runs, a line each: what it has and `out` lacks is used
-            as it is, and `out` is resumed. A neural field's first fits, whose pictures are shown, are run again where
-            `out` lacks their weights.
+        kept_runs: a file outside `out` that keeps the finished runs: what it has and `out` lacks is used as it is, and
+            `out` is resumed. A neural field's first fits are run again where `out` lacks their weights.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         clock: seconds, for `max_seconds`.
         trials: what is run, where that does not follow from the recipe.
 
     Raises:
-        UserError: arms, learning rates or seeds that make no comparison; a folder that is not empty, or that holds a
-            comparison with other settings (the message names the field); an arm that cannot be matched; a time limit
-            that does not hold even ten steps of every arm. Nothing has been written then.
+        UserError: arms, learning rates or seeds that make no comparison; a folder that cannot be used, or holds a
+            comparison with other settings; an arm that cannot be built or matched; a time limit that does not hold even
+            ten steps of every arm. Nothing has been written then.
     """
     limit, threads, own_threads = TimeLimit(max_seconds, clock), FreeThreads(recipe.train.threads), recipe.train.threads
     trials = trials or _trials_of(recipe)
@@ -489,24 +485,21 @@ class _Session:
     def _report(self) -> Comparison:
         """Write record, pictures and report; each file whole or not at all."""
         plan, trials, path = self.plan, self.trials, self.folder.path
-        about = trials.about()
+        about = trials.about() | {"command": self.command, "seconds": round(self.limit.passed, 1)}
         own = {"train.lr": trials.recipe.train.lr, "train.seed": plan.tuning_seed, "tune_lr": list(plan.grid)}
         for arm in plan.arms:
             rates = sorted({choice.lr for choice in plan.tuned(arm)})
             own |= {f"grid of {arm.name}": rates} if rates and rates != list(plan.grid) else {}
         settings = trials.settings() | own | {"seeds": len(plan.seeds)}
         results = build_results(
-            about=about | {"recipe": about["recipe"] | {"settings": settings}},
-            arms=[self._record(arm) for arm in plan.arms],
+            about | {"recipe": about["recipe"] | {"settings": settings}, "tuning_seed": plan.tuning_seed},
+            [self._record(arm) for arm in plan.arms],
             pairs=trials.pairs(plan.reference, plan.arms),
             reference=plan.reference,
             seeds=plan.seeds,
-            tuning_seed=plan.tuning_seed,
             measure=trials.measure,
             times=self.measured.times,
             notes=self.notes + self.threads.notes,
-            command=self.command,
-            seconds=self.limit.passed,
             threads=trials.recipe.train.threads,
         )
         results = trials.add_to(results)

@@ -1,10 +1,4 @@
-"""The common parts of the scripts under studies/: the command line, resuming, copies, one-line errors.
-
-parser = study_parser(__doc__, "rates", "data")
-given = parser.parse_args()
-with one_line_errors():
-    run_study(recipe(given.data), given.work / "table", HERE, "table", arms=ARMS, seeds=given.seeds, command=...)
-"""
+"""The common parts of the scripts under studies/: the command line, resuming, copies, one-line errors."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +15,7 @@ from nlr_lab.training.arms import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank.errors import UserError
 
-from .report import p_text
+from .report import estimate_text, p_text
 from .run import compare
 from .statistics import holm, paired_mean
 
@@ -34,8 +28,8 @@ def study_parser(
     Args:
         doc: the script's docstring, printed by `--help` as it is.
         name: of the study; it works in runs/`name` unless `--work` says otherwise.
-        data: names of the files or folders to give first, in order; each becomes an absolute Path, of which records
-            keep the last name alone: from wherever the script is started, its settings are the same.
+        data: names of the files or folders to give first; each becomes an absolute Path, of which records keep the last
+            name alone.
         seeds: the default of `--seeds`.
         sized: whether the study has two sizes (`--size`) and can be tried in a few steps (`--smoke`).
     """
@@ -77,20 +71,16 @@ def run_study(
     Args:
         recipe: what the arms share.
         out: the comparison's folder.
-        into: where record, report and pictures are copied, and where `name`-runs.jsonl keeps the finished runs, so that
-            a study goes on from a checkout; an existing folder.
+        into: an existing folder, where record, report and pictures are copied, and where `name`-runs.jsonl keeps the
+            finished runs, so that a study goes on from a checkout.
         name: how the copies' names begin.
-        smoke: only try it: in the folder `out`-smoke, a few steps, one seed, two learning rates, no step times, and
-            nothing copied.
-        options: what `compare` takes besides: arms, seeds, learning rates, the command.
-
-    Raises:
-        UserError: as `compare`.
+        smoke: only try it, in the folder `out`-smoke: a few steps, one seed, two learning rates, nothing copied.
+        options: what `compare` takes besides.
     """
     if smoke:
         out = out.with_name(f"{out.name}-smoke")
-        options |= {"seeds": 1, "tune_lr": options.get("tune_lr", recipe.tune_lr)[:2], "timing_rounds": 0}
-        options["max_extensions"] = 0
+        small = {"seeds": 1, "timing_rounds": 0, "max_extensions": 0}
+        options |= small | {"tune_lr": options.get("tune_lr", recipe.tune_lr)[:2]}
         if isinstance(recipe, Recipe):
             recipe = _few_steps(recipe)
     else:
@@ -110,8 +100,7 @@ def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
 def tuned_arms(record: Path, *, rates: bool = True) -> list[FieldArm]:
     """Return the arms of a comparison of fields, each at the init and learning rate that were best there.
 
-    Arms that diverged at every learning rate are skipped. Without `rates` the inits alone are kept, so that learning
-    rates are tuned again, as a run many times as long may need. Raise UserError where `record` is no record.
+    Arms that diverged at every learning rate are skipped. Without `rates` the inits alone are kept.
     """
     if not record.is_file():
         raise UserError(f"there is no {record}: run the stage it is copied from first")
@@ -140,12 +129,6 @@ def score_text(arm: Mapping[str, Any]) -> str:
     return f"{score['mean']:.2f}" + (f" +- {score['sd']:.2f}" if score["sd"] is not None else "") + f" ({score['n']})"
 
 
-def interval_text(delta: Mapping[str, Any]) -> str:
-    """`+4.82 [+4.61, +5.03]`; without an interval the value alone."""
-    interval = "" if delta["low"] is None else f" [{delta['low']:+.2f}, {delta['high']:+.2f}]"
-    return f"{delta['value']:+.2f}{interval}"
-
-
 def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
     """First arm minus second, paired by the seeds that both finished: delta with its interval, p, p by Holm over all.
 
@@ -157,7 +140,7 @@ def difference_cells(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]
         deltas.append(paired_mean([own[seed] - other[seed] for seed in own if seed in other]))
     adjusted = holm([delta.p_value for delta in deltas])
     return [
-        (delta.note if delta.value is None else interval_text(delta.to_json()), p_text(delta.p_value), p_text(p_holm))
+        (estimate_text(delta.to_json(), "+.2f"), p_text(delta.p_value), p_text(p_holm))
         for delta, p_holm in zip(deltas, adjusted, strict=True)
     ]
 

@@ -51,12 +51,9 @@ def test_deltas_are_integrals_between_akima_curves(rng):
 
 
 def test_finds_a_scaled_rate_and_a_shifted_quality_in_any_order(rng):
-    anchor, factor, gain = curve(rng), rng.uniform(0.3, 0.8), rng.uniform(0.1, 0.3)
-    smaller = [(rate * factor, quality) for rate, quality in anchor]
-    better = [(rate, quality + gain) for rate, quality in anchor]
-    rng.shuffle(smaller)
-    assert bd_rate(anchor, smaller[::-1]) == pytest.approx(100 * (factor - 1))
-    assert bd_psnr(anchor[::-1], better) == pytest.approx(gain)
+    anchor = curve(rng)
+    assert bd_rate(anchor, [(0.6 * rate, quality) for rate, quality in anchor][::-1]) == pytest.approx(-40)
+    assert bd_psnr(anchor[::-1], [(rate, quality + 0.2) for rate, quality in anchor]) == pytest.approx(0.2)
     assert bd_rate(anchor, anchor) == pytest.approx(0, abs=1e-9)
 
 
@@ -83,10 +80,10 @@ def test_refuses_a_rate_that_no_curve_has(rng):
     ("test", "words"),
     [
         ([(1, 20), (2, 21)], "at least 3 points; test has 2"),
-        ([(1, 20), (2, float("nan")), (3, 22)], "test has a point that is not finite: rate 2"),
-        ([(1, 20), (2, 21), (float("inf"), 22)], "not finite: rate inf"),
-        ([(0, 20), (2, 21), (3, 22)], "test has rate 0; rates must be above 0"),
-        ([(1, 20), (2, 21), (2, 22)], "test has rate 2 twice"),
+        ([(1, 20), (2, float("nan")), (3, 22)], "test needs finite qualities at rates above 0, each rate once"),
+        ([(1, 20), (2, 21), (float("inf"), 22)], "each rate once; it has .*inf"),
+        ([(0, 20), (2, 21), (3, 22)], "at rates above 0"),
+        ([(1, 20), (2, 21), (2, 22)], "each rate once"),
         ([(7, 70), (8, 71), (9, 72)], "the curves share no"),
     ],
 )

@@ -1,17 +1,21 @@
-"""Records of finished runs: cautions beside claims, training losses of image models, what a diverged run leaves."""
+"""Records of finished runs, reports and pictures of them: cautions beside claims, training losses, diverged runs."""
 
 import math
 from dataclasses import replace
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from compare_helpers import a_record, a_run, an_arm
+from nlr_lab.compare import report
 from nlr_lab.compare.field_report import field_sections
 from nlr_lab.compare.field_report import findings as field_findings
-from nlr_lab.compare.report import findings, render_report, training_rows
-from nlr_lab.compare.run import next_choices
+from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
 from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
+from nlr_lab.compare.trial import Choice, next_choices
 from nlr_lab.tasks.task import LOSS, Measure
+from seeds import rng
 
 SEEDS = (1, 2, 3)
 GAIN = 0.2
@@ -127,13 +131,10 @@ def rows(*arms):
     return {name: cells for name, *cells in training_rows(results)}
 
 
-def baseline():
-    return an_arm("baseline", *(augmented(seed, 1.5 + 0.01 * seed, 1.4 + 0.02 * seed) for seed in SEEDS))
-
-
-def test_pairs_both_training_losses_by_seed():
+def test_pairs_both_training_losses_by_seed_and_keeps_the_rows_of_arms_that_diverged():
+    baseline = an_arm("baseline", *(augmented(seed, 1.5 + 0.01 * seed, 1.4 + 0.02 * seed) for seed in SEEDS))
     noble = an_arm("noble", *(augmented(seed, 1.4 + 0.012 * seed, 1.5 - 0.01 * seed**2) for seed in SEEDS))
-    found = rows(baseline(), noble)
+    found = rows(baseline, noble)
     assert found["baseline"] == ["1.5200", "reference", "-", "1.4400", "reference", "-"]
     for at, differences in (
         (1, [-0.1 + 0.002 * seed for seed in SEEDS]),
@@ -142,22 +143,19 @@ def test_pairs_both_training_losses_by_seed():
         delta = paired_mean(differences)
         assert found["noble"][at] == f"{delta.value:+.4f} [{delta.low:+.4f}, {delta.high:+.4f}]"
 
+    def lost_at(name, lost):
+        return an_arm(name, *(augmented(s, **LOST) if s == lost else augmented(s, 1.4, 1.3) for s in SEEDS))
 
-def lost_at(seed):
-    return [augmented(each, **LOST) if each == seed else augmented(each, 1.4, 1.3) for each in SEEDS]
-
-
-def test_keeps_the_rows_of_arms_that_diverged():
     lost = "diverged in 1 of 3 seeds"
-    assert rows(baseline(), an_arm("noble", *lost_at(2)))["noble"] == [lost, "it diverged", "-"] * 2
-    never = rows(baseline(), an_arm("noble", choice=None))["noble"]
+    assert rows(baseline, lost_at("noble", 2))["noble"] == [lost, "it diverged", "-"] * 2
+    never = rows(baseline, an_arm("noble", choice=None))["noble"]
     assert never == ["diverged at every choice", "it diverged", "-"] * 2
-    found = rows(an_arm("baseline", *lost_at(2)), an_arm("noble", *lost_at(0)))
+    found = rows(lost_at("baseline", 2), lost_at("noble", 0))
     assert found["baseline"][0] == lost
     assert found["noble"] == ["1.4000", "the reference diverged", "-", "1.3000", "the reference diverged", "-"]
     for missing in (None, math.nan):
         runs = (augmented(seed, missing if seed == 2 else 1.4 + 0.01 * seed**2, 1.3) for seed in SEEDS)
-        assert rows(baseline(), an_arm("noble", *runs))["noble"][1] == "it diverged"
+        assert rows(baseline, an_arm("noble", *runs))["noble"][1] == "it diverged"
 
 
 # --- the choice of a learning rate ----------------------------------------------------------------------------
@@ -173,3 +171,79 @@ def test_loss_chooses_where_the_metric_says_nothing(losses, expected):
     better = replace(tried[0], selection=0.1, final_loss=9.0)
     (choice,) = next_choices([better, *tried[1:]], measure)
     assert choice.lr == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"
+
+
+# --- pictures: that they hold what they are given, not how they look ------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of each picture at the moment it is saved."""
+    kept = {}
+    save = report.save
+    monkeypatch.setattr(
+        report, "save", lambda figure, path: (kept.update({path.name: figure.axes[0]}), save(figure, path))
+    )
+    return kept
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.lines}
+
+
+def test_curves_are_truncated_dashed_and_averaged(tmp_path, drawn):
+    generator = rng()
+    curves = {
+        name: [tuple((s, 3 - speed * s / 100 + generator.normal(0, 0.01)) for s in range(0, 101, 10)) for _ in SEEDS]
+        for name, speed in (("baseline", 1.0), ("noble", 1.3))
+    }
+    arms = [
+        an_arm(name, *(a_run(seed, curve[-1][1], 100, curve=curve) for seed, curve in zip(SEEDS, own, strict=True)))
+        for name, own in curves.items()
+    ]
+    results = a_record(arms)
+    draw_models(tmp_path, results)
+    assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.01, "an empty picture"
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    axes = drawn["curves.png"]
+    baseline, noble = lines(axes)["baseline"], lines(axes)["noble"]
+    assert (baseline.is_dashed(), noble.is_dashed()) == (True, False)
+    assert min(noble.get_xdata()) == 20, "the first fifth of the steps is left out"
+    expected = np.mean([[loss for step, loss in curve if step >= 20] for curve in curves["noble"]], axis=0)
+    np.testing.assert_allclose(noble.get_ydata(), expected)
+    target = results["arms"][0]["final_loss"]["mean"]
+    assert any(np.allclose(line.get_ydata(), target) for line in axes.lines), "the reference's final loss"
+    assert len(axes.collections) == 2, "one band for each arm"
+
+
+def test_mean_curve_is_of_the_steps_that_every_seed_has():
+    steps, mean, low, high = mean_curve([[(0, 4.0), (10, 2.0)], [(0, 2.0), (5, 2.0), (20, 2.0)]])
+    np.testing.assert_array_equal(steps, [0, 5, 10])
+    np.testing.assert_allclose(mean, [3.0, 2.5, 2.0])
+    np.testing.assert_allclose(low, [2.0, 2.0, 2.0])
+    np.testing.assert_allclose(high, [4.0, 3.0, 2.0])
+    steps, *_ = mean_curve([[(0, 4.0), (10, None), (20, 3.0)]])
+    np.testing.assert_array_equal(steps, [0])
+
+
+def test_diverged_and_missing_curves_are_not_drawn(tmp_path, drawn):
+    draw_models(tmp_path, a_record([an_arm("baseline", *(a_run(seed, None) for seed in SEEDS)), an_arm("noble")]))
+    assert not drawn["curves.png"].lines
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_rate_sweep_marks_choice_and_divergence(tmp_path, drawn):
+    def tuned(name, rates, chosen):
+        tuning = [a_run(0, loss, lr=rate) for rate, loss in rates]
+        return an_arm(name, *(a_run(seed) for seed in SEEDS), tuning=tuning, choice=Choice(lr=chosen))
+
+    sweeps = [(2e-3, 2.0), (1e-3, 2.1), (4e-3, None)], [(1e-3, 1.9), (2e-3, 1.95)]
+    draw_models(tmp_path, a_record([tuned("baseline", sweeps[0], 2e-3), tuned("noble", sweeps[1], 1e-3)]))
+    axes = drawn["rates.png"]
+    np.testing.assert_allclose(lines(axes)["baseline"].get_xdata(), [1e-3, 2e-3])
+    assert axes.get_xscale() == "log"
+    crosses = [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in crosses] == [[4e-3]]
+    rings = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+    assert sorted(line.get_xdata()[0] for line in rings) == [1e-3, 2e-3]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.002", "0.004"]

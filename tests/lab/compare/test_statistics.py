@@ -78,19 +78,20 @@ def test_coverage_and_false_positives_of_the_paired_interval(rng, n):
     assert claimed / trials == pytest.approx(0.05, abs=0.026)
 
 
-def test_gives_no_interval_without_seeds_or_spread():
-    for estimate, word in [
+@pytest.mark.parametrize(
+    ("estimate", "word"),
+    [
         (paired_mean([0.1]), "one seed"),
         (paired_mean([]), "no seed"),
         (paired_mean([0.1, 0.1, 0.1]), "no spread"),
         (paired_mean([0.0, 0.0]), "no spread"),
         (geometric_mean([1.2]), "one seed"),
-    ]:
-        assert estimate.low is None
-        assert estimate.high is None
-        assert estimate.p_value is None
-        assert word in estimate.note
-        assert not estimate.shown
+    ],
+)
+def test_gives_no_interval_without_seeds_or_spread(estimate, word):
+    assert estimate.low is estimate.high is estimate.p_value is None
+    assert word in estimate.note
+    assert not estimate.shown
 
 
 # --- Holm --------------------------------------------------------------------------------------------------
