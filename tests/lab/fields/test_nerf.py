@@ -159,23 +159,6 @@ def test_learns_a_scene_and_writes_pictures(tmp_path):
         assert frame.size == (8, 8)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"rays": 0}, "rays must be"),
-        ({"samples": 1}, "samples must be"),
-        ({"fine_samples": -1}, "fine_samples must be"),
-        ({"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
-        ({"frame_downscale": 41}, "frames cannot be 41 times smaller"),
-        ({"downscale": 0}, "downscale must be"),
-        ({"source": "/nowhere"}, "there is no file or folder"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings, match):
-    with pytest.raises(UserError, match=match):
-        NerfSettings(**settings).prepare()
-
-
 def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool = False) -> Cameras:
     """Cameras anywhere, or looking roughly along -z."""
     turns = torch.randn(views, 3, 3, dtype=torch.float64)

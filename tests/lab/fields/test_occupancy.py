@@ -181,27 +181,6 @@ def test_fingerprints_tell_shapes_and_settings_apart():
     assert len({each.fingerprint for each in [same, *others]}) == 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"points": 0}, "points must be a positive integer"),
-        ({"up": "w"}, "unknown up 'w'; choose one of x, y, z"),
-        ({"azimuth": float("nan")}, "azimuth must be degrees"),
-        ({"picture_height": 3}, "picture_height must be an integer of at least 16"),
-        ({"field": FieldConfig(in_features=2)}, "in_features 3 and out_features 1"),
-        ({"resolution": 1}, "resolution must be an integer of at least 2"),
-        ({"held_out": 100_000}, "held_out 100000, mesh_resolution 128: so many points .* choose smaller"),
-        ({"mesh_resolution": 20_000}, "mesh_resolution 20000: so many points .* choose smaller"),
-        ({"source": "nothing.obj"}, "there is no mesh 'nothing.obj'"),
-    ],
-    ids=["points", "up", "azimuth", "height", "field", "resolution", "held-out", "mesh", "source"],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(UserError, match=message) as caught:
-        OccupancySettings(**settings).prepare()
-    assert "\n" not in str(caught.value)
-
-
 def generator():
     return np.random.default_rng(int(torch.randint(2**31, ())))
 
@@ -328,14 +307,6 @@ def test_bodies_that_overlap_are_known_by_their_volume_and_warned_of():
     assert grid.hollow == pytest.approx(2 * 0.5**3 / (1 + 0.5**3), abs=0.01)  # counted twice by faces, hollow by parity
     with pytest.warns(UserWarning, match=r"shape: bodies overlap, and 2\d% of the volume is hollow"):
         OccupancyProblem(overlapping(), OccupancySettings(**SMALL))
-
-
-def test_share_of_points_inside_is_the_volume():
-    mesh = knot(48, 400)
-    for off_lattice in (False, True):
-        _, grid = sampled(mesh, 80, off_lattice)
-        assert grid.volume == pytest.approx(mesh.volume / np.prod(mesh.extents))
-        assert abs(grid.hollow) < 0.01
 
 
 def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch):
