@@ -36,11 +36,7 @@ def check_room(nbytes: int, what: str) -> None:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """Return the array of an .npy file.
-
-    Raises:
-        UserError: it is no such file, is shorter than its header says, holds Python objects, or is too large.
-    """
+    """Return the array of an .npy file; UserError where it is cut off, holds Python objects, or is too large."""
     with _refused(path, ".npy"):
         check_room(path.stat().st_size, str(path))
         with path.open("rb") as file:
@@ -48,25 +44,17 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file, also of an .npz.xz, by name.
-
-    Raises:
-        UserError: it is no such file, an array is shorter than its header says or holds Python objects, or all
-            together are too large.
-    """
-    source: Any = path
+    """Return the arrays of an .npz file, also of an .npz.xz, by name; UserError as of `read_array`."""
     with _refused(path, ".npz"):
-        if path.suffix.lower() == ".xz":
-            source = io.BytesIO(read_bytes(path))
+        source: Any = io.BytesIO(read_bytes(path)) if path.suffix.lower() == ".xz" else path
         with zipfile.ZipFile(source) as archive:
             members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
             check_room(sum(each.file_size for each in members), f"{path}, unpacked,")
-            found = {}
-            for member in members:
-                with archive.open(member) as file:
-                    array = np.lib.format.read_array(file, allow_pickle=False)
-                found[member.filename.removesuffix(".npy")] = array
-            return found
+            arrays = {}
+            for each in members:
+                with archive.open(each) as file:
+                    arrays[each.filename.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
+            return arrays
 
 
 @contextmanager
@@ -80,12 +68,7 @@ def _refused(path: Path, suffix: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file; of an .xz file, unpacked.
-
-    Raises:
-        UserError: it, or what it unpacks to, takes more than half of the memory that is free.
-        OSError, lzma.LZMAError: it cannot be read, or is no whole .xz file.
-    """
+    """Return the content of a file; unpacked if it is .xz; UserError where it takes half of the memory that is free."""
     with lzma.open(path) if path.suffix.lower() == ".xz" else path.open("rb") as file:
         return b"".join(bounded(file, str(path)))
 
@@ -113,10 +96,8 @@ def check_held(nbytes: int, most: int, what: str) -> None:
 def eight_bits(image: Any) -> Any:
     """Return a PIL image of 8 bits a channel, of a PIL image or an array (H, W) or (H, W, C) uint8.
 
-    Grey of 16 bits is divided by 257, so that white stays white: Pillow's own conversion cuts it off at 255.
-
-    Raises:
-        UserError: there is no image, or nothing says which value is white: integers of 32 bits, or real ones.
+    Grey of 16 bits is divided by 257, so that white stays white: Pillow's own conversion cuts it off at 255. UserError
+    where there is no image, or nothing says which value is white: integers of 32 bits, or real ones.
     """
     from PIL import Image
 

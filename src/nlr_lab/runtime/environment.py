@@ -30,11 +30,7 @@ class OutOfTimeError(UserError):
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return the kind of machine: never its name, its user or a path on it.
-
-    Args:
-        threads: CPU threads that the runs set; None: torch's own choice.
-    """
+    """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set."""
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -77,10 +73,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     """Use only kernels that repeat their bits inside it, where that is wanted.
 
     Sets torch.use_deterministic_algorithms, cuDNN's deterministic mode without its search for fast kernels, and
-    cuBLAS's workspace of a fixed size (unless the environment has chosen one).
-
-    Raises:
-        UserError: an operation in it, which the message names, has no such kernel.
+    cuBLAS's workspace of a fixed size (unless the environment has chosen one). UserError names an operation in it that
+    has no such kernel.
     """
     if not wanted:
         yield
@@ -136,11 +130,7 @@ def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterato
     torch keeps 8 compiled forms of a function, and runs further ones uncompiled. Arms of a comparison are models of one
     class, so of one function: arms from the eighth form on would be timed and trained uncompiled beside compiled ones.
     Nor are shapes made general once they have been seen to differ: what is compiled does not depend on what ran before,
-    nor on where a run was resumed.
-
-    Args:
-        wanted: False: nothing changes.
-        lengths_vary: batches have many lengths: one form serves them all, in the place of one for each.
+    nor on where a run was resumed. Where `lengths_vary` one form serves batches of all lengths.
     """
     if not wanted:
         yield
@@ -178,22 +168,16 @@ def duration(seconds: float, *, up: bool = False) -> str:
 def choose_device(name: str, *, dtype: torch.dtype | None = None) -> torch.device:
     """Return the device of that name, as torch has it; where it is empty, the GPU if there is one.
 
-    Raises:
-        UserError: there is no such device here, or it holds no numbers of that dtype (None: torch's default).
+    UserError where there is no such device here, or it holds no numbers of that dtype (None: torch's default).
     """
     if not name:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no NVIDIA GPU here; use --device cpu")
-    try:
         torch.zeros((), dtype=dtype, device=device).item()  # "meta" gives nothing back
     except Exception as error:  # each backend has errors of its own
         words = str(error).partition("\n")[0].partition(". ")[0]
-        raise UserError(f"device {name} cannot be used here ({words}); omit --device") from error
+        raise UserError(f"device {name} cannot be used here ({words}); use cpu, cuda or cuda:0") from error
     return device
 
 

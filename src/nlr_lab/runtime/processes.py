@@ -108,9 +108,8 @@ def let_threads_sleep() -> None:
 class FreeThreads:
     """torch's CPU threads for the runs of one process, each to find a core of its own.
 
-    Args:
-        wanted: threads that the runs set themselves; then nothing is chosen, nor where OMP_NUM_THREADS is set, a GPU
-            computes, or this is one of several training processes.
+    Nothing is chosen where runs set threads themselves (`wanted`), OMP_NUM_THREADS is set, a GPU computes, or this is
+    one of several training processes.
     """
 
     def __init__(self, wanted: int | None) -> None:

@@ -39,15 +39,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Return the object in a JSON file that this library wrote.
-
-    Args:
-        path: the file.
-        kinds: keys that it has, and the types of their values.
-
-    Raises:
-        UserError: it is damaged, or another file of that name.
-    """
+    """Return the object in a JSON file that this library wrote, with values of these `kinds`; UserError for another."""
     hint = "use another folder, or --overwrite"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -62,11 +54,7 @@ def read_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder whose files all match it.
-
-    Raises:
-        UserError: the manifest or a file is missing, cut short or changed; the message names it.
-    """
+    """Return the manifest of a folder whose files all match it; UserError names what is missing, cut off or changed."""
     files = manifest_files(folder)
     if files is None:
         raise UserError(f"{folder} has no {MANIFEST} that can be read")
@@ -104,10 +92,7 @@ def prune(folder: Path, newest: int, keep: int) -> None:
 
     Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
     others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
-    from before it.
-
-    Raises:
-        UserError: `newest` does not read back as it was written.
+    from before it. UserError where `newest` does not read back as it was written.
     """
     folders = step_folders(folder)
     before = [child for step, child in folders.items() if step < newest]
@@ -135,17 +120,9 @@ def _has_its_sizes(folder: Path) -> bool:
 def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrite: bool) -> bool:
     """Return whether there is something of ours to resume in a folder that is to be written to.
 
-    What a process that was killed before its first file left does not count, nor does a lock.
-
-    Args:
-        folder: to write to.
-        marker: the file by which a folder of ours is known.
-        what: is in such a folder, for the message.
-        resume: go on with what is there.
-        overwrite: replace what is there.
-
-    Raises:
-        UserError: the folder is in use for something else, or not one of `resume` and `overwrite` is asked for.
+    `marker` is the file by which a folder of ours is known, `what` is in it. What a process that was killed before its
+    first file left does not count, nor does a lock. UserError where the folder is in use for something else, or not one
+    of `resume` and `overwrite` is asked for.
     """
     if resume and overwrite:
         raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
@@ -175,9 +152,7 @@ def opened(folder: Path, *ours: str, overwrite: bool) -> Iterator[None]:
     """Make a folder, and keep other processes out of it for as long as this one writes there.
 
     With `overwrite` the files and folders of `ours` are removed, and nothing else; by the last one it is known as ours.
-
-    Raises:
-        UserError: it cannot be written, or another process writes there.
+    UserError where it cannot be written, or another process writes there.
     """
     with ExitStack() as stack:
         with disk_errors(f"to {folder}", "choose another folder"):

@@ -145,10 +145,8 @@ class Arm:
         `nonlinear-query+noble:rank=64` (several methods, each with its settings), `pkg.mod:function`; each may add
         `,lr=3e-3`, `,grid=1e-4/3e-4/1e-3`, `,optimizer=muon`, `,qk_norm=true`, `,name=...` and `,init=` (for `noble`,
         init is NobleConfig's; there the dense init before the swap is `dense_init=`). Tuples are written with slashes:
-        `frequency_range=0.8/1.2`, `target_modules=query/value`.
-
-        Raises:
-            UserError: an unknown method or setting, a bad value, or a function that cannot be imported.
+        `frequency_range=0.8/1.2`, `target_modules=query/value`. UserError for an unknown method or setting, a bad
+        value, or a function that cannot be imported.
         """
         whole: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {}
@@ -217,16 +215,10 @@ class Arm:
         dense_init: DenseInit | None = None,
         verbose: bool = False,
     ) -> nn.Module:
-        """Return the changed model; methods and most functions change it in place.
+        """Return the task's model with the change; methods and most functions change it in place.
 
-        Args:
-            model: as the task builds it.
-            setup: what the task knows of a pretrained model; None where the model is trained from scratch.
-            dense_init: how the model's linears were drawn where the arm does not say.
-            verbose: print what was changed.
-
-        Raises:
-            UserError: the method does not fit the model, or the function gives back no module.
+        `setup` has the task's facts of a pretrained model (None: trained from scratch), `dense_init` drew its linears
+        where the arm does not say. UserError where the method does not fit, or the function gives back no module.
         """
         if self.qk_norm and setup is not None:
             raise UserError("qk_norm is for models that are trained from scratch; omit it")
@@ -277,10 +269,8 @@ def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> l
 
     LoRA+ is as `peft.optimizers.create_loraplus_optimizer` has it: B (of our adapters the up factors) and every 1-D
     tensor are fast, A and the head's matrices slow. peft trains adapters on embeddings at 1e-6, which is of no use
-    beside a tuned learning rate; here they learn like A.
-
-    Raises:
-        UserError: Muon is asked for, and the arm trains an adapter or no dense matrix.
+    beside a tuned learning rate; here they learn like A. UserError where Muon is asked for, and the arm trains an
+    adapter or no dense matrix.
     """
     train, muon = recipe.train, uses_muon(recipe, arm)
     if muon and is_adapted(model):

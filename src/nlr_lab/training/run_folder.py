@@ -48,11 +48,7 @@ class RunFolder:
         self._held = ExitStack()
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
-        """Return the result of a finished run that is resumed, else None; change nothing.
-
-        Raises:
-            UserError: the folder is not empty, not ours, or of another recipe.
-        """
+        """Return the result of a finished run that is resumed, else None; UserError where it may not be written to."""
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
         former = Recipe.from_dict(read_json(self.path / RECIPE, recipe=dict)["recipe"])
@@ -67,11 +63,7 @@ class RunFolder:
         return TrainResult.from_json(result.read_text(encoding="utf-8")) if result.is_file() else None
 
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
-        """Make the folder this run's.
-
-        Raises:
-            UserError: its run began with other data, it cannot be written, or another process trains in it.
-        """
+        """Make the folder this run's; UserError where its run began with other data, or it cannot be written."""
         about = self.path / RECIPE
         if not overwrite and about.is_file() and read_json(about, recipe=dict).get("fingerprint") != fingerprint:
             raise UserError(
@@ -173,11 +165,7 @@ class FormerRun:
 
     @classmethod
     def read(cls, path: Path, command: str = "train") -> "FormerRun":
-        """Return the run of a folder, which `nlr train` or `nlr finetune` (`command`) is to repeat.
-
-        Raises:
-            UserError: it is no run folder, its recipe cannot be read, or it is the other command's.
-        """
+        """Return the run of a folder, which `nlr train` or `nlr finetune` (`command`) is to repeat; else UserError."""
         if not (path / RECIPE).is_file():
             what = "is no run folder" if path.is_dir() else "does not exist"
             hint = "; of a comparison name one of its runs" if (path / "compare.json").is_file() else ""
@@ -190,11 +178,7 @@ class FormerRun:
         return cls(path=path, recipe=recipe, about=about)
 
     def changes(self) -> list[str]:
-        """Return a line for each version, property of the machine, commit and data file that is not as it was.
-
-        Raises:
-            UserError: data.json is damaged, or a file of the data cannot be read.
-        """
+        """Return a line for each version, property of the machine, commit and data file that is not as it was."""
         now = provenance(self.recipe.train.threads)
         before, present = _conditions(self.about), _conditions(now)
         lines = []

@@ -179,9 +179,8 @@ class RunTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; `resume_from_checkpoint` is a checkpoint's path or None.
 
-        Raises:
-            UserError: a checkpoint that cannot be resumed from, or a process that reads data died.
-            DivergedError: the loss, or a weight, is not finite.
+        UserError where the checkpoint cannot be resumed from, or a process that reads data died; DivergedError where
+        the loss, or a weight, is not finite.
         """
         self._started = time.monotonic()
         if resume_from_checkpoint is not None:
@@ -273,11 +272,7 @@ class RunTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return the scores of the held-out data; draws no random number.
-
-        Raises:
-            DivergedError: the loss is not finite.
-        """
+        """Return the scores of the held-out data, without a random draw; DivergedError where the loss is not finite."""
         # With torch.compile Trainer's own model is the uncompiled one.
         model: Any = self.model_wrapped if self.args.torch_compile else self.model
         was_training = model.training
