@@ -40,12 +40,11 @@ def augment(
 ) -> AugmentReport:
     """Swap a model's linears, or activations, in place, for a method's layers.
 
-    With a `RationalConfig` every activation module is swapped, except those of poolers and heads unless `include`
-    names them, and each starts as its own function. With any other config every `nn.Linear` and transformers `Conv1D`
-    is swapped, except the output head (anything outside a transformers model's backbone, tied to an embedding, or named
-    like a head) and, unless `include` names it, what another method has replaced already or this one has no use for.
-    Checks come first: when an error is raised, the model is as it was. A method that discards trained weights (of a
-    model that was loaded) warns of it.
+    With a `RationalConfig` these are the activation modules, except those of poolers and heads unless `include` names
+    them, and each starts as its own function. With any other config they are every `nn.Linear` and transformers
+    `Conv1D` but the output head (anything outside a transformers model's backbone, tied to an embedding, or named like
+    a head) and, unless `include` names it, what another method has replaced or this one has no use for. Checks come
+    first: when an error is raised, the model is as it was. A method that discards loaded weights warns of it.
 
     Args:
         model: any module; a transformers model also becomes saveable with its branches.
@@ -97,7 +96,7 @@ def augment(
     report.settings = method.settings(config)
     configs = {name: config if found is None else found.targets[name].config for name in names}
     for name in names:
-        _check(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), method, configs[name])
+        _check(name, model, method, configs[name])
     if method.replaces_weights and _was_loaded(model):
         warnings.warn(
             f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
@@ -187,13 +186,11 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         UserError: the model has no branches.
     """
-    found = [(module, method) for module in model.modules() if (method := method_of_layer(module))]
-    layers: list[Any] = [module for module, method in found if method.dense is not None]
+    layers: list[Any] = [
+        module for module in model.modules() if (method := method_of_layer(module)) and method.dense is not None
+    ]
     if not layers:
-        why = "augment it first"
-        if found:
-            why = f"layers of {', '.join(sorted({method.name for _, method in found}))} are none, and stay as they are"
-        raise UserError(f"the model has no branches to disable{':' if found else ';'} {why}")
+        raise UserError("the model has no branches to disable: augment it with a method that adds some, such as noble")
     before = [layer.branch_enabled for layer in layers]
     try:
         for layer in layers:
@@ -204,7 +201,8 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
             layer.branch_enabled = enabled
 
 
-def _check(name: str, module: nn.Module, parent: nn.Module, method: Method, config: Any) -> None:
+def _check(name: str, model: nn.Module, method: Method, config: Any) -> None:
+    module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     if method.kind == "linear":
         _check_linear(name, module, method)
     if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
@@ -240,15 +238,16 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
     if not configs:
         return {}
     modules = {name: model.get_submodule(name) for name in configs}
+    layers: dict[str, nn.Module]
     if method.kind == "linear":
-        layers = method.build_all(modules, next(iter(configs.values())))
+        layers = dict(method.build_all(modules, next(iter(configs.values()))))
         replace_modules(model, {module: layers[name] for name, module in modules.items()})
-        return dict(layers)
+        return layers
     layers = {name: method.build(name, module, configs[name]) for name, module in modules.items()}
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-    return dict(layers)
+    return layers
 
 
 def _was_loaded(model: nn.Module) -> bool:

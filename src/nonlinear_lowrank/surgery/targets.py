@@ -48,35 +48,25 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
     return heads
 
 
-class _Filter:
-    """`include` and `exclude`; tracks which of their patterns matched something."""
-
-    def __init__(self, include: Patterns, exclude: Patterns) -> None:
-        self._all_included = include is None
-        self._included, self._excluded = _compile(include, "include"), _compile(exclude, "exclude")
-        self._used: set[re.Pattern[str]] = set()
-
-    def why_skipped(self, name: str) -> str:
-        """Return why the patterns skip a name; empty where they do not."""
-        if not (self._all_included or self._hits(self._included, name)):
-            return "not in include"
-        return "in exclude" if self._hits(self._excluded, name) else ""
-
-    def unused(self) -> str | None:
-        """Return the first pattern that matched nothing, or None."""
-        return next((each.pattern for each in self._included + self._excluded if each not in self._used), None)
-
-    def _hits(self, patterns: list[re.Pattern[str]], name: str) -> bool:
-        hits = [pattern for pattern in patterns if pattern.fullmatch(name)]
-        self._used.update(hits)
-        return bool(hits)
-
-
-def _compile(patterns: Patterns, option: str) -> list[re.Pattern[str]]:
-    try:
-        return [re.compile(each) for each in ([patterns] if isinstance(patterns, str) else patterns or ())]
-    except re.error as error:
-        raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
+def _skipped_by_name(
+    names: Collection[str], include: Patterns, exclude: Patterns, kind: str, hint: str
+) -> dict[str, str]:
+    """Return which of these names the patterns skip, and why; UserError for a pattern that matches none of them."""
+    reasons: dict[str, str] = {} if include is None else dict.fromkeys(names, "not in include")
+    for option, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+            try:
+                hits = [name for name in names if re.fullmatch(pattern, name)]
+            except re.error as error:
+                raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
+            if not hits:
+                raise UserError(f"the pattern {pattern!r} matches no {kind}'s whole name; {hint}")
+            for name in hits:
+                if option == "exclude":
+                    reasons.setdefault(name, "in exclude")
+                else:
+                    reasons.pop(name, None)
+    return reasons
 
 
 def choose_linears(
@@ -95,24 +85,27 @@ def choose_linears(
     """
     unnamed = include is None and select is None
     _check_selected(model, select)
-    given, own = _Filter(include, exclude), _Filter(method.include if unnamed else None, None)
-    heads, bypassed = output_head_names(model), bypassed_linears(model)
-    chosen: list[str] = []
-    skipped: dict[str, str] = {}
-    methods = {name: method_of_layer(module) for name, module in model.named_modules()}
+    heads, bypassed, inside = output_head_names(model), bypassed_linears(model), dense_parts(model)
+    modules = dict(model.named_modules())
+    methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
-    inside = dense_parts(model)
-    for name, module in model.named_modules():
-        if expert_tensors(module) and methods[name] is None:
-            skipped[name] = "holds weights as 3-D parameters, which are no linears"
-        if not name or module in inside or not (is_linear(module) or linear_method(module)):
-            continue
-        if (outer := wrapped.get(name.rpartition(".")[0])) is not None:
-            skipped[name] = f"is inside a layer of {outer}, which comes last"
-        elif own.why_skipped(name):
-            skipped[name] = f"not named like a target of {method.name}"
-        elif why := given.why_skipped(name):
-            skipped[name] = why
+    experts = {name for name, module in modules.items() if expert_tensors(module) and methods[name] is None}
+    skipped = dict.fromkeys(experts, "holds weights as 3-D parameters, which are no linears")
+    linears = {}
+    for name, module in modules.items():
+        if name and module not in inside and (is_linear(module) or linear_method(module)):
+            if (outer := wrapped.get(name.rpartition(".")[0])) is not None:
+                skipped[name] = f"is inside a layer of {outer}, which comes last"
+            elif unnamed and method.include and not re.fullmatch(method.include, name):
+                skipped[name] = f"not named like a target of {method.name}"
+            else:
+                linears[name] = module
+    hint = "print the names with: [n for n, m in model.named_modules()]"
+    given = _skipped_by_name(linears, include, exclude, "linear", hint)
+    chosen: list[str] = []
+    for name, module in linears.items():
+        if name in given:
+            skipped[name] = given[name]
         elif select is not None and name not in select:
             skipped[name] = "not in select"
         elif name in heads:
@@ -129,9 +122,6 @@ def choose_linears(
             if name in bypassed:
                 warnings.warn(f"{name}: {bypassed[name].why}, and {method.name} does not act there", stacklevel=3)
             chosen.append(name)
-    if (unused := given.unused()) is not None:
-        hint = "print the names with: [n for n, m in model.named_modules()]"
-        raise UserError(f"the pattern {unused!r} matches no linear's whole name; {hint}")
     if not chosen:
         why = "; ".join(sorted(set(skipped.values()))) or "it has no linears"
         if unnamed and method.include is not None:
@@ -139,26 +129,23 @@ def choose_linears(
         if any(each.startswith("rank ") for each in skipped.values()):
             why += "; choose a smaller rank"
         raise UserError(f"nothing to swap in this {type(model).__name__}: {why}")
-    return chosen, skipped
+    return chosen, {name: skipped[name] for name in modules if name in skipped}
 
 
 def choose_found(
     model: nn.Module, method: Method, found: Findings, include: Patterns, exclude: Patterns
 ) -> tuple[list[str], dict[str, str]]:
     """Return the same of what a method has found itself; a chosen module that cannot be swapped raises UserError."""
-    given = _Filter(include, exclude)
+    places = [*found.targets, *found.skipped]
+    folded = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in places if name})
+    those = f"they are {', '.join(folded[:8])}" if folded else "the model has none"
+    given = _skipped_by_name(places, include, exclude, method.kind, those)
     skipped: dict[str, str] = {}
     for name, target in found.targets.items():
-        if why := given.why_skipped(name) or ((target.skipped or target.refused) if include is None else ""):
+        if why := given.get(name) or ((target.skipped or target.refused) if include is None else ""):
             skipped[name] = target.skipped or why
     chosen = [name for name in found.targets if name not in skipped]
-    for name in found.skipped:
-        given.why_skipped(name)  # marks patterns that match it as used
     skipped |= {name or "the model": why for name, why in found.skipped.items()}
-    if (unused := given.unused()) is not None:
-        names = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in (*found.targets, *found.skipped) if name})
-        those = f"they are {', '.join(names[:8])}" if names else "the model has none"
-        raise UserError(f"the pattern {unused!r} matches no {method.kind}'s whole name; {those}")
     if not chosen:
         reasons = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
         why = ", ".join(reasons) or f"it has no {method.kind} modules"
@@ -170,7 +157,7 @@ def choose_found(
 
 
 def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
-    """Raise for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
+    """Raise UserError for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
     if isinstance(select, str):
         raise UserError(f"select must be a list of whole names, got {select!r}; pass patterns as include=")
     modules = dict(model.named_modules()) if select is not None else {}
