@@ -49,7 +49,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
         require("quantized", "torchao")
     if not isinstance(model, nn.Module):
         raise UserError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    merged, found = _merged(model)
+    merged, found = _merged(model), _has_adapters(model)
     for name, module in merged.named_modules():
         if _optimizable(module) and any(
             type(each.data) is not torch.Tensor or each.is_meta for each in module.parameters()
@@ -87,14 +87,12 @@ def _has_adapters(model: nn.Module) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
-def _merged(model: Any) -> tuple[Any, bool]:
-    """Return the base model with its adapters in the weights, and whether there were adapters at all."""
-    if not _has_adapters(model):
-        return model, False
-    if not all(getattr(config, "mergeable", True) for config in model.peft_config.values()):
-        return model, True
+def _merged(model: Any) -> Any:
+    """Return the base model with its adapters in the weights, where it has adapters that can be merged."""
+    if not _has_adapters(model) or not all(getattr(each, "mergeable", True) for each in model.peft_config.values()):
+        return model
     try:
-        return model.merge_and_unload(safe_merge=True), True
+        return model.merge_and_unload(safe_merge=True)
     except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
         kinds = ", ".join(sorted({str(config.peft_type) for config in model.peft_config.values()}))
         raise UserError(f"adapters of {kinds} cannot be merged here: {one_line(error)}") from error

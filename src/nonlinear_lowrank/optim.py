@@ -80,9 +80,8 @@ def param_groups(
         verbose: print the groups.
 
     Returns:
-        A fresh list of groups, each with "params" (a list of (name, parameter) tuples), "lr",
-        "weight_decay" and "role". transformers' Trainer takes "params" out of the dict of optimizer
-        arguments it is given, so call this anew for every optimizer.
+        Groups with "params" (a list of (name, parameter) tuples), "lr", "weight_decay" and "role". transformers'
+        Trainer takes "params" out of them, so call this anew for every optimizer.
 
     Raises:
         UserError: lr or weight_decay is out of range, or nothing is trainable.
@@ -104,22 +103,14 @@ def param_groups(
             fresh["optimizer"] = "muon" if role.muon else "adamw"
         groups.setdefault(role, fresh)["params"].append((name, parameters[name]))
     ordered = sorted(groups.values(), key=lambda group: (group["role"], group["lr"]))
-    if verbose:
-        print(describe_groups(ordered, lr))
-    return ordered
-
-
-def describe_groups(groups: Iterable[dict[str, Any]], lr: float) -> str:
-    """Return a line for each group: role, tensors, parameters, learning rate and multiplier, weight decay."""
-    lines = []
-    for group in groups:
+    for group in ordered if verbose else ():
         size = sum(parameter.numel() for _, parameter in group["params"])
-        lines.append(
+        print(
             f"{group['role']:<18} {len(group['params']):>5} tensors {size:>14,} parameters  "
             f"lr {group['lr']:.3g} (x {group['lr'] / lr:.3g})  decay {group['weight_decay']:g}"
-            + (f"  {group['optimizer']}" if "optimizer" in group else "")
+            + (f"  {group['optimizer']}" if muon else "")
         )
-    return "\n".join(lines)
+    return ordered
 
 
 _KINDS = ("muon", "adamw")
@@ -247,11 +238,10 @@ def multiplier_roles(module: nn.Module) -> Mapping[str, Role]:
 def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
     """Return the tensors that optimizer groups train without their multiplier, or decay against their role.
 
-    They are found by identity among all living layers: this works under DDP and FSDP2, needs no model, and keeps none
-    alive. A learning rate is compared with that of a tensor of multiplier 1 in the same layer: one of the branch's (the
-    down projection), else the dense weight, else that of any other layer. What cannot be judged is skipped: flattened
-    tensors (FSDP1, DeepSpeed), compiled steps and optimizers of one tensor. A ratio other than 1 is taken to be
-    intended.
+    They are found by identity among all living layers, which works under DDP and FSDP2. A learning rate is compared
+    with that of a tensor of multiplier 1 in the same layer: one of the branch's (the down projection), else the dense
+    weight, else that of any other layer. What cannot be judged is skipped: flattened tensors (FSDP1, DeepSpeed),
+    compiled steps and optimizers of one tensor. A ratio other than 1 is taken to be intended.
     """
     group_of = {id(each): group for group in groups for each in group["params"]}
     held = []
@@ -303,13 +293,11 @@ def check_first_step(optimizer: Optimizer) -> None:
         return
     _warn_of_bypassed(optimizer)
     found = mismatches(optimizer.param_groups)
-    lost = [each.role for each in found if each.lost]
-    decayed = [each.role for each in found if each.decayed]
     parts = []
-    if lost:
-        low, high = (pick(role.lr for role in lost) for pick in (min, max))
+    if lost := [each.role for each in found if each.lost]:
+        low, high = min(role.lr for role in lost), max(role.lr for role in lost)
         parts.append(f"trains {_counted(lost)} without their learning-rate multipliers (x {low:.3g} to {high:.3g})")
-    if decayed:
+    if decayed := [each.role for each in found if each.decayed]:
         parts.append(f"decays {_counted(decayed)}, which must not be decayed")
     if parts:
         warn_once(

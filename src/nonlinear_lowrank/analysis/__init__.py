@@ -25,17 +25,13 @@ __all__ = [
     "select_layers",
 ]
 
-_FILES = {
-    **dict.fromkeys(("LayerCost", "ModelCost", "model_cost"), "cost"),
-    **dict.fromkeys(("layer_importance", "part_of", "recommended_layers", "select_layers"), "importance"),
-    "saved_bytes": "saved",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
+    files = {"saved_bytes": "saved", **dict.fromkeys(("LayerCost", "ModelCost", "model_cost"), "cost")}
+    file = files.get(name, "importance")
+    value = globals()[name] = getattr(importlib.import_module(f".{file}", __name__), name)
     return value
 
 

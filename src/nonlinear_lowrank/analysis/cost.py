@@ -32,7 +32,6 @@ from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
 NUMBERS = ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
-"""Numbers of each module and of the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +72,12 @@ class ModelCost:
     notes: list[str] = field(default_factory=list)
     """Modules that could not be counted."""
 
+    # Totals over the rows, of what a LayerCost has.
     parameters = _total("parameters")
-    """All parameters, tied ones once."""
     branch_parameters = _total("branch_parameters")
-    """The part that methods added."""
     flops = _total("flops")
-    """Forward FLOPs per token."""
     branch_flops = _total("branch_flops")
-    """The part that methods added."""
     kept_bytes = _total("kept_bytes")
-    """Bytes saved for backward over the whole batch; None where no forward pass was traced."""
 
     @property
     def parameter_ratio(self) -> float:
@@ -175,10 +170,9 @@ def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
 def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
     """Yield the modules called ...Attention that hold no other such module: those that compute the scores."""
     for module in model.modules():
-        if "Attention" in type(module).__name__ and any(True for _ in module.parameters()):
-            inner = (type(each).__name__ for each in module.modules() if each is not module)
-            if not any("Attention" in name for name in inner):
-                yield module
+        named = [each for each in module.modules() if "Attention" in type(each).__name__]
+        if named == [module] and any(True for _ in module.parameters()):
+            yield module
 
 
 def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
@@ -187,9 +181,7 @@ def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
         return module.embed_dim
     config = getattr(module, "config", None) or getattr(model, "config", None)
     heads = first_integer([module, config], ("num_heads", "num_attention_heads", "n_heads", "n_head"))
-    if heads is None:
-        return None
     head_width = first_integer([module, config], ("head_dim", "attention_head_size"))
-    if head_width is not None:
+    if heads is not None and head_width is not None:
         return heads * head_width
-    return first_integer([config, module], ("hidden_size", "embed_dim", "d_model"))
+    return heads and first_integer([config, module], ("hidden_size", "embed_dim", "d_model"))

@@ -98,23 +98,16 @@ def layer_importance(
     finally:
         for module, training in modes:  # train() would thaw what the user has put into evaluation mode alone
             module.training = training
-    for name, value in scores.items():
-        if not np.isfinite(value):
-            raise UserError(f"the score of {name} is not finite; check the batches and the model's weights")
+    if wrong := [name for name, value in scores.items() if not np.isfinite(value)]:
+        raise UserError(f"the score of {wrong[0]} is not finite; check the batches and the model's weights")
     return scores
 
 
 def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
     """Return the names whose score is at or above a percentile of all scores, in the given order.
 
-    Args:
-        scores: of `layer_importance`.
-        percentile: 0 selects all; 70 about the highest three tenths.
-
-    Raises:
-        UserError: no scores, or a percentile outside 0 to 100.
-
-    Source: noble_notes_zh.md, section 4.2.
+    A percentile of 0 selects all, 70 about the highest three tenths (noble_notes_zh.md, section 4.2). No scores, or a
+    percentile outside 0 to 100, raise UserError.
     """
     if not scores:
         raise UserError("there are no scores to select by")
@@ -125,16 +118,9 @@ def select_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list
 
 
 def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) -> list[str]:
-    """Return the notes' choice: every query, the keys of the highest scores, every feed-forward linear.
+    """Return every query, the keys at or above a percentile of the keys' scores, and every feed-forward linear.
 
-    Args:
-        scores: of `layer_importance`.
-        percentile: of the keys' scores; keys below it are skipped.
-
-    Raises:
-        UserError: no linear of the scores is a query by its name, or none is part of a feed-forward.
-
-    Source: noble_notes_zh.md, section 4.2.
+    Source: noble_notes_zh.md, section 4.2. UserError where no linear is a query by its name, or none a feed-forward's.
     """
     parts = {name: part_of(name) for name in scores}
     # Without either it is no choice of these but a name that `part_of` does not know.
@@ -145,9 +131,10 @@ def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) ->
     return [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
 
 
-def _by_gradient(
-    model: nn.Module, linears: Mapping[str, Any], batches: Iterable[Mapping[str, Any]]
-) -> dict[str, float]:
+Batches = Iterable[Mapping[str, Any]]
+
+
+def _by_gradient(model: nn.Module, linears: Mapping[str, Any], batches: Batches) -> dict[str, float]:
     for name, module in linears.items():
         if module._parameters.get("weight") is None:  # the tensor read here is not the one that forward computes
             raise UserError(f"the weight of {name} is computed from others; undo that, or use score='activation'")
@@ -178,9 +165,7 @@ def _by_gradient(
 
 
 @torch.no_grad()
-def _by_activation(
-    model: nn.Module, linears: Mapping[str, Any], batches: Iterable[Mapping[str, Any]]
-) -> dict[str, float]:
+def _by_activation(model: nn.Module, linears: Mapping[str, Any], batches: Batches) -> dict[str, float]:
     squares: dict[str, Tensor] = {}
     tokens = dict.fromkeys(linears, 0)
 

@@ -1,15 +1,9 @@
 """Bytes saved for backward: distinct storages that autograd holds when a forward pass has ended.
 
-Storages are told apart by `untyped_storage()._cdata`, which also works on meta and fake tensors (their
-data pointers are all 0). A saved view counts as its whole storage, since that is what stays in memory.
-Parameters and buffers are excluded, and so are autocast's copies of them: a model has these anyhow, and
-how many there are does not depend on the batch. What is dropped again before the forward pass ends is not
-counted.
-
-It sees what goes through saved-tensor hooks: eager autograd, autograd.Function's save_for_backward, and
-compiled functions (AOTAutograd saves by save_for_backward too); beside that, tensors that a function keeps
-as attributes of its context. Recomputation under `torch.utils.checkpoint` hides its inner tensors from the
-hooks, as it should: they are not kept.
+Storages are told apart by `untyped_storage()._cdata`, which also works on meta and fake tensors (their data pointers
+are all 0); a saved view counts as its whole storage. Parameters, buffers and autocast's copies of them are excluded: a
+model has these anyhow. What a function keeps as attributes of its context counts; what `torch.utils.checkpoint`
+computes again does not.
 """
 
 import weakref
@@ -27,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(kw_only=True)
 class SavedStorage:
-    """One block of memory that is saved for backward."""
+    """One block of memory that is saved for backward, and the result of `label()` when it was first saved."""
 
     nbytes: int
     dtype: torch.dtype
     label: str
-    """Result of `label()` when it was first saved."""
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     """Shapes of the tensors in it that were saved."""
 
@@ -56,10 +49,7 @@ def saved_storages(
     label: Callable[[], str] = str,
     **kwargs: Any,
 ) -> list[SavedStorage]:
-    """Return the storages behind `saved_bytes`, in the order in which they were first saved.
-
-    `label` is called when something is saved, and its string goes into `SavedStorage.label`.
-    """
+    """Return the storages behind `saved_bytes`, in the order in which they were first saved."""
     excluded = list(parameters)
     if isinstance(function, nn.Module):
         excluded += [*function.parameters(), *function.buffers()]
@@ -92,13 +82,12 @@ def saved_storages(
     return list(storages.values())
 
 
+@dataclass(eq=False)
 class _Held:
     """Stand-in that autograd saves for a tensor; it is freed as soon as the graph lets go of it."""
 
-    __slots__ = ("__weakref__", "label", "tensor")
-
-    def __init__(self, tensor: Tensor, label: str) -> None:
-        self.tensor, self.label = tensor, label
+    tensor: Tensor
+    label: str
 
 
 class _CastWatch(TorchDispatchMode):
