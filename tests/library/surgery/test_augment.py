@@ -9,43 +9,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank.analysis import layer_importance, select_layers
 from nonlinear_lowrank.hub import load_model
+from nonlinear_lowrank.surgery.augment import apply_saved, layer_entries
 
 
 def snapshot(model):
-    return [(name, type(module)) for name, module in model.named_modules()], {
-        name: (id(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()
-    }
-
-
-def assert_unchanged(model, before):
-    modules, parameters = snapshot(model)
-    assert modules == before[0]
-    assert parameters.keys() == before[1].keys()
-    for name, (identity, value) in parameters.items():
-        assert identity == before[1][name][0]
-        assert torch.equal(value, before[1][name][1])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pretrained_init_leaves_the_logits_bit_equal(family):
-    model = FAMILIES[family]().eval()
-    inputs = batch(model)
-    with torch.no_grad():
-        before = model(**inputs).logits
-        nlr.augment(model, NobleConfig(rank=4, init="pretrained"), verbose=False)
-        assert torch.equal(model(**inputs).logits, before)
-        for name, parameter in model.named_parameters():
-            if name.endswith("noble_up"):
-                parameter.normal_()
-        assert not torch.equal(model(**inputs).logits, before)
-        with nlr.branches_disabled(model):
-            assert torch.equal(model(**inputs).logits, before)
-        assert not torch.equal(model(**inputs).logits, before)
+    """Names, kinds and tensors, which stay the same objects with the same values."""
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return modules, {name: (id(value), value.tolist()) for name, value in model.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
@@ -94,72 +71,48 @@ def test_include_and_exclude_choose_by_whole_names():
         nlr.augment(model, NobleConfig(rank=2), verbose=False)
 
 
-def _freeze(model):
-    model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)
-
-
-def _hook(model):
-    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
-
-
-def _quantize(model):
-    layer = model.model.layers[1].mlp.down_proj
+def quantized(layer):
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    return layer
 
 
-def _subclass(model):
-    class Special(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), x
-
-    model.model.layers[1].mlp.down_proj = Special(48, 32)
+def hooked(layer):
+    layer.register_forward_hook(lambda *_: None)
+    return layer
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments", "prepare", "word"),
-    [
-        ({"rank": 32}, {}, None, "rank 32 is not low"),
-        ({"rank": 4}, {"include": "nothing.*"}, None, "matches no linear"),
-        ({"rank": 4}, {"exclude": ["nothing.*"]}, None, "matches no linear"),
-        ({"rank": 4}, {"include": "("}, None, "not a regular expression"),
-        ({"rank": 4}, {"include": "lm_head"}, None, "nothing to swap"),
-        ({"rank": 4}, {}, _freeze, "frozen"),
-        ({"rank": 4}, {}, _quantize, "quantized"),
-        ({"rank": 4}, {}, _hook, "hooks"),
-        ({"rank": 4}, {"include": ".*down_proj"}, _subclass, "cannot replace"),
-    ],
-)
-def test_refused_before_anything_changes(settings, arguments, prepare, word):
+REFUSED = {
+    "rank": ({"config": NobleConfig(rank=32)}, "rank 32 is not low"),
+    "no config": ({"config": {"rank": 2}}, "not the config of a method"),
+    "include": ({"include": "nothing.*"}, "matches no linear"),
+    "exclude": ({"exclude": ["nothing.*"]}, "matches no linear"),
+    "expression": ({"include": "("}, "not a regular expression"),
+    "head": ({"include": "lm_head"}, "nothing to swap"),
+    "frozen": ({"prepare": lambda layer: layer.requires_grad_(False)}, "frozen"),
+    "quantized": ({"prepare": quantized}, "quantized"),
+    "hooked": ({"prepare": hooked}, "hooks"),
+    "budget": ({"config": NobleConfig(), "budget": "0.1%"}, "rank 1 in 12 linears adds"),
+    "budget of 0": ({"config": NobleConfig(), "budget": "0%"}, "cannot read the budget"),
+    "budget of words": ({"config": NobleConfig(), "budget": "much"}, "write '5%'"),
+    "budget as number": ({"config": NobleConfig(), "budget": 0.05}, "write '5%'"),
+    "no ranks": ({"config": nlr.SineLowRankConfig(rank=4), "budget": "5%"}, "give the rank itself"),
+    "select": ({"select": ["lm_head", "9"]}, "'9', which is no linear"),
+    "select by pattern": ({"select": "0"}, "pass patterns as include="),
+    "select nothing": ({"select": []}, "not in select"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "word"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_changes(arguments, word):
     model = FAMILIES["glm"]()
-    if prepare:
-        prepare(model)
+    prepare = arguments.get("prepare", lambda layer: layer)
+    model.model.layers[1].mlp.down_proj = prepare(model.model.layers[1].mlp.down_proj)
     before = snapshot(model)
+    given = {"config": NobleConfig(rank=4), **{name: arguments[name] for name in arguments.keys() - {"prepare"}}}
     with pytest.raises(UserError, match=word) as caught:
-        nlr.augment(model, NobleConfig(**settings), **arguments)
+        nlr.augment(model, **given)
     assert "\n" not in str(caught.value)
-    assert_unchanged(model, before)
-
-
-def test_plain_modules_shared_and_tied_ones():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(11, 16)
-            self.first = nn.Linear(16, 16)
-            self.again = self.first
-            self.attention = nn.MultiheadAttention(16, 2)
-            self.output = nn.Linear(16, 11, bias=False)
-            self.output.weight = self.embedding.weight
-            self.classifier = nn.Linear(16, 3)
-
-    net = Net()
-    report = nlr.augment(net, NobleConfig(rank=4), verbose=False)
-    assert report.swapped == ["first"]
-    assert net.first is net.again
-    assert isinstance(net.first, nlr.NobleLinear)
-    assert report.skipped["output"] == "tied to an embedding"
-    assert report.skipped["classifier"] == "named like an output head"
-    assert "without calling it" in report.skipped["attention.out_proj"]
+    assert snapshot(model) == before
 
 
 class Bag(nn.Module):
@@ -197,55 +150,20 @@ def test_from_scratch_shared_weights_stay_shared_and_are_drawn_anew(marked):
     assert sum(p.numel() for p in net.parameters()) == report.parameters_before + report.parameters_added
 
 
-def test_wrong_config_and_model_without_branches():
-    with pytest.raises(UserError, match="not the config of a method"):
-        nlr.augment(nn.Sequential(nn.Linear(4, 4)), {"rank": 2})
-    with pytest.raises(UserError, match="no branches"), nlr.branches_disabled(nn.Linear(3, 3)):
-        pass
-
-
 def test_report_prints_and_counts(capsys):
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 12))
+    with pytest.raises(UserError, match="no branches"), nlr.branches_disabled(model):
+        pass
     report = nlr.augment(model, NobleConfig(rank=2))
     assert "2 linears swapped" in capsys.readouterr().out
     assert report.flops_before == 2 * (16 * 8 + 8 * 12)
     assert report.flops_added == 2 * (2 * (16 + 8) + 2 * 2) + 2 * (2 * (8 + 12) + 2 * 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "width", "heads", "hidden"), [("base", 12, 1024, 8, 2752), ("large", 24, 2048, 16, 5504)]
-)
-def test_published_parameter_counts_on_meta(name, layers, width, heads, hidden):
-    """shared/facts/parameter_counts.json, to the last parameter and printed percentage."""
-    from transformers import GlmConfig, GlmForCausalLM
-
-    totals = {"base": 254_733_312, "large": 1_420_204_032}
-    percent = {"base": {64: 5.70, 128: 11.63, 256: 24.19}, "large": {64: 4.04, 128: 8.17, 256: 16.68}}
-    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers, "head_dim": width // heads}
-    heads = {"num_attention_heads": heads, "num_key_value_heads": heads, "attention_bias": False}
-    tokens = {"vocab_size": 50257, "pad_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
-    config = GlmConfig(**sizes, **heads, **tokens, hidden_act="gelu")
-    for rank, added in percent[name].items():
-        with torch.device("meta"):
-            model = GlmForCausalLM(config)
-        report = nlr.augment(model, NobleConfig(rank=rank), verbose=False)
-        assert report.parameters_before == totals[name]
-        assert round(100 * report.parameters_added / report.parameters_before, 2) == added
-        shapes = {(width, width): 4, (width, 2 * hidden): 1, (hidden, width): 1}
-        exact = layers * sum(n * (rank * sum(shape) + rank * rank + 4 * rank) for shape, n in shapes.items())
-        assert report.parameters_added == exact
-
-
 def test_saved_entry_is_json_and_applies_again():
-    from nonlinear_lowrank.surgery.augment import after_augment, apply_saved
-
-    entries = []
-    after_augment.append(lambda _, entry: entries.append(entry))
-    try:
-        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12))
-        nlr.augment(model, NobleConfig(rank=2, activation="gelu", depth=1), include="0", verbose=False)
-    finally:
-        after_augment.pop()
+    model, config = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12)), NobleConfig(rank=2, activation="gelu", depth=1)
+    nlr.augment(model, config, include="0", verbose=False)
+    entries = layer_entries({"0": config})
     fresh = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12))
     apply_saved(fresh, json.loads(json.dumps(entries)))
     fresh.load_state_dict(model.state_dict())
@@ -254,3 +172,64 @@ def test_saved_entry_is_json_and_applies_again():
     for wrong, word in (({"method": "nope"}, "unknown method"), ({"modules": ["7"]}, "does not have")):
         with pytest.raises(UserError, match=word):
             apply_saved(nn.Sequential(nn.Linear(16, 8)), [{**entries[0], **wrong}])
+
+
+# How many branches there are, and how wide
+
+VARIANTS = [
+    NobleConfig(),
+    NobleConfig(activation="gelu", depth=1),
+    NobleConfig(activation="silu", depth=1, fusion="gated", up_bias=True),
+]
+
+
+def wide():
+    return nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 64), nn.Linear(64, 48))
+
+
+@pytest.mark.parametrize("budget", ["5%", "12.5 % parameters", "20% of flops", "9% FLOPs"])
+@pytest.mark.parametrize("config", VARIANTS, ids=lambda config: f"{config.activation}-{config.fusion}")
+def test_the_budget_is_kept_and_used_up(config, budget):
+    report = nlr.augment(wide(), config, budget=budget, verbose=False)
+    share, kind = float(budget.split("%")[0]) / 100, "flops" if "flops" in budget.lower() else "parameters"
+
+    def used(found):
+        return getattr(found, f"{kind}_added") / getattr(found, f"{kind}_before")
+
+    assert 0 < used(report) <= share
+    ratio = report.config.rank_ratio
+    ranks = [int(min(shape) * ratio) for shape in ((96, 200), (200, 64), (64, 48))]
+    next_ratio = min((rank + 1 + 1e-6) / width for rank, width in zip(ranks, (96, 64, 48), strict=True))
+    more = nlr.augment(wide(), NobleConfig(**{**vars(report.config), "rank_ratio": next_ratio}), verbose=False)
+    assert used(more) > share, "one step more is too much"
+
+
+class Tied(nn.Module):
+    """Two linears of one weight, or two Conv1Ds, and a third of its own."""
+
+    def __init__(self, conv=False):
+        super().__init__()
+        self.a, self.b, self.body = (Conv1D(48, 48) if conv else nn.Linear(48, 48) for _ in range(3))
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("conv", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("init", ["scratch", "pretrained"])
+def test_the_budget_holds_where_linears_share_a_weight(init, conv):
+    model = Tied(conv)
+    report = nlr.augment(model, NobleConfig(init=init), budget="20%", verbose=False)
+    assert model.a.weight is model.b.weight
+    added = sum(parameter.numel() for parameter in model.parameters()) - report.parameters_before
+    assert 0 < added == report.parameters_added <= 0.2 * report.parameters_before
+
+
+def test_chosen_layers_within_a_budget_are_swapped_and_saved(tmp_path):
+    model = FAMILIES["llama"]()
+    inputs = batch(model)
+    chosen = select_layers(layer_importance(model, [{**inputs, "labels": inputs["input_ids"]}]), 70)
+    report = nlr.augment(model, NobleConfig(), select=chosen, budget="30%", verbose=False)
+    assert sorted(report.swapped) == sorted(chosen)
+    assert "not in select" in report.skipped.values()
+    model.save_pretrained(tmp_path)
+    again = nlr.hub.load_model(tmp_path)
+    assert sum(p.numel() for p in again.parameters()) == report.parameters_before + report.parameters_added

@@ -20,45 +20,37 @@ from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 BATCH, LENGTH = 2, 9
 
 
-def _length(family: str) -> int:
-    return 17 if family == "vit" else LENGTH  # 16 patches and the class token
-
-
-def _make(family: str, augmented: bool) -> nn.Module:
+def _noble(family: str) -> nn.Module:
     model = FAMILIES[family]()
-    if augmented:
-        nlr.augment(model, nlr.NobleConfig(rank=8), verbose=False)
+    nlr.augment(model, nlr.NobleConfig(rank=8), verbose=False)
     return model
 
 
-@pytest.mark.parametrize("augmented", [False, True], ids=["plain", "noble"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops_equal_torchs_count(family, augmented, monkeypatch):
+def test_flops_equal_torchs_count_and_parameters_include_the_branches_share(family, monkeypatch):
     # torch's counter knows no in-place addmm_ and no fused CPU attention: the plain formulas, same products.
     monkeypatch.setattr(noble_layer, "noble_linear", noble_linear_reference)
-    model = _make(family, augmented).eval()
-    model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(**batch(model, size=BATCH, length=LENGTH))
-    cost = model_cost(model, _length(family))
-    expected = counter.get_total_flops()
-    if family == "vit":
-        # Counted for all 17 tokens: the patch embedding sees 16 of them, the classifier 1.
-        patch, head = 2 * model.vit.embeddings.patch_embeddings.projection.weight.numel(), 2 * 32 * 5
-        expected += BATCH * (patch + 16 * head)
-    assert BATCH * _length(family) * cost.flops == expected
-    assert not cost.notes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_include_the_branches_share(family):
-    plain, noble = _make(family, False), _make(family, True)
-    cost = model_cost(noble, LENGTH)
-    assert cost.parameters == count_parameters(noble) == sum(p.numel() for p in noble.parameters())
-    assert cost.parameters - cost.branch_parameters == count_parameters(plain)
-    assert cost.flops - cost.branch_flops == model_cost(plain, LENGTH).flops
-    assert cost.branch_flops > 0
-    (head,) = [row for row in cost.rows if row.kind == "head"]
+    length = 17 if family == "vit" else LENGTH  # 16 patches and the class token
+    costs = []
+    for model in (FAMILIES[family]().eval(), _noble(family).eval()):
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(**batch(model, size=BATCH, length=LENGTH))
+        cost = model_cost(model, length)
+        expected = counter.get_total_flops()
+        if family == "vit":
+            # Counted for all 17 tokens: the patch embedding sees 16 of them, the classifier 1.
+            patch, head = 2 * model.vit.embeddings.patch_embeddings.projection.weight.numel(), 2 * 32 * 5
+            expected += BATCH * (patch + 16 * head)
+        assert BATCH * length * cost.flops == expected
+        assert cost.parameters == count_parameters(model) == sum(p.numel() for p in model.parameters())
+        assert not cost.notes
+        costs.append(cost)
+    plain, noble = costs
+    assert noble.parameters - noble.branch_parameters == plain.parameters
+    assert noble.flops - noble.branch_flops == plain.flops
+    assert noble.branch_flops > 0
+    (head,) = [row for row in noble.rows if row.kind == "head"]
     if family == "gpt2":  # whose head is the embedding
         assert (head.parameters, head.flops) == (0, 2 * 67 * 32)
 
@@ -78,9 +70,10 @@ def test_published_counts_hold_on_meta(layers, width, total, percent):
     config.attention_bias = config.tie_word_embeddings = False
     for rank, added in percent.items():
         model = build_on_meta(config)
-        assert count_parameters(model) == total
-        nlr.augment(model, nlr.NobleConfig(rank=rank), verbose=False)
+        report = nlr.augment(model, nlr.NobleConfig(rank=rank), verbose=False)
         cost = model_cost(model, 1024)
+        assert report.parameters_before == total
+        assert report.parameters_added == cost.branch_parameters
         assert cost.parameters - cost.branch_parameters == total
         assert round(100 * (cost.parameter_ratio - 1), 2) == added
 
@@ -88,7 +81,7 @@ def test_published_counts_hold_on_meta(layers, width, total, percent):
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_bytes_equal_those_of_a_step(family, bf16):
-    model = _make(family, True)
+    model = _noble(family)
     cost = inspect_model(model, LENGTH, BATCH, bf16=bf16)
     inputs = batch(model, size=BATCH, length=LENGTH)
     if "input_ids" in inputs:
@@ -105,7 +98,7 @@ def test_saved_bytes_equal_those_of_a_step(family, bf16):
 
 
 def test_inspection_changes_nothing():
-    model = _make("llama", True).eval()
+    model = _noble("llama").eval()
     model.model.layers[0].train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -166,7 +159,7 @@ def test_passes_that_need_contents_are_noted():
 
 
 def test_table_and_json_hold_the_totals():
-    cost = inspect_model(_make("glm", True), LENGTH, BATCH)
+    cost = inspect_model(_noble("glm"), LENGTH, BATCH)
     folded, every = format_cost(cost), format_cost(cost, every_layer=True)
     row = next(line.split() for line in folded.splitlines() if line.startswith("model.layers.*.self_attn.q_proj"))
     assert row[1:4] == ["2", "3,264", "1,216"]  # 2 x (32 x 32 + 8 x (32 + 32) + 8 x 8 + 4 x 8)

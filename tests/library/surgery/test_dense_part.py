@@ -5,10 +5,11 @@ import copy
 import accelerate
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from transformers import AutoModelForCausalLM, GteConfig, GteForMaskedLM
+from transformers import GteConfig, GteForMaskedLM
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
@@ -95,12 +96,8 @@ def test_a_loop_over_all_modules_redraws_by_the_layers_table():
     assert layer[0].weight.std().item() == pytest.approx(3.0 / 20, rel=0.05)
 
 
-def _plain():
-    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-
-
 def test_distributed_checkpoints_have_the_plain_names_too():
-    model, other = _augmented(_plain()), _augmented(_plain())
+    model, other = (_augmented(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))) for _ in range(2))
     state = get_model_state_dict(model)
     assert {"0.weight", "2.bias", "2.noble_up"} < state.keys()
     set_model_state_dict(other, state)
@@ -136,11 +133,10 @@ def test_linears_that_files_hold_as_one_tensor_come_back(include, tmp_path):
 def test_plain_weights_load_into_an_augmented_model(tmp_path):
     """Up-cycling: the config says what is new, the files are the plain model's."""
     plain = FAMILIES["llama"]()
-    config = _augmented(FAMILIES["llama"]()).config
     plain.save_pretrained(tmp_path)
+    model = _augmented(FAMILIES["llama"]())
     with pytest.raises(nlr.UserError, match=r"tensors .* missing"):
-        type(_augmented(FAMILIES["llama"]())).from_pretrained(tmp_path, config=config)
-    model = AutoModelForCausalLM.from_config(config)
+        type(model).from_pretrained(tmp_path, config=model.config)
     found = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert not found.unexpected_keys
     assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, plain.model.layers[1].self_attn.q_proj.weight)
@@ -158,8 +154,6 @@ def test_offloaded_models_compute_the_same(tmp_path):
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj.dense", "v_proj.dense"]], ids=["all-linear", "named"])
 def test_lora_of_peft_goes_onto_the_dense_part(targets):
-    from peft import LoraConfig, get_peft_model
-
     model, tokens = _augmented(FAMILIES["llama"]().double()), torch.arange(9)[None]
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).double()
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
 
 import nonlinear_lowrank as nlr
 from family_checks import (
@@ -131,3 +133,125 @@ def test_the_page_has_every_family():
         check_cells(name, {"family": name})
         assert family.kind in ("causal", "masked", "seq2seq", "vision", "audio")
     assert len(FAMILIES) >= 45
+
+
+# Where torchao and bitsandbytes convert linears: the dense part is taken, the branch stays
+
+
+def quantized(test):
+    ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
+    return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}  # a 4-bit block is 64 numbers long
+BITSANDBYTES = {
+    "llama": {**WIDE, "head_dim": 32, "num_key_value_heads": 2},
+    "opt": {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64},
+    "gpt2": {"n_embd": 64},
+    "bert": WIDE,
+    "t5": {"d_model": 64, "d_kv": 32, "d_ff": 128},
+    "vit": {**WIDE, "num_labels": 64},
+}
+BITS = {
+    "8-bit": ("Linear8bitLt", {"load_in_8bit": True}, 0.1),
+    "4-bit": ("Linear4bit", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 0.5),
+}
+"""Class of bitsandbytes, settings, and the largest error of the outputs by norm."""
+
+
+def to_float8(model):
+    float8 = pytest.importorskip("torchao.float8")
+
+    def divisible(module, name):
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True), module_filter_fn=divisible)
+    return "Float8Linear"
+
+
+def to_fake_quantized(model):
+    quantization = pytest.importorskip("torchao.quantization")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    activations = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    weights = qat.IntxFakeQuantizeConfig(torch.int4, "per_channel")
+    config = qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare")
+    # Routers are linears that return more than a product, in plain models too.
+    quantization.quantize_(
+        model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and not name.endswith("router")
+    )
+    return "FakeQuantizedLinear"
+
+
+@quantized
+@pytest.mark.parametrize("column", ["float8", "QAT"])
+@every_family
+def test_converted_models_train_and_keep_their_branches(name, column, tmp_path):
+    model, _ = augmented(name)
+    inputs = FAMILIES[name].inputs(model)
+    before = {name: value.detach().clone() for name, value in branch_tensors(model).items()}
+    kind = {"float8": to_float8, "QAT": to_fake_quantized}[column](model)
+    assert branch_tensors(model).keys() == before.keys()
+    assert same(branch_tensors(model).values(), before.values())
+    layers = branches(model).values()
+    converted = sum(type(each.dense).__name__ == kind for each in layers)
+    linears = [each for each in layers if isinstance(each, nlr.NobleLinear)]
+    assert converted == sum(column == "QAT" or all(size % 16 == 0 for size in each.weight.shape) for each in linears)
+    train_a_step(model, torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)), inputs)
+    model.save_pretrained(tmp_path)
+    loaded = FAMILIES[name].auto_class.from_pretrained(tmp_path)
+    assert same(loaded.state_dict().values(), model.state_dict().values())
+    check_cells(name, {column: f"{converted} of {len(layers)}"})
+
+
+@quantized
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_bitsandbytes_quantizes_the_dense_parts_only(name, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, _ = augmented(name, **BITSANDBYTES[name])
+    enlarge_branches(model).save_pretrained(tmp_path)
+    inputs = FAMILIES[name].inputs(model)
+    for layer, settings, error in BITS.values():
+        config = BitsAndBytesConfig(**settings)
+        loaded = FAMILIES[name].auto_class.from_pretrained(tmp_path, quantization_config=config)
+        assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
+        quantized = [isinstance(each.dense, getattr(bitsandbytes.nn, layer)) for each in branches(loaded).values()]
+        assert sum(quantized) == len(quantized) - (2 * 2 if name == "t5" else 0), "T5 keeps its wo in float"
+        assert without_effect(loaded, inputs) == []
+        for found, expected in zip(outputs(loaded, inputs), outputs(model, inputs), strict=True):
+            assert (found - expected).norm() < error * expected.norm()
+
+
+@quantized
+def test_modules_that_bitsandbytes_is_told_to_skip_stay(tmp_path):
+    model, _ = augmented("llama")
+    model.save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["q_proj", "lm_head"])
+    loaded = FAMILIES["llama"].auto_class.from_pretrained(tmp_path, quantization_config=config)
+    kinds = {name.rpartition(".")[2]: type(layer.dense).__name__ for name, layer in branches(loaded).items()}
+    assert {name for name, kind in kinds.items() if kind == "Linear"} == {"q_proj"}
+    assert config.llm_int8_skip_modules == ["q_proj", "lm_head"], "the user's own is not changed"
+
+
+def in_8_bits(name, folder):
+    return FAMILIES[name].auto_class.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@quantized
+@every_family
+def test_every_family_loads_in_8_bits_with_its_branches(name, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, _ = augmented(name)
+    model.save_pretrained(tmp_path / "augmented")
+    loaded = in_8_bits(name, tmp_path / "augmented")
+    assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
+    quantized = [isinstance(each.dense, bitsandbytes.nn.Linear8bitLt) for each in branches(loaded).values()]
+    cell = f"{sum(quantized)} of {len(quantized)}"
+    plain = FAMILIES[name].build()
+    plain.save_pretrained(tmp_path / "plain")
+    try:  # not where code reads weights or reshapes outputs
+        outputs(in_8_bits(name, tmp_path / "plain"), FAMILIES[name].inputs(plain))
+    except (RuntimeError, IndexError):
+        cell += ", not run: nor is the plain model"
+    else:
+        assert all(each.isfinite().all() for each in outputs(loaded, FAMILIES[name].inputs(model)))
+    check_cells(name, {"bitsandbytes": cell})

@@ -1,6 +1,5 @@
 """Scores of linears, and the choices made by them."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,13 +66,10 @@ def test_families_are_scored_without_their_head(family, score):
     scores = layer_importance(model, [{**inputs, "labels": labels}], score=score)
     assert all(value > 0 for value in scores.values())
     assert not any("lm_head" in name or "classifier" in name for name in scores)
-    parts = {part_of(name) for name in scores}
-    assert {"query", "feed_forward"} <= parts
-    chosen = recommended_layers(scores, percentile=100)
-    assert {part_of(name) for name in chosen} <= {"query", "key", "feed_forward"}
-    keys = [name for name in scores if part_of(name) == "key"]
-    assert len([name for name in chosen if part_of(name) == "key"]) == min(1, len(keys))
-    assert all(name in chosen for name in scores if part_of(name) in ("query", "feed_forward"))
+    assert {"query", "feed_forward"} <= {part_of(name) for name in scores}
+    best_key = max((name for name in scores if part_of(name) == "key"), key=scores.get, default=None)
+    wanted = [name for name in scores if part_of(name) in ("query", "feed_forward") or name == best_key]
+    assert recommended_layers(scores, percentile=100) == wanted
 
 
 PARTS = {
@@ -88,19 +84,16 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_are_told_by_name(part):
-    assert {name: part_of(f"model.layers.3.{name}") for name in PARTS[part].split()} == dict.fromkeys(
-        PARTS[part].split(), part
-    )
+def test_parts_are_told_by_name():
+    for part, names in PARTS.items():
+        assert {name for name in names.split() if part_of(f"model.layers.3.{name}") != part} == set()
 
 
-def test_percentile_equals_numpys():
-    values = torch.rand(40).tolist()
-    scores = {f"layer{index}": value for index, value in enumerate(values)}
+def test_selecting_takes_the_highest_scores():
+    scores = {f"layer{index}": value for index, value in enumerate(torch.rand(40).tolist())}
     chosen = select_layers(scores, 70)
-    assert chosen == [name for name in scores if scores[name] >= np.percentile(values, 70)]
     assert len(chosen) == 12
+    assert min(scores[name] for name in chosen) > max(scores[name] for name in scores.keys() - set(chosen))
     assert select_layers(scores, 0) == list(scores)
 
 
@@ -110,7 +103,6 @@ def test_bad_input_raises():
     for call, message in (
         (lambda: layer_importance(model, [{"x": torch.randn(2, 6)}]), "no loss; put labels"),
         (lambda: layer_importance(model, []), "no batches"),
-        (lambda: layer_importance(model, [], score="activation"), "no batches"),
         (lambda: layer_importance(model, batches(), score="magic"), "unknown score"),
         (lambda: layer_importance(nn.Sequential(nn.ReLU()), []), "no linears"),
         (lambda: layer_importance(model, [nan]), "of a is not finite"),
@@ -118,11 +110,7 @@ def test_bad_input_raises():
         (lambda: layer_importance(model, [torch.randn(2, 6)], score="activation"), "cannot be a Tensor"),
         (lambda: select_layers({"a": 1.0}, 101), "between 0 and 100"),
         (lambda: select_layers({}), "no scores"),
-        (
-            lambda: recommended_layers({"one": 1.0}),
-            "query or a feed-forward by its name.*choose with select_layers",
-        ),
-        (lambda: recommended_layers({"h.0.attn.x": 1.0, "h.0.mlp.fc1": 2.0}), "is a query by its name"),
+        (lambda: recommended_layers({"one": 1.0}), "query or a feed-forward by its name.*with select_layers"),
         (lambda: recommended_layers({"h.0.attn.q_proj": 1.0}), "is a feed-forward by its name"),
     ):
         with pytest.raises(UserError, match=message) as caught:
@@ -138,12 +126,9 @@ def test_inference_mode_changes_nothing(score):
     with torch.inference_mode():
         made_inside = [{name: tensor.clone() for name, tensor in each.items()} for each in given]
         scores = layer_importance(model, made_inside, score=score)
-        made = Two()
         if score == "gradient":
             with pytest.raises(UserError, match=r"made inside torch.inference_mode\(\) and has no gradients"):
-                layer_importance(made, made_inside)
-        else:
-            layer_importance(made, made_inside, score=score)
+                layer_importance(Two(), made_inside)
     assert scores == expected
 
 
@@ -170,8 +155,7 @@ def test_calls_by_keyword_and_on_no_rows_are_scored(score):
 
 
 def test_computed_weights_have_no_gradient_score():
-    model = Calls(rows=3)
-    given = [{"x": torch.randn(5, 6)}]
+    model, given = Calls(rows=3), [{"x": torch.randn(5, 6)}]
     plain = layer_importance(model, given, score="activation")
     torch.nn.utils.parametrizations.weight_norm(model.expert)
     with pytest.raises(UserError, match=r"the weight of expert is computed from others.*or use score='activation'"):

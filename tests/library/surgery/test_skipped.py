@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, JambaConfig, Qwen3MoeConfig, WavLMConfig, WavLMModel
 
@@ -16,7 +17,10 @@ from nonlinear_lowrank.analysis.cost import model_cost
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
 NOBLE = NobleConfig(rank=4)
-METHODS = [NOBLE, nlr.SineLowRankConfig(rank=4)]
+every_method = pytest.mark.parametrize(
+    "config", [NOBLE, nlr.SineLowRankConfig(rank=4)], ids=lambda config: config.method
+)
+every_adapter = pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig])
 
 
 class Reading(nn.Module):
@@ -39,28 +43,97 @@ class Reading(nn.Module):
         return F.linear(x, self.taken.weight, self.taken.bias)
 
 
-@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
-def test_linears_whose_weight_is_taken_are_skipped(config):
-    model = nn.Sequential(Reading(), nn.Linear(16, 16))
-    report = nlr.augment(model, config, verbose=False)
-    assert report.swapped == ["0.looked", "0.called", "1"]
-    assert report.skipped == {"0.taken": "the forward of Reading takes its bias and weight without calling it"}
-    with pytest.raises(UserError, match=r"0\.taken would have no effect: the forward of Reading takes .* exclude="):
-        nlr.augment(nn.Sequential(Reading()), config, include=r".*taken", verbose=False)
+class Outer(nn.Module):
+    """Takes the weight of a linear that is called elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.block = nn.Linear(16, 16), Reading()
+
+    def forward(self, x):
+        return self.out(self.block(x) @ self.block.called.weight)
 
 
-def test_a_weight_taken_by_the_module_around_the_parent_is_seen():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleDict({"proj": nn.Linear(16, 16), "out": nn.Linear(16, 16)})
-            self.block = Reading()
+class Same(nn.Linear):
+    """Changes nothing, in other words."""
 
-        def forward(self, x):
-            return self.inner["out"](self.block(x) @ self.block.called.weight)
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
 
-    report = nlr.augment(Outer(), NOBLE, verbose=False)
-    assert {"block.taken", "block.called"} == report.skipped.keys()
+
+class Router(nn.Linear):
+    """A linear with more to it, as some models have."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.softmax(-1), y
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(11, 16), nn.Linear(16, 16)
+        self.again = self.first
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.output = nn.Linear(16, 11, bias=False)
+        self.output.weight = self.embedding.weight
+        self.classifier = nn.Linear(16, 3)
+
+
+TAKEN = "the forward of Reading takes its bias and weight without calling it"
+MODELS = {
+    "taken": (Reading, ["looked", "called"], {"taken": TAKEN}, r"taken would have no effect: .* exclude="),
+    "taken around the parent": (
+        Outer,
+        ["out", "block.looked"],
+        {"block.taken": TAKEN, "block.called": "the forward of Outer takes its weight"},
+        r"block\.taken would have no effect",
+    ),
+    "subclasses": (
+        lambda: nn.ModuleDict({"same": Same(16, 16), "free": Same(16, 16, bias=False), "router": Router(16, 8)}),
+        ["same", "free"],
+        {"router": "is a Router, a linear with a forward of its own"},
+        r"router is a .*Router, which .* cannot replace",
+    ),
+    "small": (
+        lambda: nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)}),
+        ["wide"],
+        {"gate": "rank 4 ", "narrow": "rank 4 "},
+        r"rank 4 is not low for gate \(32 -> 1\); choose|gate: rank 4 .*; choose",
+    ),
+    "tied": (
+        Tied,
+        ["first"],
+        {"attention.out_proj": "without calling it", "output": "tied to an", "classifier": "named like an output head"},
+        r"attention\.out_proj would have no effect",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("make", "swapped", "skipped", "refusal"), MODELS.values(), ids=MODELS)
+@every_method
+def test_where_a_layer_would_not_act_or_fit_it_is_skipped_and_refused_by_name(
+    config, make, swapped, skipped, refusal, device
+):
+    with torch.device(device):
+        model, other = make(), make()
+    state = torch.random.get_rng_state()
+    report = nlr.augment(other, config, verbose=False)
+    assert device == "cpu" or torch.equal(torch.random.get_rng_state(), state), "a look at a class draws no numbers"
+    assert report.swapped == swapped
+    assert report.skipped.keys() == skipped.keys()
+    assert all(why in report.skipped[name] for name, why in skipped.items())
+    with pytest.raises(UserError, match=refusal):
+        nlr.augment(model, config, include=rf"(.*\.)?{next(iter(skipped)).rpartition('.')[2]}", verbose=False)
+
+
+def test_a_linear_in_two_places_is_one_layer():
+    model = Tied()
+    nlr.augment(model, NOBLE, verbose=False)
+    assert model.first is model.again
+    assert isinstance(model.first, nlr.NobleLinear)
 
 
 def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
@@ -86,73 +159,20 @@ def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
     optimizer.step()  # once
 
 
-@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
-def test_encoder_layers_of_torch_are_evaluated_with_their_branches_or_skipped(config):
+@every_method
+def test_encoder_layers_of_torch_are_refused_with_the_fix(config):
+    """What acts in them is in test_user_models."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     with pytest.raises(UserError, match=r"nothing to swap .*set activation_relu_or_gelu = 0 on that layer"):
         nlr.augment(encoder, config, verbose=False)
     with pytest.raises(UserError, match="would have no effect"):
         nlr.augment(encoder, config, include=r".*linear1", verbose=False)
-    for layer in encoder.layers:
-        layer.activation_relu_or_gelu = 0
-    assert len(nlr.augment(encoder, config, verbose=False).swapped) == 4
-    encoder.eval()
-    x = torch.randn(2, 5, 16)
-    with torch.no_grad():
-        before = encoder(x)
-        for name, parameter in encoder.named_parameters():
-            if "noble_up" in name or "sine_up" in name:
-                was = parameter.clone()
-                parameter.normal_()
-                assert not torch.allclose(encoder(x), before), name
-                parameter.copy_(was)
-
-
-class Same(nn.Linear):
-    """Changes nothing, in other words."""
-
-    def forward(self, x):
-        y = x @ self.weight.T
-        return y if self.bias is None else y + self.bias
-
-
-class Router(nn.Linear):
-    """A linear with more to it, as some models have."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y.softmax(-1), y
-
-
-@pytest.mark.parametrize("config", METHODS, ids=lambda config: config.method)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_subclass_is_taken_where_it_computes_the_same(config, device):
-    model = nn.ModuleDict({"same": Same(16, 16), "free": Same(16, 16, bias=False), "router": Router(16, 8)}).to(device)
-    state = torch.random.get_rng_state()
-    report = nlr.augment(copy.deepcopy(model).to("meta"), config, verbose=False)
-    assert torch.equal(torch.random.get_rng_state(), state), "a look at a class draws no numbers"
-    assert report.swapped == ["same", "free"]
-    assert report.skipped == {"router": "is a Router, a linear with a forward of its own"}
-    with pytest.raises(UserError, match=r"router is a .*Router, which .* cannot replace"):
-        nlr.augment(model, config, include="router", verbose=False)
-
-
-def test_one_small_linear_refuses_no_model():
-    model = nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)})
-    report = nlr.augment(model, NOBLE, verbose=False)
-    assert report.swapped == ["wide"]
-    assert report.skipped == {"gate": "rank 4 is not low for 32 -> 1", "narrow": "rank 4 is not low for 32 -> 4"}
-    with pytest.raises(UserError, match=r"rank 4 is not low for gate \(32 -> 1\)"):
-        nlr.augment(nn.ModuleDict({"gate": nn.Linear(32, 1)}), NOBLE, include="gate", verbose=False)
-    with pytest.raises(UserError, match=r"nothing to swap .* rank 4 is not low for 32 -> 1"):
-        nlr.augment(nn.ModuleDict({"gate": nn.Linear(32, 1)}), NOBLE, verbose=False)
 
 
 def test_one_bypassed_activation_refuses_no_model():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
-    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 9, "expert_layer_offset": 8}
     mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 1}
-    config = JambaConfig(**sizes, **attention, **mamba, expert_layer_period=9, expert_layer_offset=8)
+    config = JambaConfig(**SIZES, **HEADS, **layers, **mamba)
     report = nlr.augment(AutoModelForCausalLM.from_config(config), nlr.RationalConfig(groups=4), verbose=False)
     assert report.swapped == [f"model.layers.{layer}.feed_forward.act_fn" for layer in (0, 1)]
     assert "is bypassed" in report.skipped["model.layers.0.mamba.act"]
@@ -161,11 +181,9 @@ def test_one_bypassed_activation_refuses_no_model():
         nlr.augment(model, nlr.RationalConfig(groups=4), include=r".*mamba\.act", verbose=False)
 
 
-@pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig], ids=lambda config: config.__name__)
+@every_adapter
 def test_adapters_go_where_they_act(config):
-    from peft import get_peft_model
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {**SIZES, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = WavLMModel(WavLMConfig(**sizes, conv_dim=[16] * 7, num_conv_pos_embeddings=4, apply_spec_augment=False))
     with pytest.warns(UserWarning, match=r"4 linears get no adapter: .* WavLMAttention takes"):
         adapted = get_peft_model(copy.deepcopy(model), config(r=2, target_modules="all-linear"))
@@ -179,11 +197,13 @@ def test_adapters_go_where_they_act(config):
         get_peft_model(model, config(r=2, target_modules=["q_proj"]))
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
 def _mixture():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 50}
-    config = Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2)
-    return AutoModelForCausalLM.from_config(config)
+    experts = {"moe_intermediate_size": 16, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
 
 
 def test_experts_held_as_tensors_are_listed_and_counted(capfd):
@@ -205,9 +225,7 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     assert "Error" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig], ids=lambda config: config.__name__)
+@every_adapter
 def test_all_linear_says_that_experts_get_no_adapter(config):
-    from peft import get_peft_model
-
     with pytest.warns(UserWarning, match=r"the experts in model\.layers\.\*\.mlp\.experts, \d+ % of the model's param"):
         get_peft_model(_mixture(), config(r=2, target_modules="all-linear"))
