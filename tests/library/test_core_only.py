@@ -59,19 +59,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 configs = (nlr.NobleConfig(rank=4), nlr.SineLowRankConfig(rank=4, omega=100), nlr.NonlinearQueryConfig(),
            nlr.QKNormConfig(), nlr.RationalConfig(groups=4))
 for method in configs:
-    config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, eos_token_id=None, bos_token_id=None)
-    model = LlamaForCausalLM(config)
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None, bos_token_id=None))
     nlr.augment(model, method, include=".*mlp.*" if method.method == "sine-lowrank" else None, verbose=False)
     optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-2, verbose=False))
     tokens = torch.randint(0, 40, (4, 12))
     losses = []
     for _ in range(5):
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     assert losses[-1] < losses[0], losses
     model.eval().save_pretrained(sys.argv[1])
     with torch.no_grad():

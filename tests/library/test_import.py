@@ -1,20 +1,20 @@
 """`import nonlinear_lowrank` is light, and yet whatever is imported next knows our types, in any order."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import nonlinear_lowrank as nlr
+from cli_helpers import run_python
+from model_helpers import llama
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "scipy")
 
 
 def run(code: str, *arguments: str) -> str:
     """The output of a new interpreter."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = run_python(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -47,11 +47,7 @@ for command in helped:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = llama()
     nlr.augment(model, nlr.NobleConfig(rank=2), verbose=False)
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder)
@@ -95,7 +91,8 @@ AutoModelForCausalLM.register(MyConfig, MyModel)
 if sys.argv[2] == "save":
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = MyModel(MyConfig(**sizes, eos_token_id=None, bos_token_id=None))
-    nonlinear_lowrank.augment(model, nonlinear_lowrank.NobleConfig(rank=2), verbose=False)
+    from nonlinear_lowrank.surgery.augment import augment  # nothing but the file of the function is named
+    augment(model, nonlinear_lowrank.NobleConfig(rank=2), verbose=False)
     model.save_pretrained(sys.argv[1])
 else:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
@@ -122,25 +119,6 @@ def test_peft_knows_our_methods_whatever_came_first(imports):
     code = f"{imports}\nprint(config.peft_type.value, *[each.value for each in peft.PeftType if 'NLR' in each.value])"
     first, *known = run(code).split()
     assert (first, sorted(known)) == ("NLR_NORA", ["NLR_NOBLE", "NLR_NORA", "NLR_SINE_LORA"])
-
-
-def test_a_model_augmented_by_the_file_alone_is_saveable(saved, tmp_path):
-    """Nothing but the file of the function is named."""
-    code = """
-import sys
-from nonlinear_lowrank.surgery.augment import augment
-from nonlinear_lowrank.methods.noble import NobleConfig
-from transformers import LlamaConfig, LlamaForCausalLM
-import nonlinear_lowrank
-assert nonlinear_lowrank.augment is augment
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                     num_attention_heads=2, eos_token_id=None, bos_token_id=None))
-augment(model, NobleConfig(rank=2), verbose=False)
-model.save_pretrained(sys.argv[1])
-print(type(model).__name__)
-"""
-    assert run(code, str(tmp_path)).split() == ["NonlinearLowrankLlamaForCausalLM"]
-    assert type(nlr.hub.load_model(tmp_path)).__name__ == "NonlinearLowrankLlamaForCausalLM"
 
 
 def test_torchtitan_is_an_extra_which_is_named_where_it_is_missing(monkeypatch):

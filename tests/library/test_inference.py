@@ -13,44 +13,42 @@ import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.noble.fused import FusedNoble, FusedNobleLinear
 
-NOBLE = {
-    "cosnet": nlr.NobleConfig(rank=4),
-    "cosnet of depth 3": nlr.NobleConfig(rank=4, depth=3),
-    "no mixing": nlr.NobleConfig(rank=4, depth=1),
-    "silu": nlr.NobleConfig(rank=4, activation="silu"),
-    "gated": nlr.NobleConfig(rank=4, fusion="gated", up_bias=True, output_scale=1.5),
-    "up bias": nlr.NobleConfig(rank=4, up_bias=True),
-    "shared down": nlr.NobleConfig(rank=4, share_down="qkv"),
+SETTINGS = {
+    "cosnet": {},
+    "cosnet of depth 3": {"depth": 3},
+    "no mixing": {"depth": 1},
+    "silu": {"activation": "silu"},
+    "gated": {"fusion": "gated", "up_bias": True, "output_scale": 1.5},
+    "up bias": {"up_bias": True},
+    "shared down": {"share_down": "qkv"},
 }
 
 
-def drawn(model):
-    """Every tensor of a branch away from where it started."""
+def with_branches(model, **settings):
+    """The model with NOBLE branches, no tensor of which is where it started."""
+    nlr.augment(model, nlr.NobleConfig(rank=4, **settings), verbose=False)
     with torch.no_grad():
         for name, each in model.named_parameters():
-            if "noble_" in name or "nlr_" in name:
+            if "noble_" in name:
                 each.add_(0.3 * torch.randn_like(each))
     return model.eval()
 
 
+@torch.inference_mode()
 def output(model, inputs):
-    with torch.inference_mode():
-        found = model(**inputs)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+    return model(**inputs).logits
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("config", NOBLE.values(), ids=NOBLE)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_noble_gives_the_same_outputs(family, config, shared):
-    if family == "gpt2" and config.share_down == "qkv":
+def test_noble_gives_the_same_outputs(family, settings, shared):
+    if family == "gpt2" and "share_down" in settings:
         pytest.skip("its projection is fused already")
-    model = getattr(model_helpers, family)()
-    nlr.augment(model, config, verbose=False)
-    drawn(model.double())
+    model = with_branches(getattr(model_helpers, family)().double(), **settings)
     inputs = model_helpers.batch(model)
     expected = output(model, inputs)
-    before = sum(each.numel() for each in model.parameters())
+    before = model_helpers.parameters(model)
     optimized = nlr.optimize_for_inference(model, fuse_shared_inputs=shared)
     assert optimized is model
     torch.testing.assert_close(output(model, inputs), expected, rtol=1e-4, atol=1e-6)  # norms are float32
@@ -60,23 +58,20 @@ def test_noble_gives_the_same_outputs(family, config, shared):
     assert sum(len(each.widths) for each in groups) == len(members)
     # every tensor is there once; layers without a bias got one, for the phases
     after = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
-    if config.share_down == "none":  # whose one matrix is scaled by three layers' frequencies
+    if "share_down" not in settings:  # whose one matrix is scaled by three layers' frequencies
         assert after <= before + sum(each.out_features for each in members)
     assert not any(each.requires_grad for each in model.parameters())
     assert not model.training
 
 
 def test_weights_of_a_member_are_its_own():
-    model = model_helpers.llama()
-    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    wanted = {
-        name: each.weight.detach().clone() for name, each in model.named_modules() if isinstance(each, nlr.NobleLinear)
-    }
+    model = with_branches(model_helpers.llama())
+    wanted = {name: each.weight.clone() for name, each in model.named_modules() if isinstance(each, nlr.NobleLinear)}
     nlr.optimize_for_inference(model)
     for name, weight in wanted.items():
         member = model.get_submodule(name)
         assert torch.equal(member.weight, weight)
-        assert (member.in_features, member.out_features) == (weight.shape[1], weight.shape[0])
+        assert (member.out_features, member.in_features) == weight.shape
         assert "place" in repr(member)
 
 
@@ -89,9 +84,7 @@ def test_members_that_are_given_other_tensors_compute_their_own():
         def forward(self, x, z):
             return self.q_proj(x) + self.k_proj(z) + self.v_proj(z)
 
-    model = Attention().double()
-    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    drawn(model)
+    model = with_branches(Attention().double())
     x, z = torch.randn(2, 3, 5, 16, dtype=torch.float64).unbind()
     expected = model(x, z), model(z, x), model(x, x)
     nlr.optimize_for_inference(model)
@@ -100,8 +93,8 @@ def test_members_that_are_given_other_tensors_compute_their_own():
             torch.testing.assert_close(model(*given), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sine_weights_become_linears(dtype):
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, {}), (torch.bfloat16, {"rtol": 0.02, "atol": 1e-2})])
+def test_sine_weights_become_linears(dtype, slack):
     model = model_helpers.llama()
     nlr.augment(model, nlr.SineLowRankConfig(rank=3), include=r".*mlp.*", verbose=False)
     model.to(dtype).eval()
@@ -110,7 +103,6 @@ def test_sine_weights_become_linears(dtype):
     nlr.optimize_for_inference(model)
     assert not any(isinstance(each, nlr.SineLowRankLinear) for each in model.modules())
     assert {each.dtype for each in model.parameters()} == {dtype}
-    slack = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-2}
     torch.testing.assert_close(output(model, inputs), expected, **slack)
 
 
@@ -125,7 +117,7 @@ def test_sine_weights_become_linears(dtype):
     ],
     ids=["sine-lora", "sine-dora", "nora++", "noble-adapter"],
 )
-def test_adapters_are_merged_where_they_can_be(config, capsys):
+def test_adapters_are_merged_where_they_can_be(config):
     model = get_peft_model(model_helpers.llama().double(), copy.deepcopy(config)).eval()
     inputs = model_helpers.batch(model.get_base_model())
     expected = output(model, inputs)
@@ -137,9 +129,7 @@ def test_adapters_are_merged_where_they_can_be(config, capsys):
 
 
 def test_it_generates_compiles_copies_and_moves():
-    model = model_helpers.llama()
-    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    drawn(model)
+    model = with_branches(model_helpers.llama())
     inputs = model_helpers.batch(model)
     ids = inputs["input_ids"][:1]
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
@@ -154,9 +144,8 @@ def test_it_generates_compiles_copies_and_moves():
 
 
 def test_wrong_inputs_and_saving(tmp_path, monkeypatch):
-    queried, model = model_helpers.llama(), model_helpers.llama()
+    queried, model = model_helpers.llama(), with_branches(model_helpers.llama())
     nlr.augment(queried, nlr.NonlinearQueryConfig(), verbose=False)
-    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     for wrong, options, words in (
         ("model", {}, r"model must be a torch\.nn\.Module, got a str"),
@@ -172,3 +161,46 @@ def test_wrong_inputs_and_saving(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="save it before"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# 8-bit dense weights by torchao under branches of the model's type
+
+
+def quantized(test):
+    ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
+    return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))
+
+
+@quantized
+@pytest.mark.parametrize(("dense", "error"), [("int8", 0.03), ("fp8", 0.1)])
+def test_dense_weights_are_8_bits_and_branches_are_not(dense, error):
+    pytest.importorskip("torchao.quantization")
+    model = with_branches(model_helpers.llama().to(torch.bfloat16), up_scale=1.0)
+    inputs = model_helpers.batch(model)
+    with torch.inference_mode():
+        expected = model(**inputs).logits
+        generated = model.generate(inputs["input_ids"][:1], max_new_tokens=4, do_sample=False)
+    nlr.optimize_for_inference(model, dense=dense)
+    layers = [each for each in model.modules() if isinstance(each, nlr.NobleLinear)]
+    assert layers
+    for each in layers:
+        assert type(each.weight.data) is not torch.Tensor
+        assert type(each.noble_down.data) is type(each.noble_up.data) is torch.Tensor
+        assert each.noble_up.dtype == torch.bfloat16
+    assert type(model.lm_head.weight.data) is torch.Tensor
+    with torch.inference_mode():
+        found = model(**inputs).logits
+        assert model.generate(inputs["input_ids"][:1], max_new_tokens=4, do_sample=False).shape == generated.shape
+    assert 0 < (found - expected).abs().max() <= error * expected.abs().max()
+    with pytest.raises(UserError, match="cannot be saved"):
+        model.save_pretrained("out")
+
+
+@quantized
+def test_an_optimized_or_quantized_model_is_not_optimized_again():
+    pytest.importorskip("torchao.quantization")
+    model = with_branches(model_helpers.llama())
+    nlr.optimize_for_inference(model, dense="int8")
+    with pytest.raises(UserError, match="optimize the plain model first"):
+        nlr.optimize_for_inference(model)
+    assert isinstance(model.lm_head, nn.Linear)

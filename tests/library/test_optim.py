@@ -41,19 +41,9 @@ def test_multipliers_are_the_papers_table():
     nlr.augment(model, NobleConfig(rank=8), verbose=False)
     groups = by_name(nlr.param_groups(model, lr=2e-3, weight_decay=0.01, verbose=False))
     ratio = 48 / 8
-    multipliers = {
-        "0.dense.weight": 1,
-        "0.dense.bias": 1,
-        "0.noble_down": 1,
-        "0.noble_up": ratio**0.6,
-        "0.noble_mix1": ratio**0.45,
-        "0.noble_frequency1": 3,
-        "0.noble_frequency2": 3,
-        "0.noble_phase1": 5,
-        "0.noble_phase2": 5,
-        "1.weight": 1,
-        "1.bias": 1,
-    }
+    multipliers = dict.fromkeys(("0.dense.weight", "0.dense.bias", "0.noble_down", "1.weight", "1.bias"), 1)
+    multipliers |= {"0.noble_up": ratio**0.6, "0.noble_mix1": ratio**0.45}
+    multipliers |= {"0.noble_frequency1": 3, "0.noble_frequency2": 3, "0.noble_phase1": 5, "0.noble_phase2": 5}
     assert groups.keys() == multipliers.keys()
     for name, multiplier in multipliers.items():
         assert groups[name]["lr"] == pytest.approx(2e-3 * multiplier), name
@@ -62,49 +52,33 @@ def test_multipliers_are_the_papers_table():
 
 
 def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):
-    model = nn.Sequential(nn.Linear(16, 12))
-    nlr.augment(model, NobleConfig(rank=2), verbose=False)
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 12).requires_grad_(False))
+    nlr.augment(model, NobleConfig(rank=2), include="0", verbose=False)
     first = nlr.param_groups(model, lr=1e-3)
     assert "noble.up" in capsys.readouterr().out
     first[0].pop("params")
-    second = nlr.param_groups(model, lr=1e-3, verbose=False)
-    optimizer = torch.optim.AdamW(second)
+    optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-
-
-def test_frozen_parameters_are_left_out():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].requires_grad_(False)
-    assert by_name(nlr.param_groups(model, lr=1.0, verbose=False)).keys() == {"1.weight", "1.bias"}
+    assert sorted(names) == sorted(name for name, value in model.named_parameters() if value.requires_grad)
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [
-        ({"lr": 0.0}, "lr"),
-        ({"lr": float("nan")}, "lr"),
-        ({"lr": 1, "weight_decay": -1}, "decay"),
-        ({"lr": 1, "frozen": True}, "no trainable"),
-    ],
+    [({"lr": 0.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": 1, "weight_decay": -1}, "decay"), ({}, "no trainable")],
 )
 def test_bad_arguments(arguments, word):
-    frozen = arguments.pop("frozen", False)
+    model = nn.Linear(3, 3).requires_grad_("lr" in arguments)
     with pytest.raises(UserError, match=word):
-        nlr.param_groups(nn.Linear(3, 3).requires_grad_(not frozen), **arguments)
+        nlr.param_groups(model, **{"lr": 1, **arguments})
 
 
 def test_muon_gets_dense_matrices_only():
     model = FAMILIES["glm"]()
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     groups = by_name(nlr.param_groups(model, lr=1e-3, muon=True, verbose=False))
-    muon = {name for name, group in groups.items() if group["optimizer"] == "muon"}
-    expected = {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and name.startswith("model.layers") and "noble" not in name
-    }
-    assert muon == expected
+    matrices = {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    dense = {name for name in matrices if name.startswith("model.layers") and "noble" not in name}
+    assert {name for name, group in groups.items() if group["optimizer"] == "muon"} == dense
 
 
 def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():
