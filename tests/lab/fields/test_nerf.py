@@ -81,18 +81,14 @@ def test_true_volume_has_next_to_no_loss_and_scores_high():
     assert np.array_equal(problem.picture(Volume()), problem.picture(None))
 
 
-def test_scores_are_those_of_the_formulas():
-    """PSNR by its definition in float64; SSIM falls with noise and is 1 for the picture itself."""
+def test_scores_fall_with_noise():
     problem = tiny_problem()
-    noise = rng().normal(0, 0.1, problem.scene.images[1].shape).astype(np.float32)
-    wrong = np.clip(problem.scene.images[1] + noise, 0, 1)
+    truth = problem.scene.images[1]
+    wrong = np.clip(truth + rng().normal(0, 0.1, truth.shape).astype(np.float32), 0, 1)
     problem.view = lambda model, cameras, number: wrong
-    error = np.mean((wrong.astype(np.float64) - problem.scene.images[1]) ** 2)
     scores = problem.evaluate(Volume())
-    assert scores["psnr"] == pytest.approx(-10 * np.log10(error), abs=1e-4)
+    assert scores["psnr"] == pytest.approx(-10 * np.log10(np.mean((wrong.astype(np.float64) - truth) ** 2)), abs=1e-4)
     assert scores["ssim"] < 0.97
-    problem.view = lambda model, cameras, number: np.clip(problem.scene.images[1] + 1e-4, 0, 1)
-    assert problem.evaluate(Volume())["ssim"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("fine", [0, 6])
@@ -105,39 +101,38 @@ def test_gradients_reach_every_parameter(kind, fine):
     assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in model.parameters())
 
 
-def test_device_coordinates_are_used_for_a_scene_without_end(tmp_path):
-    """Rays of an LLFF scene begin on the near plane and end on the far one: z from -1 to 1."""
+def llff(tmp_path):
+    """A scene without end, from a file."""
     scene = demo_scene(views=3, size=16)
     poses = np.tile(np.eye(3, 4), (3, 1, 1))
     poses[:, :2, 3] = rng().normal(0, 0.1, (3, 2))
-    table = np.concatenate(
-        [-poses[:, :, 1:2], poses[:, :, :1], poses[:, :, 2:], np.tile([[16.0], [16], [18]], (3, 1, 1))], 2
-    )
+    lens = np.tile([[16.0], [16], [18]], (3, 1, 1))
+    table = np.concatenate([-poses[:, :, 1:2], poses[:, :, :1], poses[:, :, 2:], lens], 2)
     rows = np.concatenate([table.reshape(3, 15), np.tile([1.5, 9.0], (3, 1))], 1)
     np.savez(tmp_path / "s.npz", images=np.rint(scene.images * 255).astype(np.uint8), poses_bounds=rows)
-    problem = NerfSettings(source=str(tmp_path / "s.npz"), rays=50, samples=4, field=TINY).prepare()
+    return NerfSettings(source=str(tmp_path / "s.npz"), rays=50, samples=4, field=TINY).prepare()
+
+
+def test_device_coordinates_run_from_the_near_plane_to_the_far_one(tmp_path):
+    problem = llff(tmp_path)
     origins, directions, views, *_ = problem.batch(0, generator())
     assert origins[:, 2].allclose(-torch.ones(50), atol=1e-5)
     assert (origins + directions)[:, 2].allclose(torch.ones(50), atol=1e-5)
     assert (views[:, 2] < 0).all()
-    model = problem.build(FieldMethod(), generator())
-    assert problem.picture(model).shape == (16, 16, 3)
-    assert problem.evaluate(model)["psnr"] > 0
+    assert problem.evaluate(problem.build(FieldMethod(), generator()))["psnr"] > 0
 
 
 def test_frames_that_no_path_can_be_made_for_are_refused_before_training():
     """Views outwards from one spot: their axes meet where the cameras are."""
-    angle = 2 * np.pi * np.arange(12) / 12
-    poses = np.zeros((12, 3, 4))
-    poses[:, 0, 0] = poses[:, 2, 2] = np.cos(angle)
-    poses[:, 0, 2], poses[:, 2, 0] = np.sin(angle), -np.sin(angle)
-    poses[:, 1, 1] = 1
-    scene = demo_scene(views=12, size=16)
+    turn = 2 * np.pi * np.arange(4) / 4
+    poses = np.zeros((4, 3, 4))
+    poses[:, 0, 0] = poses[:, 2, 2] = np.cos(turn)
+    poses[:, 0, 2], poses[:, 2, 0], poses[:, 1, 1] = np.sin(turn), -np.sin(turn), 1
+    scene = demo_scene(views=4, size=16)
     scene = replace(scene, cameras=replace(scene.cameras, poses=poses))
     with pytest.raises(UserError, match=r"no path can be made for the frames of .*, or set frames to 0"):
         NerfProblem(scene, NerfSettings(field=TINY, frames=2))
-    without = NerfProblem(scene, NerfSettings(field=TINY, frames=0))
-    assert without.picture(None).shape == (16, 16, 3)
+    NerfProblem(scene, NerfSettings(field=TINY, frames=0))
     # a fit that was begun with frames can be ended without them
     assert tiny_problem(frames=3).fingerprint == tiny_problem(frames=0, frame_downscale=1).fingerprint
 
@@ -256,36 +251,10 @@ def test_compositing_is_the_quadrature_in_float64_with_thick_and_thin_intervals(
         assert seen[ray].tolist() == pytest.approx((expected + 0.25 * left).tolist(), abs=1e-5)
 
 
-def test_empty_volume_shows_the_background_with_finite_gradients():
-    density = torch.zeros(3, 4, requires_grad=True)
-    colour = torch.rand(3, 4, 3, requires_grad=True)
-    t = stratified(torch.full((3, 4), 0.5), 0.0, 1.0)
-    seen, _ = composite(density, colour, t, 0.0, 1.0, torch.ones(3), 1.0)
-    assert seen.equal(torch.ones(3, 3))
-    seen.sum().backward()
-    # A little density darkens by the interval times (colour - background).
-    expected = (0.25 * (colour.detach() - 1)).sum(-1)
-    assert density.grad.allclose(expected, rtol=1e-5)
-
-
-def test_gradients_of_compositing_are_those_of_finite_differences():
-    inputs = (torch.rand(2, 5).double() * 3, torch.rand(2, 5, 3).double())
-    t, lengths = torch.rand(2, 5).double().sort(-1).values, torch.ones(2).double()
-    for background in (0.5, None):
-        torch.autograd.gradcheck(
-            lambda density, colour, behind=background: composite(density, colour, t, 0.0, 1.0, lengths, behind)[0],
-            [each.clone().requires_grad_() for each in inputs],
-        )
-
-
-def test_stratified_samples_lie_one_in_each_bin_and_uniformly():
+def test_stratified_samples_lie_one_in_each_bin():
     # In float64: in float32 one draw in some 10^6 is rounded up to its bin's far edge.
-    t = stratified(torch.rand(4000, 6).double(), 2.0, 5.0)
-    bins = (t - 2.0) / 0.5
+    bins = (stratified(torch.rand(4000, 6).double(), 2.0, 5.0) - 2.0) / 0.5
     assert bins.floor().equal(torch.arange(6.0).double().expand(4000, 6))
-    inside = (bins - bins.floor()).flatten().sort().values
-    # Kolmogorov-Smirnov at 24,000 draws: beyond 0.018 once in 10^6 runs.
-    assert (inside - (torch.arange(24000) + 0.5) / 24000).abs().max() < 0.018
     middles = stratified(torch.full((2, 4), 0.5), 0.0, 1.0)
     assert middles.allclose(torch.tensor([0.125, 0.375, 0.625, 0.875]).expand(2, 4))
 
@@ -304,7 +273,7 @@ def test_hierarchical_samples_follow_the_weights():
     assert not ((drawn[0] > 0.5001) & (drawn[0] < 0.5999)).any()
 
 
-def test_hierarchical_samples_of_an_empty_ray_spread_over_it_and_those_of_a_spike_stay_in_it():
+def test_hierarchical_samples_of_an_empty_ray_spread_and_those_of_a_spike_stay_in_it():
     edges = interval_edges(stratified(torch.full((1, 64), 0.5), 0.0, 1.0), 0.0, 1.0)
     spread = importance(edges, torch.zeros(1, 64), torch.full((1, 100), 0.5))
     assert spread.allclose((torch.arange(100) + 0.5)[None] / 100, atol=1e-5)
@@ -312,4 +281,3 @@ def test_hierarchical_samples_of_an_empty_ray_spread_over_it_and_those_of_a_spik
     spike[0, 40] = 1.0
     drawn = importance(edges, spike, torch.full((1, 1000), 0.5))
     assert ((drawn >= edges[0, 40]) & (drawn <= edges[0, 41])).all()
-    assert drawn.isfinite().all()
