@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nlr_lab.tasks.task import AdapterSetup
-from nlr_lab.training.tuning import TUNINGS
+from nlr_lab.training.methods import TUNINGS
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.noble import NobleConfig

@@ -25,9 +25,8 @@ from nonlinear_lowrank.optim import MuonAdamW, param_groups
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.validation import check_choice, check_number
 
-from .methods import ArmKind, Augmented, Function, WideMlp, as_text, read_value
+from .methods import TUNINGS, ArmKind, Augmented, Function, WideMlp, as_text, read_value
 from .recipe import Optimizer, Recipe
-from .tuning import TUNINGS
 
 # What a short form says of the whole arm, and what are names also where they look like a number.
 _WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid")
