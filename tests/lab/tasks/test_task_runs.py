@@ -148,32 +148,33 @@ def test_odd_batches_are_refused_where_pairs_are_mixed(tmp_path):
     run_training(recipe(plain, batch_size=3, steps=1), tmp_path / "run", quiet=True)
 
 
-@pytest.mark.parametrize("kind", ["masked", "vit"])
-def test_command_trains_and_evaluate_repeats(tmp_path, capsys, kind):
-    sizes = "--layers 1 --width 16 --heads 2 --hidden 16 --tracker none --arm noble:rank=4"
-    if kind == "masked":
-        name, score, said = "mlm-demo", "final_loss", "nats per masked token"
-        text = "--sequence-length 16 --vocab-size 300 --eval-sequences 5 --batch-size 2"
-        options = f"{text} --steps 4 --warmup-steps 1 --eval-every 2 --save-every 4".split()
-        options += ["--source", corpus(tmp_path), "--cache-dir", tmp_path / "cache"]
-    else:
-        name, score, said = "vit-demo", "score", "accuracy 0."
-        options = ["--patch", "4", "--mixup", "0", "--cutmix", "0", "--epochs", "1", "--batch-size", "9"]
-        options += ["--source", finetune_helpers.image_file(tmp_path / "images.npz")]
-    arguments = [str(each) for each in ["train", name, "--out", tmp_path / "run", *sizes.split(), *options]]
+@pytest.mark.parametrize(
+    ("name", "score", "key", "said", "options"),
+    [
+        (
+            "mlm-demo",
+            "final_loss",
+            "loss",
+            "nats per masked token",
+            "--sequence-length 16 --vocab-size 300 --eval-sequences 5 --batch-size 2 --steps 4 --warmup-steps 1 "
+            "--eval-every 2 --save-every 4",
+        ),
+        ("vit-demo", "score", "accuracy", "accuracy 0.", "--patch 4 --mixup 0 --cutmix 0 --epochs 1 --batch-size 9"),
+    ],
+)
+def test_command_trains_and_evaluate_repeats(tmp_path, capsys, monkeypatch, name, score, key, said, options):
+    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
+    source = corpus(tmp_path) if name == "mlm-demo" else finetune_helpers.image_file(tmp_path / "images.npz")
+    run, sizes = str(tmp_path / "run"), "--layers 1 --width 16 --heads 2 --hidden 16 --tracker none --arm noble:rank=4"
+    arguments = ["train", name, "--out", run, *sizes.split(), *options.split(), "--source", str(source)]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert said in out
     assert "nlr generate" not in out
-    assert cli.main(["evaluate", str(tmp_path / "run"), "--output", str(tmp_path / "score.json")]) == 0
+    assert cli.main(["evaluate", run, "--output", str(tmp_path / "score.json")]) == 0
     found = json.loads((tmp_path / "score.json").read_text())["held_out"]
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    key = "loss" if kind == "masked" else "accuracy"
-    assert found[key] == pytest.approx(result[score], rel=1e-5)
-    assert f"held-out data of {name}: {'loss' if kind == 'masked' else 'accuracy'}" in capsys.readouterr().out
-    if kind == "masked":
-        assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
-        assert "no causal language model" in capsys.readouterr().err
-    else:
-        assert cli.main([*arguments, "--overwrite", "--size", "9"]) == 2
-        assert "patches of 4" in capsys.readouterr().err
+    assert found[key] == pytest.approx(json.loads((tmp_path / "run" / "result.json").read_text())[score], rel=1e-5)
+    assert f"held-out data of {name}: {key}" in capsys.readouterr().out
+    wrong = [*arguments, "--overwrite", "--size", "9"] if key == "accuracy" else ["generate", run, "--prompt", "a"]
+    assert cli.main(wrong) == 2
+    assert ("patches of 4" if key == "accuracy" else "no causal language model") in capsys.readouterr().err
