@@ -15,5 +15,5 @@ COMMANDS = {
     "bench": ("bench WHAT", "time and memory of a step, an operator or a token; compiled GPU kernels"),
 }
 """Usage and summary by command."""
-FILES = {"finetune": "train", "merge": "convert", "verify": "convert"}
+FILES = {"finetune": "train", "fit": "train", "merge": "convert", "verify": "convert"}
 """The file of a command that has none of its own name."""

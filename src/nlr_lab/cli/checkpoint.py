@@ -7,11 +7,7 @@ from nonlinear_lowrank.errors import UserError
 
 
 def find_model(path: str, *, adapters: bool = False) -> Path:
-    """Return the model folder that a user names: the folder itself, or the `model` of a run folder.
-
-    Args:
-        path: as it was typed.
-        adapters: whether an adapter of peft, whose base model lies elsewhere, is one too.
+    """Return the model folder (with `adapters`, also of peft) that is named: itself, or the `model` of a run folder.
 
     Raises:
         UserError: there is no such folder, or no model in it; the message says what was looked for.
@@ -33,12 +29,6 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
 
 
-def find_recipe_file(folder: Path) -> Path | None:
-    """Return recipe.json of the run that made a model folder: beside `model`, or above `checkpoints/step-N`."""
-    places = (folder, folder.parent, folder.parent.parent)
-    return next((place / "recipe.json" for place in places if (place / "recipe.json").exists()), None)
-
-
 def check_parent(path: str | Path | None, option: str) -> None:
     """Raise UserError where the folder of a file that is to be written is not there."""
     if path is not None and not Path(path).absolute().parent.is_dir():
@@ -48,12 +38,7 @@ def check_parent(path: str | Path | None, option: str) -> None:
 def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:
     """Return the causal language model of a folder, on a device; an adapter is on its base model, not merged.
 
-    See `hub.load_model` and `hub.loading.load_causal_adapter` for what is refused.
-
-    Args:
-        folder: from `find_model`.
-        device: see `resources.choose_device`.
-        base: of an adapter, folder or name of its base model; None: as it names it.
+    `base` is an adapter's base model, folder or name; None: as it names it.
     """
     from transformers.utils import logging
 

@@ -1,18 +1,15 @@
 """`nlr compare RECIPE`: every arm on the same batches, and what a decision needs."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
-from nlr_lab.recipes import RECIPES
+from nlr_lab.recipes import recipes_of
 from nlr_lab.runtime.processes import let_threads_sleep, rank
+from nonlinear_lowrank.errors import UserError
 
-from .options import comparison_defaults, parse_recipe, seconds_of, take_recipe
-
-Task = TypeVar("Task")
-Train = TypeVar("Train")
-Problem = TypeVar("Problem")
+from .options import parse_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +18,11 @@ class _Options:
     """Folder for the runs, results.json, the pictures and report.md; must be empty or new."""
     seeds: int
     """Seeds; on each, every arm gets the same batches."""
+    tune_lr: tuple[float, ...]
+    """Learning rates to try for each arm that names none (lr= or grid=), on a seed of their own; then every arm
+    runs at its best. Of fields for each init too, and more of them where an arm's best is at the edge."""
+    timing_rounds: int
+    """Interleaved steps of each arm for the step times; 0 omits them."""
     max_minutes: float | None = None
     """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
     all runs are shortened to fewer steps, which the report says."""
@@ -31,7 +33,7 @@ class _Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(_Options, Generic[Task, Train]):
+class CompareOptions(_Options):
     """Options of `nlr compare`; the recipe's own settings are the nested ones."""
 
     arms: tuple[str, ...]
@@ -41,69 +43,46 @@ class CompareOptions(_Options, Generic[Task, Train]):
     with optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head,
     lora:r=4, dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++,
     noble-adapter:r=16."""
-    tune_lr: tuple[float, ...]
-    """Learning rates to try for each arm that names none (lr= or grid=), on a seed of their own; then every arm
-    runs at its best."""
     reference: str | None = None
     """Name of the arm that the table compares with; default: the first."""
-    timing_rounds: int = 30
-    """Interleaved steps of each arm for the step times; 0 omits them."""
     workers: int | None = None
     """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
     the extra "ray"); default: one after another."""
-    task: Task
-    """The data and the model."""
-    train: Train
-    """The optimization, shared by all arms."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareFieldOptions(_Options, Generic[Problem, Train]):
+class CompareFieldOptions(_Options):
     """Options of `nlr compare` for neural fields; the recipe's own settings are the nested ones."""
 
     arms: tuple[str, ...]
     """Arms: dense, low-rank:rank=5, sine:rank=5,omega=50 and the like. Each may add init= (otherwise both
     are tried), lr= (otherwise tuned), gain= and name=."""
-    tune_lr: tuple[float, ...]
-    """Learning rates to try for each arm and init, on a seed of their own; where an arm's best is at the edge, more of
-    them. Then every arm runs at its best."""
-    timing_rounds: int = 20
-    """Interleaved steps of each arm for the step times; 0 omits them."""
-    problem: Problem
-    """The signal that is fitted, and the network."""
-    train: Train
-    """The optimization, shared by all arms."""
 
 
 def run_compare(arguments: list[str]) -> None:
     """Compare and print the table."""
-    name, rest = take_recipe(arguments, "compare")
-    if not {"-h", "--help"} & set(rest):
+    if not {"-h", "--help"} & set(arguments):
         let_threads_sleep()
-    fields = RECIPES[name].command == "fit"
+    fields = arguments[:1] and arguments[0] in recipes_of("fit")
     recipe, options = parse_recipe(
         CompareFieldOptions if fields else CompareOptions,
         arguments,
         command="compare",
-        defaults=comparison_defaults,
-        nested=("problem", "train") if fields else ("task", "train"),
+        defaults=lambda recipe: {
+            "out": f"runs/compare-{recipe.name}",
+            "timing_rounds": 20 if fields else 30,
+            **{name: getattr(recipe, name) for name in ("arms", "seeds", "tune_lr")},
+        },
     )
-    max_seconds = seconds_of(options.max_minutes)
-    own: dict[str, Any] = {} if fields else {"reference": options.reference, "workers": options.workers}
+    minutes = options.max_minutes
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise UserError(f"--max-minutes must be above 0 and finite, got {minutes:g}; omit it for no limit")
+    names = ["arms", "seeds", "tune_lr", "timing_rounds", "resume", "overwrite"]
+    names += [] if fields else ["reference", "workers"]
 
     from nlr_lab.compare import compare
 
-    comparison = compare(
-        recipe,
-        options.out,
-        arms=options.arms,
-        seeds=options.seeds,
-        tune_lr=options.tune_lr,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        timing_rounds=options.timing_rounds,
-        max_seconds=max_seconds,
-        **own,
-    )
+    given = {name: getattr(options, name) for name in names}
+    comparison = compare(recipe, options.out, max_seconds=None if minutes is None else 60 * minutes, **given)
     if rank() == 0:
         print(comparison)

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from tyro.conf import Positional
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .checkpoint import check_parent, find_model, find_recipe_file, open_language_model, open_tokenizer
+from .checkpoint import check_parent, find_model, open_language_model, open_tokenizer
 from .options import parse
 
 
@@ -66,14 +67,22 @@ def run_evaluate(arguments: list[str]) -> None:
     options = parse(EvaluateOptions, arguments, command="evaluate")
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
-    recipe = None if options.text is not None or options.tasks else _other_recipe(folder)
-    if recipe is not None:
-        results = _score_held_out(recipe, folder, options)
+    recipe = None if options.text is not None or options.tasks else _find_recipe(folder)
+    results: dict[str, Any] = {"checkpoint": options.checkpoint}
+    if recipe is not None and not _continues_text(recipe, folder):
+        results |= _score_held_out(recipe, folder, options)
     elif options.split is not None:
         raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --text and --tasks")
+    elif recipe is not None:
+        results["text"] = _score_own_text(recipe, folder, options)
+    elif options.text is not None or options.tasks:
+        results |= _score_text_and_tasks(folder, options)
     else:
-        results = _score_language_model(folder, options)
-    results = {"checkpoint": options.checkpoint, **results, "versions": _versions()}
+        raise UserError(f"{folder} was not made by nlr train (no recipe.json): it has no text of its own; pass --text")
+
+    from nlr_lab.runtime.environment import versions
+
+    results["versions"] = versions() | ({"lm_eval": version("lm_eval")} if options.tasks else {})
     if options.output is not None:
         Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
@@ -85,29 +94,30 @@ def _check(options: EvaluateOptions) -> None:
             check_integer(f"--{name.replace('_', '-')}", value, minimum=least)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"no such folder: {options.include_path} (--include-path)")
-    for name in ("include_path", "data", "num_fewshot", "limit"):
-        if getattr(options, name) is not None and not options.tasks:
+    for name in ("include_path", "data", "num_fewshot", "limit", "format"):
+        if getattr(options, name) not in (None, "choices") and not options.tasks:
             raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
     check_parent(options.output, "--output")
 
 
-def _other_recipe(folder: Path) -> Any:
-    """Return the recipe that made the model, unless it is a language model trained on text or image tokens; or None."""
+def _find_recipe(folder: Path) -> Any:
+    """Return the recipe of the run that made a model: recipe.json beside `model` or above `checkpoints/step-N`."""
     from nlr_lab.training.recipe import Recipe
-    from nonlinear_lowrank.hub.loading import check_causal, is_adapter
 
-    file = find_recipe_file(folder)
-    if file is None:
-        return None
-    recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
-    if not (hasattr(recipe.task, "text") or hasattr(recipe.task, "tokens")):
-        return recipe
-    if not is_adapter(folder):  # one that lies there is peft's own, on what the recipe made
-        try:
-            check_causal(folder)
-        except UserError:
-            return recipe
+    for place in (folder, folder.parent, folder.parent.parent):
+        if (place / "recipe.json").exists():
+            return Recipe.from_json((place / "recipe.json").read_text(encoding="utf-8"))
     return None
+
+
+def _continues_text(recipe: Any, folder: Path) -> bool:
+    """Return whether a recipe's model, or peft's own adapter on it, continues text or image tokens."""
+    from nlr_lab.tasks.images.tokens import ImageTokenTask
+    from nlr_lab.tasks.text.language_model import LanguageModelTask, OptLanguageModelTask
+    from nonlinear_lowrank.hub.loading import is_adapter
+
+    generates = isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask | ImageTokenTask)
+    return generates or (is_adapter(folder) and not recipe.task.pretrained)
 
 
 def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
@@ -115,45 +125,64 @@ def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
     from nlr_lab.evaluation.losses import score_saved
     from nlr_lab.runtime.environment import choose_device
 
-    scores = score_saved(
-        recipe.task,
-        folder,
-        base=options.base,
-        split=options.split,
-        device=str(choose_device(options.device)),
-        batch_size=options.batch_size,
-    )
+    where: dict[str, Any] = {"device": str(choose_device(options.device)), "batch_size": options.batch_size}
+    scores = score_saved(recipe.task, folder, base=options.base, split=options.split, **where)
     measure = recipe.task.measure
     unit = measure.unit if measure.is_loss else "squared error" if "pearson" in scores else "nats"
     loss = f"loss {scores['loss']:.4f} {unit}"
     others = [f"{name} {value:.4f}" for name, value in scores.items() if name != "loss"]
-    where = "held-out data" if options.split is None else f"split {options.split} of the data"
-    print(f"{where} of {recipe.name}: {'   '.join([*others, loss])}")
+    data = "held-out data" if options.split is None else f"split {options.split} of the data"
+    print(f"{data} of {recipe.name}: {'   '.join([*others, loss])}")
     return {"split": options.split, "held_out": scores}
 
 
-def _score_language_model(folder: Path, options: EvaluateOptions) -> dict[str, Any]:
+def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
+    """Score the evaluation sequences that the checkpoint's training measured itself on: tokens already."""
+    from nlr_lab.evaluation import score_sequences
+
+    model = open_language_model(folder, options.device, options.base)
+    prepared = recipe.task.prepare()
+    if prepared.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"the text of {recipe.name} now has a vocabulary of {prepared.vocab_size}, the model one of "
+            f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
+        )
+    size = prepared.valid_bytes_per_token  # image tokens have no bytes of text
+    score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
+    what, data = ("images", recipe.task.tokens) if size is None else ("text", recipe.task.text)
+    name = f"held-out {what} of {recipe.name} ({data.source})"
+    print(f"{name}: {score}")
+    return {"source": name, **score.to_json()}
+
+
+def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, Any]:
     local, named = _find_tasks(options)
     model = open_language_model(folder, options.device, options.base)
-    # The held-out text of a recipe is tokens already; a checkpoint in the middle of a run has no tokenizer.
-    tokenizer: Any = open_tokenizer(folder, options.base) if options.text is not None or options.tasks else None
+    tokenizer = open_tokenizer(folder, options.base)
     results: dict[str, Any] = {}
-    if options.text is not None or not options.tasks:
-        if options.text is not None:
-            name, score = options.text, _score_text(model, tokenizer, options)
-        else:
-            name, score = _score_own_text(model, folder, options)
-        print(f"{name}: {score}")
-        results["text"] = {"source": name, **score.to_json()}
+    if options.text is not None:
+        score = _score_text(model, tokenizer, options)
+        print(f"{options.text}: {score}")
+        results["text"] = {"source": options.text, **score.to_json()}
     if options.tasks:
+        from nlr_lab.evaluation import score_answers, score_tasks
         from nlr_lab.evaluation.harness import task_table
+        from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
 
-        kept = ["num_fewshot", "limit", "batch_size", "format"]
-        kept += ["prompt", "beams"] if options.format == "generate" else []
-        results["tasks"] = _score_tasks(model, tokenizer, local, named, options)
-        results["settings"] = {each: getattr(options, each) for each in kept}
+        limits: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
+        asked, compared = local.split(COMMONSENSE_NAMES if options.format == "generate" else ())
+        scores: dict[str, Any] = {}
+        results["settings"] = {"num_fewshot": options.num_fewshot, **limits, "format": options.format}
+        if asked.tasks:
+            search: dict[str, Any] = {"prompt": options.prompt, "beams": options.beams}
+            scores |= score_answers(model, tokenizer, asked, progress=_show_progress, **search, **limits)
+            results["settings"] |= search
+        if compared.tasks or named:
+            more: dict[str, Any] = {"include_path": options.include_path, "shots": options.num_fewshot}
+            scores |= score_tasks(model, tokenizer, named, local=compared, **more, **limits)
+        results["tasks"] = scores
         results["data"] = [asdict(file) for file in local.files]
-        print("\n".join(task_table(results["tasks"], local.hidden)))
+        print("\n".join(task_table(scores, local.hidden)))
     return results
 
 
@@ -172,42 +201,7 @@ def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
         raise UserError("--format generate is for the local commonsense tests, such as commonsense_local")
     if options.num_fewshot is not None and set(options.tasks) <= set(COMMONSENSE_NAMES):
         raise UserError("--num-fewshot does nothing here: the local commonsense tests are asked without examples")
-    if options.data is None:
-        return LocalTasks(), named
-    return find_local_tasks(own, options.data, shots=options.num_fewshot), named
-
-
-def _score_tasks(
-    model: Any, tokenizer: Any, local: Any, named: list[str], options: EvaluateOptions
-) -> dict[str, dict[str, Any]]:
-    from nlr_lab.evaluation import score_answers, score_tasks
-    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
-
-    scores: dict[str, dict[str, Any]] = {}
-    if options.format == "generate":
-        asked, local = local.split(COMMONSENSE_NAMES)
-        scores |= score_answers(
-            model,
-            tokenizer,
-            asked,
-            prompt=options.prompt,
-            beams=options.beams,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            progress=_show_progress,
-        )
-    if local.tasks or named:
-        scores |= score_tasks(
-            model,
-            tokenizer,
-            named,
-            local=local,
-            include_path=options.include_path,
-            shots=options.num_fewshot,
-            limit=options.limit,
-            batch_size=options.batch_size,
-        )
-    return scores
+    return (find_local_tasks(own, options.data or "", shots=options.num_fewshot) if own else LocalTasks()), named
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -215,61 +209,16 @@ def _show_progress(done: int, total: int) -> None:
         print(f"\r{done:,} of {total:,} questions", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    from nlr_lab.runtime.environment import versions
-
-    found = versions()
-    for package in ("lm_eval", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _score_own_text(model: Any, folder: Path, options: EvaluateOptions) -> tuple[str, Any]:
-    """Score the evaluation sequences that the checkpoint's training measured itself on."""
-    from nlr_lab.evaluation import score_sequences
-    from nlr_lab.training.recipe import Recipe
-
-    file = find_recipe_file(folder)
-    if file is None:
-        raise UserError(
-            f"{folder} was not made by nlr train (no recipe.json), so it has no held-out text of its own; pass --text"
-        )
-    recipe = Recipe.from_json(file.read_text(encoding="utf-8"))
-    prepared = recipe.task.prepare()
-    if prepared.vocab_size != model.config.vocab_size:
-        raise UserError(
-            f"the text of {file} now has a vocabulary of {prepared.vocab_size}, the model one of "
-            f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
-        )
-    # Image tokens have no bytes of text.
-    size = prepared.valid_bytes_per_token
-    score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
-    what, data = ("images", recipe.task.tokens) if size is None else ("text", recipe.task.text)
-    return f"held-out {what} of {recipe.name} ({data.source})", score
-
-
 def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
     from nlr_lab.evaluation import score_documents
     from nlr_lab.tasks.text.data import Corpus
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
-    if longest < 2:
-        raise UserError(f"the model has {longest} position; a text needs at least 2: evaluate a model with more")
-    length = options.sequence_length or min(longest, 1024)
+    length = options.sequence_length or max(2, min(longest, 1024))
+    documents = Corpus(source=options.text or "", text_field=options.text_field).documents()
+    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": options.batch_size}
     try:
-        return score_documents(
-            model,
-            tokenizer,
-            Corpus(source=options.text or "", text_field=options.text_field).documents(),
-            sequence_length=length,
-            separator=tokenizer.eos_token,
-            batch_size=options.batch_size,
-        )
+        return score_documents(model, tokenizer, documents, separator=tokenizer.eos_token, **sizes)
     except IndexError as error:  # positions that are an embedding end there; rotary ones do not
         if length <= longest:
             raise

@@ -1,5 +1,6 @@
 """`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --rank: the rank of its weights."""
 
+import argparse
 import re
 import sys
 from dataclasses import dataclass
@@ -45,10 +46,16 @@ class InspectOptions:
 
 def run_inspect(arguments: list[str]) -> None:
     """Print a table: of costs, or with --rank of ranks."""
-    if (rest := _take(arguments, "--rank-figures")) is not None:
-        _run_figures(rest)
-    elif (rest := _take_checkpoint(arguments)) is not None:
-        _run_rank(rest)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rank", nargs="?", const="")
+    parser.add_argument("--rank-figures", nargs="?", const="")
+    named, rest = parser.parse_known_args(arguments)
+    # --rank 64 adds branches to a model. A folder may have a number for a name: where no model is named beside it.
+    is_number = re.fullmatch(r"-?\d+", named.rank or "") and (rest or not Path(named.rank).exists())
+    if named.rank_figures is not None:
+        _run_figures([*filter(None, [named.rank_figures]), *rest])
+    elif named.rank is not None and not is_number:
+        _run_rank([*filter(None, [named.rank]), *rest])
     else:
         _print_cost(arguments)
 
@@ -94,28 +101,6 @@ def _print_cost(arguments: list[str]) -> None:
         print(format_cost(cost, every_layer=options.every_layer, width=table_width()))
 
 
-def _take(arguments: list[str], option: str) -> list[str] | None:
-    """Return the arguments without an option, and its value first; None where it is not there."""
-    for index, argument in enumerate(arguments):
-        if argument == option:
-            return [*arguments[:index], *arguments[index + 1 :]]
-        if argument.startswith(f"{option}="):
-            return [argument.removeprefix(f"{option}="), *arguments[:index], *arguments[index + 1 :]]
-    return None
-
-
-def _take_checkpoint(arguments: list[str]) -> list[str] | None:
-    """Return the arguments of `--rank CHECKPOINT`; None for `--rank 64`, NOBLE branches of that rank."""
-    index = next((i for i, each in enumerate(arguments) if re.match(r"--rank(=|$)", each)), None)
-    if index is None:
-        return None
-    name, equals, value = arguments[index].partition("=")
-    given = value if equals else next(iter(arguments[index + 1 :]), "")
-    # A folder may have a number for a name: it is meant where no model is named beside it.
-    alone = not equals and len(arguments) == 2 and Path(given).exists()
-    return None if re.fullmatch(r"-?\d+", given) and not alone else _take(arguments, name)
-
-
 def _from_config(path: Path) -> Any:
     """Return the model on meta that a config.json, or the one in a folder, describes."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -125,11 +110,9 @@ def _from_config(path: Path) -> Any:
 
     file = find_model(str(path)) / "config.json" if path.is_dir() else path
     content = read_json(file)
-    model_type = content.get("model_type")
-    if not isinstance(model_type, str):
-        raise UserError(f"{file} is not a model config: it has no model_type")
+    model_type = str(content.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        raise UserError(f"{file}: this transformers version does not know model_type {model_type!r}")
+        raise UserError(f"{file} has no model_type that this transformers version knows: {model_type!r}")
     try:
         return build_on_meta(CONFIG_MAPPING[model_type].from_dict(content))
     except UserError:
@@ -181,9 +164,10 @@ class FigureOptions:
 
 
 def _run_rank(arguments: list[str]) -> None:
-    """Print the table of a checkpoint."""
     options = parse(RankOptions, arguments, command="inspect --rank")
-    path = _checkpoint(options.checkpoint)
+    path = Path(options.checkpoint).expanduser()
+    if (path / "model").is_dir() and not (path / "config.json").exists():
+        path /= "model"  # of a run folder
     if options.plot is not None and Path(options.plot).suffix != ".png":
         raise UserError(f"--plot must end in .png, got {options.plot}")
     check_parent(options.plot, "--plot")
@@ -191,21 +175,10 @@ def _run_rank(arguments: list[str]) -> None:
     from nlr_lab.rank.report import format_ranks, rank_report
     from nlr_lab.runtime.environment import choose_device
 
-    device = str(choose_device(options.device))
-
-    report = rank_report(
-        path,
-        for_rank=options.for_rank,
-        init=options.init,
-        tolerances=options.tolerances,
-        include=options.include,
-        omega=options.omega,
-        exact_up_to=options.exact_up_to,
-        device=device,
-        progress=_progress if sys.stderr.isatty() else lambda line: None,
-    )
-    if sys.stderr.isatty():
-        _progress("")
+    names = ("for_rank", "init", "tolerances", "include", "omega", "exact_up_to")
+    given = {name: getattr(options, name) for name in names}
+    report = rank_report(path, device=str(choose_device(options.device)), progress=_progress, **given)
+    _progress("")
     if options.plot is not None:
         from nlr_lab.rank.figures import plot_layer_spectra
 
@@ -217,12 +190,9 @@ def _run_rank(arguments: list[str]) -> None:
 
 
 def _run_figures(arguments: list[str]) -> None:
-    """Write Figures 2 and 3 of sine_lowrank.txt, as a record and a picture."""
     options = parse(FigureOptions, arguments, command="inspect --rank-figures")
     check_integer("--seeds", options.seeds, minimum=1)
     folder = Path(options.out)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder for the figures")
     record, picture = folder / "rank-figures.json", folder / "rank-figures.png"
     for file in (record, picture):
         if file.exists() and not options.overwrite:
@@ -231,30 +201,14 @@ def _run_figures(arguments: list[str]) -> None:
     from nlr_lab.rank.figures import format_figures, plot_rank_figures, rank_figures
     from nlr_lab.runtime.storage import write_json
 
-    figures = rank_figures(seeds=options.seeds, init=options.init)
     folder.mkdir(parents=True, exist_ok=True)
+    figures = rank_figures(seeds=options.seeds, init=options.init)
     write_json(record, figures)
     plot_rank_figures(picture, figures)
     print(format_figures(figures))
     print(f"written: {record}, {picture}")
 
 
-def _checkpoint(name: str) -> Path:
-    """Return what is named, or the model in a run folder."""
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise UserError(f"no such file or folder: {name}")
-    model = path / "model"
-    begun = [each for each in ("recipe.json", "fit.json") if (path / each).exists()]
-    finished = (model / "config.json").exists() or (model.is_dir() and "fit.json" in begun)
-    if path.is_dir() and not (path / "config.json").exists() and finished:
-        return model
-    if path.is_dir() and begun and not any(path.glob("*.safetensors")):
-        steps = sorted((path / "checkpoints").glob("step-*"))
-        hint = f"; name a checkpoint of it, such as {steps[-1]}" if steps else ""
-        raise UserError(f"the run in {path} has not finished{hint}")
-    return path
-
-
 def _progress(text: str) -> None:
-    print(f"\r\033[K{text[:110]}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[:110]}", end="", file=sys.stderr, flush=True)

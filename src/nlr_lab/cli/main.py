@@ -7,7 +7,6 @@ Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 int
 how to resume; 1 a bug or a failing machine, one line that names a file with the traceback.
 """
 
-import contextlib
 import difflib
 import importlib
 import os
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nlr_lab.recipes import KINDS, RECIPES
@@ -27,18 +26,12 @@ from . import COMMANDS, FILES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: what follows `nlr` on the command line; None takes it from sys.argv.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command of these arguments, or of sys.argv's, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with _plain_warnings():
-            _dispatch(arguments)
+        if not os.environ.get("NLR_DEBUG"):  # one line, without the place in the code that warned
+            warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {' '.join(str(message).split())}\n"
+        _dispatch(arguments)
     except SystemExit as leaving:  # --help, printed by tyro
         return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
@@ -57,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(one_line(error, most=2000), 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
             return _fail(f"{error.name.partition('.')[0]} is needed here: pip install 'nonlinear-lowrank[lab]'", 2)
-        return _fail(f"{type(error).__name__}: {one_line(error)} (traceback in {_write_log(arguments)})", 1)
+        log = Path(tempfile.mkdtemp(prefix="nlr-"), "error.log")  # outside the user's folders
+        log.write_text(f"nlr {shlex.join(arguments)}\n\n{traceback.format_exc()}", encoding="utf-8")
+        return _fail(f"{type(error).__name__}: {one_line(error)} (traceback in {log})", 1)
     return 0
 
 
@@ -77,18 +72,6 @@ def _dispatch(arguments: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
-
-
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Print warnings as one line, without the place in the code that gave them."""
-    before = warnings.formatwarning
-    if not os.environ.get("NLR_DEBUG"):
-        warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {' '.join(str(message).split())}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
 
 
 def _help() -> str:
@@ -112,10 +95,3 @@ def _how_to_resume(arguments: Sequence[str]) -> str:
         return "nothing was kept"
     again = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
     return f"resume from the last checkpoint with: nlr {shlex.join(again)} --resume"
-
-
-def _write_log(arguments: Sequence[str]) -> Path:
-    """Write the current traceback into a new file outside the user's folders."""
-    path = Path(tempfile.mkdtemp(prefix="nlr-")) / "error.log"
-    path.write_text(f"nlr {shlex.join(arguments)}\n\n{traceback.format_exc()}", encoding="utf-8")
-    return path

@@ -2,25 +2,27 @@
 
 import difflib
 import inspect
-import math
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
-from decimal import Decimal, InvalidOperation
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass, make_dataclass, replace
+from decimal import Decimal
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro import _errors as refusals  # its only structured account of an error; pyproject bounds the version
 
-from nlr_lab.recipes import check_name, get_recipe, recipe_function, recipes_of
+from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipe_function, recipes_of
 from nonlinear_lowrank.errors import UserError
 
 Options = TypeVar("Options")
 
-_REPEATED = ("train", "finetune")
-_AGAIN = "\n\n    A run again, with its own recipe and arm: nlr {} --from RUN --out NEW."
+_NESTED = {
+    "task": "The data and the model.",
+    "problem": "The signal that is fitted, and the network.",
+    "train": "The optimization.",
+}
 _MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -33,17 +35,10 @@ def parse(
     description: str | None = None,
     default: Options | None = None,
 ) -> Options:
-    """Read a command line into a dataclass.
+    """Read a command line into a dataclass, whose fields' documentation becomes the help.
 
     A nested field may be given by the end of its name as long as that end is unique: `--lr` for
     `--train.lr`, `--text.source` for `--task.text.source`. Integers may be written as 1e3.
-
-    Args:
-        options: the dataclass; each field's documentation becomes its help.
-        arguments: what follows the command's name.
-        command: the words before the arguments, for the usage line.
-        description: printed above the options by --help; None: the dataclass's docstring.
-        default: values of the fields that the command line does not name.
 
     Raises:
         UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
@@ -73,21 +68,15 @@ def parse(
 
 
 def parse_recipe(
-    options: Any,
-    arguments: Sequence[str],
-    *,
-    command: str,
-    defaults: Callable[[Any], dict[str, Any]],
-    nested: tuple[str, ...] = ("task", "train"),
+    options: Any, arguments: Sequence[str], *, command: str, defaults: Callable[[Any], dict[str, Any]]
 ) -> tuple[Any, Any]:
-    """Read `RECIPE --option ...`, which several commands take.
+    """Read `RECIPE --option ...`, where the recipe's own settings are options beside the command's.
 
     Args:
-        options: the command's dataclass, generic in the kinds of its nested fields.
+        options: the command's own dataclass.
         arguments: what follows the command's name.
         command: the command's name.
-        defaults: the other fields' values where the command line does not name them.
-        nested: the recipe's own settings that are options.
+        defaults: values of the command's own options for a recipe.
 
     Returns:
         The recipe with the settings that were asked for, and the options.
@@ -95,54 +84,29 @@ def parse_recipe(
     Raises:
         UserError: no such recipe, `parse` refuses the rest, or the data do not tell the task.
     """
-    name, rest = take_recipe(arguments, command)
+    known = recipes_of(command)
+    name, rest = "", list(arguments)
+    if rest[:1] in (["-h"], ["--help"]):
+        name = known[0]  # options depend on the recipe; any of them shows what there is
+    elif rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+    if not name:
+        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
+    check_name(name, command)
     recipe = get_recipe(name)
-    own = {each: getattr(recipe, each) for each in nested}
-    parsed: Any = parse(
-        options[tuple(type(value) for value in own.values())],
-        rest,
-        command=f"{command} {name}",
-        description=(recipe_function(name).__doc__ or "") + (_AGAIN.format(command) if command in _REPEATED else ""),
-        default=options(**defaults(recipe), **own),
-    )
-    chosen = {each: getattr(parsed, each) for each in nested}
+    subject = "problem" if RECIPES[name].command == "fit" else "task"
+    own = {each: getattr(recipe, each) for each in (subject, "train")}
+    nested = [(each, Annotated[type(own[each]), tyro.conf.arg(help=_NESTED[each])]) for each in own]
+    options = make_dataclass("Options", nested, bases=(options,), frozen=True, kw_only=True)
+    description = inspect.getdoc(recipe_function(name)) or ""
+    if command in ("train", "finetune"):
+        description += f"\n\nA run again, with its own recipe and arm: nlr {command} --from RUN --out NEW."
+    default = options(**defaults(recipe), **own)
+    parsed = parse(options, rest, command=f"{command} {name}", description=description, default=default)
+    chosen = {each: getattr(parsed, each) for each in own}
     if "task" in chosen:
         chosen["task"] = chosen["task"].with_data_known()
     return replace(recipe, **chosen), parsed
-
-
-def take_recipe(arguments: Sequence[str], command: str) -> tuple[str, list[str]]:
-    """Split `RECIPE --option ...` and check the name, before anything slow is imported.
-
-    Raises:
-        UserError: no recipe is named first, or there is none of that name.
-    """
-    known = recipes_of(command)
-    first = arguments[0] if arguments else ""
-    if first in ("-h", "--help"):
-        # Options depend on the recipe; any of them shows what there is.
-        return known[0], list(arguments)
-    if not first or first.startswith("-"):
-        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
-    check_name(first, command)
-    return first, list(arguments[1:])
-
-
-def comparison_defaults(recipe: Any) -> dict[str, Any]:
-    """Options of `nlr compare` that a recipe sets, of whatever kind it is."""
-    return {
-        "out": f"runs/compare-{recipe.name}",
-        "arms": recipe.arms,
-        "seeds": recipe.seeds,
-        "tune_lr": recipe.tune_lr,
-    }
-
-
-def seconds_of(max_minutes: float | None) -> float | None:
-    """Return --max-minutes in seconds, None for no limit; raise UserError unless it is above 0 and finite."""
-    if max_minutes is not None and not 0 < max_minutes < math.inf:
-        raise UserError(f"--max-minutes must be above 0 and finite, got {max_minutes:g}; omit it for no limit")
-    return None if max_minutes is None else 60 * max_minutes
 
 
 def table_width() -> int:
@@ -216,8 +180,8 @@ def _integers(
 def _integer(text: str) -> int:
     try:
         number = Decimal(text)  # exact, unlike a float: 1e23 is 10**23
-    except InvalidOperation:
-        number = Decimal("nan")
-    if not number.is_finite() or number.adjusted() > _MOST_DIGITS or number != int(number):
-        raise ValueError(f"must be an integer, got {text!r}")
-    return int(number)
+        if number.adjusted() <= _MOST_DIGITS and number == int(number):
+            return int(number)
+    except (ArithmeticError, ValueError):
+        pass
+    raise ValueError(f"must be an integer, got {text!r}")

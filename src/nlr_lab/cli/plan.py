@@ -2,11 +2,12 @@
 rented."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from nlr_lab.recipes import RECIPES, check_name, recipes_of
+from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipes_of
 from nonlinear_lowrank.errors import UserError
 
 from .options import parse, table_width
@@ -49,6 +50,8 @@ def run_plan(arguments: list[str]) -> None:
     """Print the table, or JSON."""
     options = parse(PlanOptions, arguments, command="plan")
 
+    import torch
+
     from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
     from nlr_lab.plan.presets import PRESETS, find_hardware
     from nlr_lab.training.arms import Arm
@@ -61,87 +64,51 @@ def run_plan(arguments: list[str]) -> None:
     if name in recipes_of("fit"):
         raise UserError(f"{name} fits a field, on one device in minutes to hours; plan takes models")
     hardware = find_hardware(options.hardware)
-    subject = _of_size(name) if name in PRESETS else _of_recipe(name)
-    arms = [Arm.parse(text) for text in options.arms] or subject.arms
-    given = {"batch_size": options.batch_size, "steps": options.steps, "bf16": options.bf16}
-    settings: dict[str, Any] = {key: getattr(subject, key) if value is None else value for key, value in given.items()}
-    if options.steps is None and not subject.steps:
+    recipe = _of_size(name) if name in PRESETS else get_recipe(name)
+    task, train = recipe.task, recipe.train
+    given = {
+        each: getattr(train if getattr(options, each) is None else options, each)
+        for each in ("batch_size", "steps", "bf16")
+    }
+    if not given["steps"]:
         raise UserError(f"how many steps the epochs of {name} are, only its data say; give --steps")
-    length = subject.sequence_length if options.sequence_length is None else options.sequence_length
     config = PlanConfig(
         hardware=hardware,
         gpus=options.gpus,
         memory=options.memory,
         utilization=options.utilization,
-        recompute=options.gradient_checkpointing or subject.recompute,
-        **settings,
+        recompute=options.gradient_checkpointing or train.gradient_checkpointing,
+        **given,
     )
+    length = task.sequence_length if options.sequence_length is None else options.sequence_length
+    kind = getattr(getattr(task, "model", None), "dtype", None)  # of a pretrained model
     plans = []
-    for arm in arms:
-        muon = (arm.optimizer or subject.optimizer) == "muon"
-        cost = arm_cost(subject.build(arm), arm.name, length, bf16=config.bf16, muon=muon)
-        plans.append(plan_arm(cost, config))
+    for arm in map(Arm.parse, options.arms or recipe.arms):
+        model = task.build_on_meta()
+        if isinstance(kind, str):
+            model = model.to(getattr(torch, kind))
+        model = arm.apply(model, task.adapter_setup(model))
+        muon = (arm.optimizer or train.optimizer) == "muon"
+        plans.append(plan_arm(arm_cost(model, arm.name, length, bf16=config.bf16, muon=muon), config))
     if options.json:
         print(plan_to_json(name, plans, config))
     else:
         print(format_plan(name, plans, config, width=table_width()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """A model and its training, from a recipe or a size."""
-
-    build: Any
-    """Arm -> model on meta."""
-    arms: list[Any]
-    batch_size: int
-    steps: int
-    sequence_length: int
-    bf16: bool
-    recompute: bool = False
-    optimizer: str = "adamw"
-
-
-def _of_recipe(name: str) -> _Subject:
-    import torch
-
-    from nlr_lab.recipes import get_recipe
-    from nlr_lab.training.arms import Arm
-
-    recipe = get_recipe(name)
-    train = recipe.train
-    kind = getattr(getattr(recipe.task, "model", None), "dtype", None)
-
-    def build(arm: Arm) -> Any:
-        model = recipe.task.build_on_meta()
-        if isinstance(kind, str):
-            model = model.to(getattr(torch, kind))
-        return arm.apply(model, recipe.task.adapter_setup(model))
-
-    return _Subject(
-        build=build,
-        arms=[Arm.parse(text) for text in recipe.arms],
-        batch_size=train.batch_size,
-        steps=train.steps,
-        sequence_length=recipe.task.sequence_length,
-        bf16=train.bf16,
-        recompute=train.gradient_checkpointing,
-        optimizer=train.optimizer,
-    )
-
-
-def _of_size(name: str) -> _Subject:
+def _of_size(name: str) -> Any:
+    """Return what a plan reads of a recipe, of a model of known size."""
     from nlr_lab.plan.inspect import build_on_meta
     from nlr_lab.plan.presets import PRESET_ARMS, PRESETS
-    from nlr_lab.training.arms import Arm
     from nonlinear_lowrank.analysis.cost import count_parameters
 
     preset = PRESETS[name]
-    return _Subject(
-        build=lambda arm: arm.apply(build_on_meta(preset.config())),
-        arms=[Arm.parse(text) for text in PRESET_ARMS],
-        batch_size=preset.batch_size,
-        steps=preset.steps(count_parameters(build_on_meta(preset.config()))),
+    steps = preset.steps(count_parameters(build_on_meta(preset.config())))
+    task = SimpleNamespace(
+        build_on_meta=lambda: build_on_meta(preset.config()),
+        adapter_setup=lambda model: None,
         sequence_length=preset.sequence_length,
-        bf16=True,
     )
+    plain = {"bf16": True, "gradient_checkpointing": False, "optimizer": "adamw"}
+    train = SimpleNamespace(batch_size=preset.batch_size, steps=steps, **plain)
+    return SimpleNamespace(task=task, train=train, arms=PRESET_ARMS)

@@ -16,7 +16,6 @@ from nlr_lab.cli import COMMANDS
 from nlr_lab.cli import main as cli
 from nlr_lab.cli.bench import BENCHES
 from nlr_lab.cli.options import parse
-from nlr_lab.cli.train import TrainOptions
 from nlr_lab.recipes import RECIPES
 from nonlinear_lowrank import UserError
 from seeds import rng
@@ -70,7 +69,8 @@ def test_a_warning_is_one_line_and_names_no_code(tmp_path):
         (["train", "--out", "x"], ["name a recipe"]),
         (["generate"], ["CHECKPOINT"]),
         (["generate", "/no/such/folder"], ["/no/such/folder"]),
-        (["evaluate", "/no/such/folder"], ["/no/such/folder"]),
+        (["evaluate", "/no/such/folder", "--batch-size", "1e1"], ["/no/such/folder"]),
+        (["evaluate", "/no/such/folder", "--batch-size", "1e-1"], ["--batch-size: must be an integer, got '1e-1'"]),
         (["convert", "/no/such/folder", "out"], ["/no/such/folder"]),
         (["generate", ".", "--promt", "x"], ["--promt", "--prompt"]),
     ],
@@ -113,27 +113,26 @@ def test_a_missing_extra_is_named():
     assert run_python(script.format("['--help']"), "tyro").returncode == 0
 
 
-@pytest.mark.parametrize("bench", list(BENCHES))
-def test_help_of_a_benchmark_needs_no_torch(bench):
-    script = "import sys; from nlr_lab.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    done = run_python(script, "bench", bench, "--help")
+def test_help_of_benchmarks_and_fields_needs_no_torch():
+    script = "import sys\nfrom nlr_lab.cli.main import main\n"
+    script += "for command in sys.argv[1:]:\n    assert main(command.split()) == 0\nassert 'torch' not in sys.modules"
+    demos = [name for name, entry in RECIPES.items() if entry.command == "fit" and name.endswith("-demo")]
+    commands = [f"bench {name} --help" for name in BENCHES]
+    commands += [f"{command} {name} --help" for name in demos for command in ("fit", "compare")]
+    done = run_python(script, *commands)
     assert done.returncode == 0, done.stderr
-    assert "--output" in done.stdout
+    assert done.stdout.count("--picture") == len(BENCHES)
+    assert done.stdout.count("--train.steps") >= 2 * len(demos)
 
 
 def test_a_bug_names_a_file_with_the_traceback(capsys, monkeypatch):
     fail(monkeypatch, ZeroDivisionError("by\nzero"))
     code, out, err = run(capsys, "train", "llm-demo")
     assert (code, out) == (1, "")
-    log = Path(re.fullmatch(r"nlr: ZeroDivisionError: by zero \(traceback in (.*)\)\n", err).group(1))
-    text = log.read_text()
+    text = Path(re.fullmatch(r"nlr: ZeroDivisionError: by zero \(traceback in (.*)\)\n", err).group(1)).read_text()
     assert text.startswith("nlr train llm-demo\n")
     assert "Traceback" in text
-
-
-def test_debugging_raises(monkeypatch):
     monkeypatch.setenv("NLR_DEBUG", "1")
-    fail(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
@@ -185,18 +184,26 @@ class Job:
     """The text."""
 
 
-DEFAULT = TrainOptions(out="runs/x", arm="baseline", task=Job(), train=Optimization())
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    out: str = "runs/x"
+    """Where to."""
+    task: Job = field(default_factory=Job)
+    """The task."""
+    train: Optimization = field(default_factory=Optimization)
+    """The training."""
+
+
+DEFAULT = Options()
 
 
 def read(*arguments):
-    return parse(TrainOptions[Job, Optimization], arguments, command="train x", description="X.", default=DEFAULT)
-
-
-def test_nothing_given_is_the_default():
-    assert read() == DEFAULT
+    return parse(Options, arguments, command="train x", description="X.", default=DEFAULT)
 
 
 def test_full_and_short_names_of_nested_fields_mean_the_same():
+    assert read() == DEFAULT
+    assert read("--out=--lr").out == "--lr", "a value that looks like an option"
     full = read("--train.lr", "2e-3", "--task.text.source=a.txt", "--train.no-compile", "--train.betas", "0", "0.5")
     short = read("--lr", "2e-3", "--source=a.txt", "--no-compile", "--betas", "0", "0.5")
     assert full == short
@@ -206,21 +213,12 @@ def test_full_and_short_names_of_nested_fields_mean_the_same():
     assert read("--threads", "2").train.threads == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("1e3", 1000), ("-2E2", -200), ("1.5e3", 1500), ("1e18", 10**18), ("1e23", 10**23), ("7", 7)]
-)
+@pytest.mark.parametrize(("text", "number"), [("7", 7), ("-2E2", -200), ("1.5e3", 1500), ("1e23", 10**23)])
 def test_integers_may_be_in_scientific_notation(text, number):
     found = read("--train.seed", text).train.seed
     assert (found, type(found)) == (number, int)
     assert read("--threads", text).train.threads == number
     assert read("--lr", "1e3").train.lr == 1000.0
-
-
-def test_integers_of_a_command_without_a_recipe_too(capsys):
-    assert "no such folder" in refused(capsys, "evaluate", "/no/such/folder", "--batch-size", "1e1")
-    err = refused(capsys, "evaluate", "/no/such/folder", "--batch-size", "1e-1")
-    assert "--batch-size: must be an integer, got '1e-1'" in err
-    assert read("--out=--lr").out == "--lr", "a value that looks like an option"
 
 
 @pytest.mark.parametrize(
@@ -232,9 +230,7 @@ def test_integers_of_a_command_without_a_recipe_too(capsys):
         (["--lr", "fast"], "--train.lr: could not convert string to float: 'fast'"),
         (["--lr"], "--train.lr"),
         (["--train.seed", "1.5"], "--train.seed: must be an integer, got '1.5'"),
-        (["--train.seed", "1e-3"], "--train.seed: must be an integer, got '1e-3'"),
         (["--train.seed", "1e999999999"], "--train.seed: must be an integer, got '1e999999999'"),
-        (["--train.seed", "1e-999999999"], "--train.seed: must be an integer"),
         (["--threads", "inf"], "must be an integer, got 'inf'"),
         (["--lr", "-1"], "lr must be above 0, got -1.0"),
         (["--optimizer", "sgd"], "'adamw', 'muon'"),
@@ -253,7 +249,7 @@ def test_what_cannot_be_read_is_one_line(capsys, arguments, message):
 def test_help_shows_defaults_and_docs_and_the_recipe_lines(capsys):
     description = "A model.\n\n    Command: nlr train x\n    Time: 3 minutes.\n    "
     with pytest.raises(SystemExit) as caught:
-        parse(TrainOptions[Job, Optimization], ["--help"], command="train x", description=description, default=DEFAULT)
+        parse(Options, ["--help"], command="train x", description=description, default=DEFAULT)
     assert not caught.value.code
     out = capsys.readouterr().out
     assert re.search(r"^Command: nlr train x$", out, re.MULTILINE)

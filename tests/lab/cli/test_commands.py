@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from cli_helpers import refused, run, succeed
@@ -28,10 +27,8 @@ def trained(tmp_path_factory):
     lines = [" ".join(order.choices(words, k=8)) for _ in range(400)]
     (folder / "corpus.txt").write_text("\n<|endoftext|>\n".join(lines))
     options = ["--source", folder / "corpus.txt", "--cache-dir", folder / "cache", *SIZES]
-    code = cli.main(
-        [str(each) for each in ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]]
-    )
-    assert code == 0
+    command = ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]
+    assert cli.main([str(each) for each in command]) == 0
     return folder, options
 
 
@@ -48,10 +45,6 @@ def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
     # A checkpoint in the middle of the run is a model too, and knows its run.
     out = succeed(capsys, "evaluate", folder / "run" / "checkpoints" / "step-000004")
     assert f"loss {result['final_loss']:.4f}" in out
-
-
-def test_evaluate_scores_any_text(trained, capsys):
-    folder, _ = trained
     out = succeed(capsys, "evaluate", folder / "run", "--text", folder / "corpus.txt")
     assert re.search(r"perplexity \d.* bits per byte \d", out)
 
@@ -139,7 +132,6 @@ def test_inspect_counts_recipes_folders_and_configs_alike(trained, capsys):
     [
         (["llm-dem"], ["'llm-demo'"]),
         (["nowhere/config.json"], ["nowhere/config.json"]),
-        (["llm-demo", "--rank", "0"], ["rank"]),
         (["llm-demo", "--rank", "128"], ["rank", "128"]),
         (["llm-demo", "--rank", "8", "--arm", "baseline"], ["--rank", "--arm"]),
         (["llm-demo", "--sequence-length", "0"], ["sequence_length"]),
@@ -175,7 +167,9 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     [
         ("stop", "unknown benchmark 'stop'"),
         ("", "nlr bench step"),
-        ("step --ranks 0", "rank"),
+        ("step --modes fast", "--modes: invalid choice 'fast'"),
+        ("kernels --operators tanh", "choose one of 'cosnet', 'rational', 'sine'"),
+        ("kernels --capability 75", "--capability: invalid choice '75'"),
         ("step --device tpu9", "tpu9"),
         ("step --output /no/such/folder/b.json", "/no/such/folder"),
         ("memory --picture /no/such/folder/b.png", "/no/such/folder"),
@@ -192,20 +186,14 @@ def test_bench_refuses_what_it_cannot_measure(capsys, monkeypatch, tmp_path, arg
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--arm", "noble:rank=0"], ["rank"]),
-        (["--arm", "noble:rank=-3"], ["rank"]),
         (["--arm", "noble:rank=32"], ["rank"]),
-        (["--arm", "noble:activation=relu6"], ["relu6", "cosine"]),
         (["--arm", "nobel"], ["nobel"]),
         (["--arm", "no_such_module:change"], ["no_such_module"]),
         (["--source", "missing.txt"], ["missing.txt"]),
-        (["--source", "empty.txt"], ["empty"]),
-        (["--source", "binary.txt"], ["binary"]),
         (["--source", "short.txt"], ["short"]),
         (["--tokenizer", "no/such/tokenizer"], ["no/such/tokenizer"]),
         (["--steps", "0"], ["steps"]),
         (["--optimiser", "sgd"], ["--optimiser"]),
-        (["--width", "33"], ["33"]),
         (["--resume", "--overwrite"], ["overwrite"]),
     ],
     ids=lambda value: "-".join(value),
@@ -213,15 +201,12 @@ def test_bench_refuses_what_it_cannot_measure(capsys, monkeypatch, tmp_path, arg
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_wrong_runs_are_refused_with_nothing_written(trained, capsys, monkeypatch, tmp_path, command, options, words):
     _, usual = trained
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "short.txt").write_text("too few words")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     if command == "compare" and options[0] == "--arm":
         options = ["--arms", "baseline", options[1]]
-    code, _, err = run(capsys, command, "llm-demo", "--out", "out", *usual, *options)
-    assert (code, err.count("\n")) == (2, 1), err
+    err = refused(capsys, command, "llm-demo", "--out", "out", *usual, *options)
     assert all(word in err for word in words), err
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -231,34 +216,23 @@ def truncate(model):
     (model / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
-def change(**more):
-    """Drop a tensor and add others."""
-
-    def damage(model):
-        tensors = load_file(model / "model.safetensors")
-        if not more:
-            tensors.pop(next(name for name in tensors if "noble_up" in name))
-        (model / "manifest.json").unlink()  # or their hash would be what is wrong
-        save_file({**tensors, **more}, model / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
+def drop_a_tensor(model):
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop(next(name for name in tensors if "noble_up" in name))
+    (model / "manifest.json").unlink()  # or their hash would be what is wrong
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-DAMAGES = {
-    "truncated": truncate,
-    "without a tensor": change(),
-    "with a stray tensor": change(stray=torch.zeros(2)),
-    "not a config": lambda model: (model / "config.json").write_text('{"name": "not a config"}'),
-    "not JSON": lambda model: (model / "config.json").write_text("{"),
-}
+def spoil_the_config(model):
+    (model / "config.json").write_text('{"name": "not a config"}')
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [truncate, drop_a_tensor, spoil_the_config])
 @pytest.mark.parametrize("command", ["evaluate", "generate", "convert"])
 def test_damaged_models_are_refused(trained, capsys, tmp_path, command, damage):
     folder, _ = trained
     shutil.copytree(folder / "run" / "model", tmp_path / "model")
-    DAMAGES[damage](tmp_path / "model")
+    damage(tmp_path / "model")
     before = sorted(tmp_path.rglob("*"))
     extra = [tmp_path / "out"] if command == "convert" else []
     assert "model" in refused(capsys, command, tmp_path / "model", *extra)
