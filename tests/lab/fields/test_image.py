@@ -71,13 +71,9 @@ def test_prepares_crops_sizes_and_the_embedded_photographs(tmp_path):
 
 
 def test_fingerprint_tells_images_and_networks_apart():
-    problems = [
-        *(ImageProblem(_image(), field=SMALL) for _ in range(2)),
-        ImageProblem(_image(seed=1), field=SMALL),
-        ImageProblem(_image(10, 6), field=SMALL),
-        ImageProblem(_image(), field=SMALL, points=3),
-        ImageProblem(_image(), field=FieldConfig(in_features=2, out_features=3, width=17)),
-    ]
+    arrays = _image(), _image(), _image(seed=1), _image(10, 6)
+    problems = [ImageProblem(each, field=SMALL) for each in arrays]
+    problems += [ImageProblem(_image(), field=SMALL, points=3), ImageProblem(_image())]
     assert len({each.fingerprint for each in problems}) == 5
 
 
