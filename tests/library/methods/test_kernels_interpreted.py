@@ -3,38 +3,46 @@
 torch.empty is NaN here (conftest.py), shapes are odd and inputs are not contiguous, so a mask that is off shows.
 """
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 
-from kernel_helpers import compare, cosnet_leaves, cosnet_pair, rational_pair, route
-from noble_helpers import changed, make_branch, outputs_and_gradients
+import op_helpers as ops
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference, noble_linears
-from nonlinear_lowrank.methods.rational.op import LinearTails, denominator_size, rational
+from nonlinear_lowrank.methods.noble.op import Branch
+from nonlinear_lowrank.methods.rational.op import LinearTails, rational
 from nonlinear_lowrank.methods.rational.reference import rational_reference
-from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import load
 from nonlinear_lowrank.ops.sine import SineFactors, effective_weights, sine_layer
-from rounding_helpers import cast
 
 triton = pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.kernels,
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
+noble = partial(ops.noble, form="no-bias", d_out=10, dtype=torch.float32)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the kernels that were asked for."""
+    """Send every operator to its kernels; the names of those that were asked for."""
     asked = []
-    route(monkeypatch, asked)
+
+    def chosen(name, *tensors):
+        asked.append(name)
+        return load(name)
+
+    for file in ("methods.noble.op", "methods.rational.op", "ops.sine"):
+        monkeypatch.setattr(importlib.import_module(f"nonlinear_lowrank.{file}"), "kernels", chosen)
     return asked
 
 
-def compare_float32(fast, plain, leaves, dy):
-    """`compare`, of float32 and to float32."""
-    assert {each.dtype for each in compare(fast, plain, leaves, dy)} == {torch.float32}
+def assert_as_good_as_plain_float32(case):
+    """`compare`, of float32 and to float32, with strided inputs and gradients."""
+    dys = [ops.strided(dy).detach() for dy in case.dys()]
+    assert {each.dtype for each in ops.compare(case, dys, strided_input=True)} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_noble_kernels_equal_the_formula(calls, monkeypatch, rank, tokens, one_k
         chosen = kernel.backward_variants
         monkeypatch.setattr(kernel, "backward_variants", lambda rank, dtype: chosen(rank, torch.bfloat16))
         monkeypatch.setattr(kernel, "processors", lambda device: 1)  # a program then has more than one tile
-    compare_float32(*cosnet_pair(), cosnet_leaves(tokens, 11, 10, rank), torch.randn(tokens, 10))
+    assert_as_good_as_plain_float32(noble(batch=(tokens,), d_in=11, r=rank))
     assert calls == ["noble"] * 4
 
 
@@ -55,29 +63,29 @@ def test_noble_kernel_takes_the_down_projection(calls, monkeypatch, rank, tokens
     kernel, fused = load("noble"), []
     whole = kernel.down_forward
     monkeypatch.setattr(kernel, "down_forward", lambda *inputs: fused.append(rank) or whole(*inputs))
-    leaves = cosnet_leaves(tokens, d_in, 10, rank)
     monkeypatch.setattr(noble_op, "FUSE_DOWN", True)
-    compare_float32(*cosnet_pair(), leaves, torch.randn(tokens, 10))
+    assert_as_good_as_plain_float32(noble(batch=(tokens,), d_in=d_in, r=rank))
+    empty = noble(batch=(0,), d_in=d_in, r=rank)
     with torch.no_grad():
-        assert cosnet_pair()[0](leaves[0][:0], *leaves[1:]).shape == (0, 10)
+        assert empty.run(empty.fast)[0].shape == (0, 10)
     assert fused == [rank] * 3
     monkeypatch.setattr(noble_op, "FUSE_DOWN", False)
-    cosnet_pair()[0](*leaves)
+    empty.run(empty.fast)
     assert len(fused) == 3
+
+
+def test_noble_linears_of_one_input_equal_the_formula(calls):
+    assert_as_good_as_plain_float32(ops.noble(form="group", batch=(9,), d_in=7, d_out=5, r=3, dtype=torch.float32))
+    assert calls == ["noble"] * 12
 
 
 @pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
 @pytest.mark.parametrize(("groups", "channels"), [(4, 12), (2, 74), (12, 12)], ids=["narrow", "wide", "channels"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_rational(calls, form, groups, channels, gated):
-    tails = LinearTails(-2.0, 1.5, 0.25, -1.5) if gated else None
-    tokens = 11
-    both = torch.randn(tokens, 2 * channels)  # halves of one projection: rows lie apart
-    leaves = [both[:, :channels], both[:, channels:]][: 1 + gated]
-    leaves += [0.3 * torch.randn(groups, 6), 0.3 * torch.randn(groups, denominator_size(4, form))]
-    leaves = [each.detach().requires_grad_() for each in leaves]
-    fast, plain = rational_pair(form, tails, gated)
-    compare_float32(fast, plain, leaves, torch.randn(channels, tokens).t())
+@pytest.mark.parametrize("kind", ["rational", "rational_gated"])
+def test_rational(calls, form, groups, channels, kind):
+    tails = LinearTails(-2.0, 1.5, 0.25, -1.5) if kind == "rational_gated" else None
+    sizes = {"batch": (11,), "groups": groups, "channels": channels, "scale": 0.3}
+    assert_as_good_as_plain_float32(ops.rational(kind, form, tails, **sizes, dtype=torch.float32))
     assert calls == ["rational"] * 4
 
 
@@ -94,42 +102,11 @@ def test_rational_of_frozen_coefficients_and_of_nothing(calls, limits):
     assert [tuple(each.shape) for each in (y, *torch.autograd.grad(y.sum(), [nothing, a]))] == [(0, 6), (0, 6), (2, 6)]
 
 
-@pytest.mark.parametrize(
-    ("base", "dora", "transposed"),
-    [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (False, True, True)],
-)
-def test_sine(calls, base, dora, transposed):
-    d_in, d_out, rank, tokens = 70, 37, 17, 5
-    weight = torch.randn(d_out, d_in)
-    leaves = [
-        torch.randn(d_in, tokens).t(),
-        weight,
-        torch.randn(d_out),
-        torch.randn(d_out, rank),
-        torch.randn(rank, d_in),
-    ]
-    leaves += [0.5 + torch.rand(d_out)] * dora
-    omega, gain = 10 / rank**0.5, d_in**0.5
-
-    def factors(up, down, magnitude=None):
-        return [SineFactors(up, down, omega, gain, 1.5, magnitude)]
-
-    def fast(x, weight, bias, *flat):
-        stored = weight.t() if transposed else weight
-        return sine_layer(x, stored, bias, factors(*flat), base=base, transposed=transposed)
-
-    def plain(x, weight, bias, *flat):
-        # a delta alone has no use of the weight but for its norms
-        return sine_layer_reference(x, weight, bias, factors(*flat), base=base) + (0 * weight).sum()
-
-    leaves = [each.detach().requires_grad_() for each in leaves]
-    if not base and not dora:
-        fast_without = fast
-
-        def fast(*tensors):
-            return fast_without(*tensors) + (0 * tensors[1]).sum()
-
-    compare_float32(fast, plain, leaves, torch.randn(tokens, d_out))
+@pytest.mark.parametrize("kind", ["merged", "delta", "conv1d", "delta-conv1d"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_sine(calls, dora, kind):
+    sizes = {"batch": (5,), "d_in": 70, "d_out": 37, "r": 17, "rms": 10.0}
+    assert_as_good_as_plain_float32(ops.sine((dora,), kind, **sizes, dtype=torch.float32))
     assert calls == ["sine"] * 4
 
 
@@ -152,25 +129,6 @@ def test_sine_and_cosine_of_large_arguments():
     torch.testing.assert_close(found[1].double(), phases.double().cos(), rtol=0, atol=5e-7)
     *_, (*_, dphase) = load("noble").backward(h, torch.ones(2, rank), branch)
     torch.testing.assert_close(dphase.double(), -2 * phases.double().sin(), rtol=0, atol=2e-6)
-
-
-def test_noble_linears_of_one_input_equal_the_formula(calls):
-    x, dys = torch.randn(9, 7), [torch.randn(9, 5), torch.randn(9, 11)]
-    branches = [make_branch(d_in=7, d_out=width, r=3, dtype=torch.float32) for width in (5, 11)]
-    weights = [torch.randn(width, 7) for width in (5, 11)]
-
-    def plain(x, weights, branches):
-        return [noble_linear_reference(x, weight, None, own) for weight, own in zip(weights, branches, strict=True)]
-
-    found = outputs_and_gradients(
-        lambda x, weights, branches: noble_linears(x, weights, [None] * 2, branches),
-        changed(lambda each: cast(each, torch.float32), (x, weights, branches)),
-        dys,
-    )
-    wanted = outputs_and_gradients(plain, changed(lambda each: cast(each, torch.float64), (x, weights, branches)), dys)
-    for ours, reference in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-4)
-    assert calls == ["noble"] * 4
 
 
 def test_the_kernels_that_ours_are_measured_against():
