@@ -1,11 +1,54 @@
-"""Wrong settings of sine and rational methods and adapters: one line that names the field, before any work."""
+"""Wrong settings of methods and adapters: one line that names the field, before any work."""
 
 import pytest
 
-from nonlinear_lowrank import NoraConfig, RationalConfig, SineLoraConfig, SineLowRankConfig, UserError
+from nonlinear_lowrank import (
+    NobleConfig,
+    NonlinearQueryConfig,
+    NoraConfig,
+    QKNormConfig,
+    RationalConfig,
+    SineLoraConfig,
+    SineLowRankConfig,
+    UserError,
+)
 
 # config: [(settings, what the error says)]; NoRA checks what the two have in common as RationalConfig does.
 WRONG = {
+    NobleConfig: [
+        ({"rank": 0}, "rank"),
+        ({"activation": "sine"}, "activation"),
+        ({"activation": "gelu", "depth": 3}, "depth"),
+        ({"depth": 0}, "depth"),
+        ({"init": "zero"}, "init"),
+        ({"frequency_range": (2.0, 1.0)}, "frequency_range"),
+        ({"up_scale": float("nan")}, "up_scale"),
+        ({"phase_lr": 0.0}, "phase_lr"),
+        ({"rank_ratio": 1.0}, "rank_ratio"),
+        ({"fusion": "mul"}, "fusion"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"output_scale": "2"}, "output_scale must be a finite number"),
+        ({"dropout": float("nan"), "fuse_shared_inputs": True}, "dropout must be at least 0"),
+        ({"up_lr_power": 1e5}, "up_lr_power must be at most 10"),
+        ({"mix_lr_power": float("nan")}, "mix_lr_power must be a finite number of at least -10"),
+        ({"frequency_range": 1}, "frequency_range must be two"),
+        ({"frequency_range": (float("nan"), 1)}, "frequency_range must be two"),
+        ({"depth": 2.0}, "depth"),
+        ({"up_bias": "no"}, "up_bias must be true or false, got 'no'"),
+        ({"fuse_shared_inputs": "off"}, "fuse_shared_inputs must be true or false"),
+        ({"share_down": "q"}, "unknown share_down 'q'; choose one of none, qkv"),
+        ({"fusion": "gated", "fuse_shared_inputs": True}, "needs fusion='add' and dropout=0"),
+    ],
+    NonlinearQueryConfig: [
+        ({"rank": 0}, "rank"),
+        ({"rank": 2.5}, "rank"),
+        ({"kind": "cubic"}, "nonlinear, linear, identity"),
+        ({"scale": 0.0}, "scale"),
+        ({"init_std": float("nan")}, "init_std"),
+        ({"kind": "identity", "rank": 4}, "rank=4 does nothing"),
+        ({"kind": "identity", "scale": 0.3}, "scale=0.3 does nothing"),
+    ],
+    QKNormConfig: [({"head_width": 0}, "head_width")],
     RationalConfig: [
         ({"activation": "mish"}, "unknown activation 'mish'; choose one of gelu"),
         ({"form": "eq6"}, "unknown form 'eq6'; choose one of abs_of_sum, sum_of_abs"),

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import nonlinear_lowrank as nlr
-from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
+from attention_helpers import big_code, cross_attending, grouped_llama, grouped_phi3
 from model_helpers import FAMILIES, batch
-from nonlinear_lowrank import QKNormConfig, QKNormProjection, UserError
+from nonlinear_lowrank import QKNormConfig, QKNormProjection
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.hub import load_model
 
@@ -84,17 +84,6 @@ def test_on_top_of_every_method_and_back_from_disk(method, family, tmp_path):
     assert all(torch.isfinite(parameter).all() for parameter in fresh.parameters())
 
 
-def test_it_comes_last():
-    model = FAMILIES["opt"]()
-    nlr.augment(model, QKNormConfig(), verbose=False)
-    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    assert len(report.swapped) == 2 * 4
-    assert report.skipped["model.decoder.layers.0.self_attn.q_proj"] == "is qk-norm already"
-    assert report.skipped["model.decoder.layers.0.self_attn.q_proj.projection"].endswith("qk-norm, which comes last")
-    with pytest.raises(UserError, match="augmented with qk-norm already"):
-        nlr.augment(model, QKNormConfig(), verbose=False)
-
-
 def test_grouped_heads_have_fewer_keys():
     model = grouped_llama(1, head_dim=16)
     nlr.augment(model, QKNormConfig(), verbose=False)
@@ -105,25 +94,6 @@ def test_grouped_heads_have_fewer_keys():
     nlr.augment(fused, QKNormConfig(), verbose=False)
     assert (fused.model.layers[0].self_attn.qkv_proj.queries, fused.model.layers[0].self_attn.qkv_proj.keys) == (32, 16)
     assert fused(**batch(fused)).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("build", "config", "include", "words"),
-    [
-        (by_head, {}, None, "nothing to swap"),
-        (FAMILIES["opt"], {"head_width": 5}, None, "do not split into heads of 5"),
-        (FAMILIES["opt"], {"head_width": 0}, None, "head_width"),
-        (lambda: nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), {}, None, r"QKNormConfig\(head_width"),
-        (by_part, {}, None, "mixes rows of q, k and v"),
-        (lambda: big_code(multi_query=False), {}, None, "mixes rows of q, k and v"),
-        (by_head, {}, ".*query_key_value", "mixes rows of q, k and v"),
-    ],
-)
-def test_what_it_refuses(build, config, include, words):
-    model = build()
-    with pytest.raises(UserError, match=words):
-        nlr.augment(model, QKNormConfig(**config), include=include, verbose=False)
-    assert not layers_of(model)
 
 
 def test_heads_of_a_given_width_and_shared_keys():
@@ -154,10 +124,3 @@ def test_cross_attention_norms_keys_and_leaves_values(inner, tmp_path):
     inputs = {**batch(model), "encoder_hidden_states": torch.randn(2, 4, 32)}
     model.save_pretrained(tmp_path)
     assert torch.equal(load_model(tmp_path)(**inputs).logits, model(**inputs).logits)
-
-
-def test_keys_and_values_that_a_method_has_made_one_linear_are_refused():
-    model = cross_attending()
-    nlr.augment(model, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
-    with pytest.raises(UserError, match=r"crossattention.c_attn holds keys and values only"):
-        nlr.augment(model, QKNormConfig(), verbose=False)

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, parameters
 from nlr_lab.plan.inspect import format_cost
-from nlr_lab.training import Arm
 from nonlinear_lowrank import SineLowRankConfig, SineLowRankLinear, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.methods.sine.layer import OMEGA_BY_RANK
@@ -172,17 +171,6 @@ def test_conv1d_and_missing_biases():
     assert model["b"].bias is None
 
 
-def test_learning_rate_roles():
-    model = nn.Sequential(nn.Linear(24, 18), nn.Linear(18, 24))
-    nlr.augment(model, SineLowRankConfig(rank=3), include="0", verbose=False)
-    groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, muon=True, verbose=False)
-    found = {name: (g["role"], g["lr"], g["weight_decay"], g["optimizer"]) for g in groups for name, _ in g["params"]}
-    assert found["0.sine_up"] == ("sine.up", 1e-3, 0.1, "adamw")
-    assert found["0.sine_down"] == ("sine.down", 1e-3, 0.1, "adamw")
-    assert found["0.bias"][2] == 0.0
-    assert found["1.weight"] == ("dense", 1e-3, 0.1, "muon")
-
-
 def test_trained_weights_are_not_done_away_with_in_silence(tmp_path):
     FAMILIES["vit"]().save_pretrained(tmp_path / "plain")
     model = ViTForImageClassification.from_pretrained(tmp_path / "plain")
@@ -190,32 +178,3 @@ def test_trained_weights_are_not_done_away_with_in_silence(tmp_path):
         nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
     with pytest.raises(UserError, match="discards trained weights"):
         nlr.hub.convert(tmp_path / "plain", tmp_path / "out", SineLowRankConfig(rank=2))
-
-
-def test_noble_takes_what_is_left():
-    model = FAMILIES["vit"]()
-    nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
-    report = nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
-    assert len(report.swapped) == 2 * 4
-    assert report.skipped["vit.layers.0.mlp.fc1"] == "is sine-lowrank already"
-    with pytest.raises(UserError, match="augmented with sine-lowrank already"):
-        nlr.augment(model, nlr.NobleConfig(rank=4), include=r".*fc1")
-
-
-def test_arms():
-    arm = Arm.parse(r"sine-lowrank:rank=2,omega=300,include=.*mlp\.fc[12],init=kaiming_zero")
-    assert Arm.parse(str(arm)) == arm
-    assert (arm.control, arm.name) == (False, "sine-lowrank-r2-w300-on-mlp-fc-12-init-kaiming_zero")
-    changed = arm.apply(FAMILIES["vit"]())
-    layers = [module for module in changed.modules() if isinstance(module, SineLowRankLinear)]
-    assert [layer.sine_config.init for layer in layers] == ["kaiming_zero"] * 4
-    for name, activation in (("low-rank", "identity"), ("sigmoid-low-rank", "sigmoid"), ("relu-low-rank", "relu")):
-        arm = Arm.parse(f"{name}:rank=2,exclude=.*attention.*")
-        assert arm.control
-        changed = arm.apply(FAMILIES["vit"]())
-        found = {module.sine_config.activation for module in changed.modules() if isinstance(module, SineLowRankLinear)}
-        assert found == {activation}
-        with pytest.raises(UserError, match="no setting 'activation'"):
-            Arm.parse(f"{name}:activation=sine")
-    with pytest.raises(UserError, match="no linear's whole name"):
-        Arm.parse("sine-lowrank:rank=2,include=nothing").apply(FAMILIES["vit"]())

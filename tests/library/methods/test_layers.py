@@ -1,11 +1,13 @@
-"""Layers are drop-ins: their outputs may be changed in place, with the results of the same operation out of place."""
+"""What holds for every layer: changes in place, meta, copies, types, compile, selective activation checkpointing."""
 
+import copy
 import functools
 
 import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
@@ -69,6 +71,8 @@ LAYERS = {
     "noble-output-scale": lambda: noble(output_scale=2.0),
     "noble-tanh-depth-1": lambda: noble(activation="tanh", depth=1),
     "noble-gated": lambda: noble(fusion="gated", up_bias=True),
+    "noble-silu-gated": lambda: noble(activation="silu", depth=1, fusion="gated", output_scale=1.5),
+    "noble-depth-3-biased": lambda: noble(depth=3, up_bias=True),
     "noble-dropout": lambda: noble(dropout=0.3),
     "noble-conv1d": lambda: noble(NobleConv1D),
     "noble-shared-down": lambda: Trio(share_down="qkv"),
@@ -76,7 +80,14 @@ LAYERS = {
     "sine": lambda: sine("sine"),
     "sigmoid": lambda: sine("sigmoid"),
     "identity": lambda: sine("identity"),
+    "relu": lambda: sine("relu"),
     "query": lambda: Single(nlr.NonlinearQuery(WIDTH, config=nlr.NonlinearQueryConfig())),
+    **{
+        f"qkv-{kind}": lambda kind=kind: Single(
+            nlr.NonlinearQKV(WIDTH, 2 * WIDTH, config=nlr.NonlinearQueryConfig(kind=kind))
+        )
+        for kind in ("nonlinear", "linear", "identity")
+    },
     "rational": activation,
     "rational-exact": lambda: activation(anchor="exact", form="sum_of_abs"),
     "rational-behind-batch": lambda: activation(channel_dim=1, tails="rational"),
@@ -93,16 +104,24 @@ LAYERS = {
 }
 
 
-def input_of(name):
+OURS = [name for name in LAYERS if not name.startswith("adapter")]
+ours = pytest.mark.parametrize("name", OURS)
+
+
+def input_of(name, dtype=torch.float64):
     if name == "adapter-sine-embedding":
         return torch.randint(TOKENS, (2, 5))
     spatial = name in ("adapter-sine-conv2d", "rational-behind-batch")
-    return torch.randn(2, *((WIDTH, 3, 5) if spatial else (5, WIDTH)), dtype=torch.float64, requires_grad=True)
+    return torch.randn(2, *((WIDTH, 3, 5) if spatial else (5, WIDTH)), dtype=dtype, requires_grad=True)
+
+
+def unchanged(y, x):
+    return y
 
 
 def beside(y, x):
     """A residual of y's shape."""
-    return x if x.is_floating_point() else torch.ones_like(y)
+    return x if x.shape == y.shape else torch.ones_like(y)
 
 
 def assigned(y, x):
@@ -146,17 +165,82 @@ def test_compiled_change_in_place_equals_change_out_of_place(name):
         return functools.reduce(lambda y, change: change[place](y, x), CHANGES.values(), y)
 
     inside = outcome(compiled, model, x, functools.partial(every, place=0))
-    after = outcome(lambda x, change: change(compiled(x, lambda y, x: y), x), model, x, lambda y, x: y.mul_(2))
+    after = outcome(lambda x, change: change(compiled(x, unchanged), x), model, x, lambda y, x: y.mul_(2))
     expected = outcome(model, model, x, functools.partial(every, place=1))
     torch.testing.assert_close(inside, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(after, outcome(model, model, x, CHANGES["mul"][1]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("adapter")])
+@ours
 def test_input_changed_before_backward_raises(name):
     model = LAYERS[name]().double().train()
     x = input_of(name) * 1
-    y = model(x, lambda y, x: y)
+    y = model(x, unchanged)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@ours
+def test_compiled_layer_has_equal_outputs_and_gradients(name):
+    torch.compiler.reset()
+    model, x = LAYERS[name](), input_of(name, torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(outcome(compiled, model, x, unchanged), outcome(model, model, x, unchanged))
+
+
+@ours
+def test_layer_on_meta_runs_and_is_drawn_after_to_empty(name):
+    x = input_of(name, torch.float32)
+    with torch.device("meta"):
+        model = LAYERS[name]()
+    model.to("meta")
+    assert model(x.to("meta"), unchanged).shape == LAYERS[name]()(x, unchanged).shape
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(each.isfinite().all() for each in [*model.parameters(), *model.buffers(), model(x, unchanged)])
+
+
+@ours
+def test_copies_functional_calls_and_loaded_states_give_the_same_output(name):
+    model, twin, x = LAYERS[name]().eval(), LAYERS[name]().eval(), input_of(name, torch.float32)
+    expected = model(x, unchanged)
+    assert torch.equal(copy.deepcopy(model)(x, unchanged), expected)
+    assert torch.equal(torch.func.functional_call(twin, dict(model.named_parameters()), (x, unchanged)), expected)
+    state = model.state_dict()
+    assert not any(".dense." in key for key in state)  # the plain layer's names
+    twin.load_state_dict(state)
+    assert torch.equal(twin(x, unchanged), expected)
+
+
+@ours
+def test_bfloat16_and_autocast_stay_close_to_float32(name):
+    model, x = LAYERS[name]().eval(), input_of(name, torch.float32)
+    expected = model(x, unchanged)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = model(x, unchanged)
+    low = copy.deepcopy(model).bfloat16()(x.bfloat16(), unchanged)
+    low.sum().backward()
+    assert low.dtype == torch.bfloat16
+    assert under_autocast.dtype == (torch.float32 if name.startswith("rational") else torch.bfloat16)
+    for y in (low, under_autocast):
+        torch.testing.assert_close(y.float(), expected, rtol=0.1, atol=0.1)
+
+
+KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
+
+
+def keep_products(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@ours
+def test_selective_checkpointing_changes_no_output_and_no_gradient(name):
+    """It keeps the outputs of products, and refuses those that a lean forward changes in place afterwards."""
+    model, x = LAYERS[name]().double(), input_of(name)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    checkpointed = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+    expected = outcome(model, model, x, unchanged)
+    torch.testing.assert_close(outcome(checkpointed, model, x, unchanged), expected, rtol=1e-12, atol=1e-12)
