@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +41,7 @@ class ArmKind:
     """It is there to be compared with: none of the methods of this library."""
     own_init: bool = False
     """Its settings have an `init` of their own; else `init=` is the dense init."""
-    aliases: Mapping[str, str] = MappingProxyType({})
+    aliases: ClassVar[Mapping[str, str]] = {}
     """Short names of settings."""
     stage: int | None = None
     """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""

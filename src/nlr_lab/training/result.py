@@ -95,13 +95,9 @@ class TrainResult:
         """Return plain JSON values."""
         return dataclasses.asdict(self)
 
-    def to_json(self) -> str:
-        """Return JSON that `from_json` reads back exactly."""
-        return json.dumps(self.to_dict(), indent=2)
-
     @classmethod
     def from_json(cls, text: str) -> "TrainResult":
-        """Read `to_json` or the contents of a run's result.json; raise UserError if it is something else."""
+        """Read the contents of a run's result.json; raise UserError if it is something else."""
         try:
             data = json.loads(text)
             known = {each.name: data[each.name] for each in dataclasses.fields(cls) if each.name in data}

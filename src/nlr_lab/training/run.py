@@ -21,6 +21,7 @@ from transformers.utils import logging, strtobool
 
 from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, warn_of_restarts, world_size
+from nlr_lab.runtime.storage import newest_valid, remove_temporaries
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import one_line
@@ -91,7 +92,11 @@ def run_training(
             apply_arm(recipe, arm, recipe.task.build_on_meta())
         if prepared is None:
             prepared = _prepare(recipe, quiet)
-        _check_data(recipe, prepared, micro)
+        if len(prepared.train) < 1 or len(prepared.valid) < 1:
+            raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
+        if recipe.train.group_by_length and not prepared.lengths_vary:
+            raise UserError("group_by_length is for batches of different lengths, and these are all of one; omit it")
+        prepared.check_batch(micro)
         train = recipe.train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
         arguments.per_device_train_batch_size = micro
@@ -238,16 +243,11 @@ def _prepare(recipe: Recipe, quiet: bool) -> Any:
     return mine[0] if mine else recipe.task.prepare(progress=False)
 
 
-def _check_data(recipe: Recipe, prepared: Any, micro: int) -> None:
-    if len(prepared.train) < 1 or len(prepared.valid) < 1:
-        raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
-    prepared.check_batch(micro)
-    if recipe.train.group_by_length and not prepared.lengths_vary:
-        raise UserError("group_by_length is for batches of different lengths, and these are all of one; omit it")
-
-
 def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bool, quiet: bool) -> None:
-    checkpoint, damaged = trainer.newest() if resume else (None, [])
+    checkpoint, damaged = None, list[str]()
+    if resume:
+        on_rank_0(lambda: remove_temporaries(trainer.checkpoints))
+        checkpoint, damaged = on_rank_0(lambda: newest_valid(trainer.checkpoints))
     if resume and not quiet:
         for why in damaged:
             print(f"skipped a damaged checkpoint: {why}")
@@ -266,13 +266,14 @@ def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bo
 def _result(trainer: RunTrainer, known: dict[str, Any], recipe: Recipe, diverged_at: int | None = None) -> TrainResult:
     history, measure = trainer.state.log_history, recipe.task.measure
     names = {"curve": "eval_loss", "train_curve": "loss", "plain_curve": "plain_loss"}
-    known = {**known, **{name: curve_of(history, key) for name, key in names.items()}, "seconds": trainer.seconds}
-    if diverged_at is not None:
-        known |= {"status": "diverged", "steps": diverged_at, "diverged_at": diverged_at}
-        known |= {"metric": measure.name, "higher_is_better": measure.higher_is_better}
-        return TrainResult(final_loss=None, bits_per_byte=None, **known)
-    last = next(entry for entry in reversed(history) if "eval_loss" in entry)
-    known |= judged(history, measure, trainer.prepared.test is not None)
-    known |= stability(known["train_curve"], trainer.args.max_steps)
-    losses: dict[str, Any] = {"final_loss": last["eval_loss"], "bits_per_byte": last.get("eval_bits_per_byte")}
-    return TrainResult(**known, **losses, steps=trainer.state.global_step)
+    found: dict[str, Any] = {name: curve_of(history, key) for name, key in names.items()}
+    if diverged_at is None:
+        last = next(entry for entry in reversed(history) if "eval_loss" in entry)
+        found |= {"final_loss": last["eval_loss"], "bits_per_byte": last.get("eval_bits_per_byte")}
+        found |= judged(history, measure, trainer.prepared.test is not None)
+        found |= {**stability(found["train_curve"], trainer.args.max_steps), "steps": trainer.state.global_step}
+    else:
+        found |= {"final_loss": None, "bits_per_byte": None, "metric": measure.name}
+        found |= {"higher_is_better": measure.higher_is_better, "status": "diverged"}
+        found |= {"steps": diverged_at, "diverged_at": diverged_at}
+    return TrainResult(**known, **found, seconds=trainer.seconds)

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
-from nlr_lab.runtime.storage import disk_errors, newest_valid, prune, remove_temporaries, step_folders
+from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
@@ -204,14 +204,6 @@ class RunTrainer(Trainer):
             ) from error
         finally:
             signal_handling._SIGCHLD_handler_set = before
-
-    def newest(self) -> tuple[Path | None, list[str]]:
-        """Return the checkpoint to resume from (None: start anew), and a line for each damaged one that is skipped.
-
-        Removes what a killed process left half written. All processes call it and get rank 0's answer.
-        """
-        on_rank_0(lambda: remove_temporaries(self.checkpoints))
-        return on_rank_0(lambda: newest_valid(self.checkpoints))
 
     @property
     def seconds(self) -> float:

@@ -50,12 +50,11 @@ def test_threads_are_the_cores_that_others_leave(cores, load, quota, threads):
     assert len(chosen.notes) == (threads < 4)
 
 
-def test_threads_that_a_user_set_are_kept(cores, monkeypatch):
+@pytest.mark.parametrize(("wanted", "environment"), [(2, ""), (None, "4")])
+def test_threads_that_a_user_set_are_kept(cores, monkeypatch, wanted, environment):
     cores.now = 4.0
-    with cores_module.FreeThreads(2).chosen():
-        assert torch.get_num_threads() == 4, "the runs set them"
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    with cores_module.FreeThreads(None).chosen():
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    with cores_module.FreeThreads(wanted).chosen():
         assert torch.get_num_threads() == 4
     assert cores.looks == 0
 
@@ -99,15 +98,15 @@ def test_threads_give_way_in_a_run_and_come_back_with_the_next(cores):
 
 def command_in(folder, busy, **own):
     """What the command sets before torch is imported, on two cores of which so many are busy."""
-    code = (
-        "import os, sys\n"
-        "from nlr_lab.runtime import processes as cores\n"
-        f"cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()\n"
-        "from nlr_lab.cli.main import main\n"
-        "from nlr_lab.cli import compare\n"
-        "compare.parse_recipe = lambda *_, **__: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)\n"
-        "main(['compare', 'llm-demo'])\n"
-    )
+    code = f"""
+import os, sys
+from nlr_lab.runtime import processes as cores
+cores._cores, cores._busy = lambda: {{0, 1}}, lambda: {busy} * cores.time.monotonic()
+from nlr_lab.cli.main import main
+from nlr_lab.cli import compare
+compare.parse_recipe = lambda *_, **__: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)
+main(['compare', 'llm-demo'])
+"""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)
     return done.stdout.strip()

@@ -146,7 +146,7 @@ def test_bad_fields(fields, message):
         Arm(**{"method": "noble", **fields})
 
 
-def test_module_that_breaks_on_import(tmp_path, monkeypatch):
+def test_function_of_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "broken_change.py").write_text("1 / 0")
     (tmp_path / "good_change.py").write_text("def change(model, to=1):\n    model.to_ = to\n    return model")
     monkeypatch.chdir(tmp_path)  # found in the working folder, as with python -m
@@ -270,17 +270,11 @@ def test_arms_that_do_not_fit(family, text, words):
         Arm.parse(text).apply(FAMILIES[family]())
 
 
-def test_budget_is_kept_and_only_the_selected_parts_have_branches():
+def test_budget_and_select_are_those_of_augment():
     plain = sum(parameter.numel() for parameter in FAMILIES["glm"]().parameters())
-    whole = Arm.parse("noble:budget=40%").apply(FAMILIES["glm"]())
-    some = Arm.parse("noble:budget=40%,select=query/feed_forward").apply(FAMILIES["glm"]())
-    ranks = []
-    for model in (whole, some):
-        added = sum(parameter.numel() for parameter in model.parameters()) - plain
-        assert 0 < added <= 0.4 * plain
-        ranks.append(model.model.layers[0].self_attn.q_proj.noble_rank)
-    assert ranks[1] > ranks[0], "fewer linears may be wider"
-    swapped = {part_of(name) for name, module in some.named_modules() if method_of_layer(module) is not None}
+    model = Arm.parse("noble:budget=40%,select=query/feed_forward").apply(FAMILIES["glm"]())
+    assert 0 < sum(parameter.numel() for parameter in model.parameters()) - plain <= 0.4 * plain
+    swapped = {part_of(name) for name, module in model.named_modules() if method_of_layer(module) is not None}
     assert swapped == {"query", "feed_forward"}
 
 

@@ -37,7 +37,6 @@ def test_run_leaves_its_files_and_numbers(tmp_path):
         *("recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock")
     }
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
-    assert TrainResult.from_json(result.to_json()) == result
     assert Recipe.from_json((tmp_path / "out" / "recipe.json").read_text()) == recipe
     versions = json.loads((tmp_path / "out" / "recipe.json").read_text())["versions"]
     assert versions["torch"] == torch.__version__.split("+")[0] or versions["torch"] == torch.__version__
@@ -82,20 +81,16 @@ def test_roles_have_their_learning_rates(tmp_path):
     recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, weight_decay=0.02)
     train(tmp_path / "out", recipe)
     model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
-    expected = {
-        name: (group["lr"], group["weight_decay"])
-        for group in param_groups(model, 3e-3, 0.02, verbose=False)
-        for name, _ in group["params"]
-    }
-    assert len({lr for lr, _ in expected.values()}) >= 4
+    expected = {group["role"]: group for group in param_groups(model, 3e-3, 0.02, verbose=False)}
     # The checkpoint of step k holds the rate of step k + 1: warm-up over two steps, then down to zero.
     for step, factor in {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}.items():
         groups = json.loads((tmp_path / f"out/checkpoints/step-{step:06d}/state.json").read_text())["groups"]
-        found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in group["params"]}
-        assert found.keys() == expected.keys()
-        for name, (lr, decay) in expected.items():
-            assert found[name] == (pytest.approx(lr * factor, abs=1e-12), decay)
-        assert all(group["betas"] == [0.9, 0.98] for group in groups)
+        assert {group["role"] for group in groups} == expected.keys()
+        for group in groups:
+            wanted = expected[group["role"]]
+            assert group["lr"] == pytest.approx(wanted["lr"] * factor, abs=1e-12)
+            assert (group["weight_decay"], group["betas"]) == (wanted["weight_decay"], [0.9, 0.98])
+            assert sorted(group["params"]) == sorted(name for name, _ in wanted["params"])
 
 
 def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
@@ -157,18 +152,13 @@ def test_shuffle_covers_the_text_before_it_repeats():
 
 def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
     lengths = torch.randint(1, 90, (640,)).tolist()
-    order = list(EndlessShuffle(640, 1280, seed=5, lengths=lengths, batch=8))
-    assert len(order) == 1280
-    plain = EndlessShuffle(640, 1280, seed=5)
+    order, plain = list(EndlessShuffle(640, 1280, seed=5, lengths=lengths, batch=8)), EndlessShuffle(640, 1280, seed=5)
     for first in range(0, 1280, 400):  # a window is 50 batches
         assert sorted(order[first : first + 400]) == sorted(list(plain)[first : first + 400])
-    grouped = [[lengths[index] for index in order[first : first + 8]] for first in range(0, 1280, 8)]
-    mixed = [[lengths[index] for index in list(plain)[first : first + 8]] for first in range(0, 1280, 8)]
-    padded = [sum(8 * max(batch) for batch in batches) for batches in (grouped, mixed)]
-    assert padded[0] < 1.1 * 2 * sum(lengths) < padded[1]
-    longest = [max(batch) for batch in grouped]
+    longest = [max(lengths[index] for index in order[first : first + 8]) for first in range(0, 1280, 8)]
+    mixed = [max(lengths[index] for index in list(plain)[first : first + 8]) for first in range(0, 1280, 8)]
+    assert sum(longest) * 8 < 1.1 * 2 * sum(lengths) < sum(mixed) * 8
     assert longest != sorted(longest, reverse=True), "the batches themselves are shuffled"
-    assert order != list(EndlessShuffle(640, 1280, seed=6, lengths=lengths, batch=8))
 
 
 def test_used_folder_is_refused_and_left_alone(tmp_path):
@@ -245,7 +235,7 @@ def test_quiet_is_silent_and_loud_is_one_line_an_evaluation(tmp_path, capfd):
     printed = capfd.readouterr()
     assert printed.out.startswith("noble: 12 linears swapped"), "what the arm changed, and nothing else"
     assert printed.out.count("linears swapped") == 1
-    run_training(make_recipe(), tmp_path / "c", prepared=TEXT, report=False)
+    run_training(make_recipe(steps=1, warmup_steps=0), tmp_path / "c", prepared=TEXT, report=False)
     assert capfd.readouterr().out == ""
     lines = printed.err.splitlines()
     assert [line.split()[2] for line in lines] == ["5/12", "10/12", "12/12"]
