@@ -64,27 +64,17 @@ def mmlu_choice(model, tokenizer, dev, row, shots=5):
     return int(likelihoods(model, tokenizer, prompt, [f" {letter}" for letter in "ABCD"]).argmax())
 
 
-@pytest.mark.parametrize("shots", [None, 2, 0])
+@pytest.mark.parametrize("shots", [2, 0])
 def test_mmlu_picks_the_letter_that_is_likeliest_by_hand(model, tokenizer, tmp_path, shots):
-    subjects = ["abstract_algebra", "anatomy", "world_religions"]
-    count = 5 if shots is None else shots
-    dev, test = mmlu_rows(subjects, 6), mmlu_rows(subjects, 4)
-    hits = []
-    for row in test:  # every answer right in one subject, every answer wrong in another, random in the third
-        picked = mmlu_choice(model, tokenizer, dev, row, count)
-        if row["subject"] == "anatomy":
-            hits.append(row["answer"] == picked)
-        else:
-            row["answer"] = picked if row["subject"] == "abstract_algebra" else (picked + 1) % 4
+    dev, test = mmlu_rows(["anatomy", "astronomy"], 6), mmlu_rows(["anatomy"], 6)
+    for index, row in enumerate(test):  # each third answer is wrong
+        row["answer"] = (mmlu_choice(model, tokenizer, dev, row, shots) + (index % 3 == 0)) % 4
     write_lines(tmp_path / "test.jsonl", test)
     write_lines(tmp_path / "dev.jsonl", dev)
     local = find_local_tasks(["mmlu_local"], tmp_path, shots=shots)
-    scores = score_tasks(model, tokenizer, local=local, batch_size=3)
-    assert scores["mmlu_local_abstract_algebra"]["acc,none"] == 1.0
-    assert scores["mmlu_local_world_religions"]["acc,none"] == 0.0
-    found = scores["mmlu_local_anatomy"]
-    assert found["acc,none"] == sum(hits) / 4
-    assert (found["n"], found["published_n"], found["shots"]) == (4, 135, count)
+    found = score_tasks(model, tokenizer, local=local, batch_size=3)["mmlu_local_anatomy"]
+    assert found["acc,none"] == pytest.approx(4 / 6)
+    assert (found["n"], found["published_n"], found["shots"]) == (6, 135, shots)
     assert "truncated" not in found
 
 
@@ -225,7 +215,9 @@ def test_the_eight_are_averaged_and_files_are_known_by_their_hash(model, tokeniz
         elif name == "siqa_local":
             (tmp_path / "social_i_qa.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
         else:
-            write_lines(tmp_path / f"{stem}.jsonl", rows)
+            path = write_lines(tmp_path / f"{stem}.jsonl", rows)
+            if name.startswith("arc"):  # a byte order mark is no part of the rows
+                path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
     local = find_local_tasks(["commonsense_local"], tmp_path)
     scores = score_tasks(model, tokenizer, local=local)
     whole = scores["commonsense_local"]
@@ -253,6 +245,7 @@ def test_hellaswag_loses_its_tags_as_in_lm_eval(tmp_path):
 
 
 OPENING = TESTS["piqa_local"]["metadata"]["opening"]
+SKIPPED = f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"
 
 
 @pytest.mark.parametrize(
@@ -263,11 +256,7 @@ OPENING = TESTS["piqa_local"]["metadata"]["opening"]
         ("piqa_local", {"instruction": 7}, "field 'instruction' is int"),
         ("piqa_local", {"instruction": "Which?"}, "no question of piqa_local"),
         ("piqa_local", {"instruction": OPENING + "Why?"}, "the instruction does not end in"),
-        (
-            "piqa_local",
-            {"instruction": f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"},
-            "the instruction does not end in",
-        ),
+        ("piqa_local", {"instruction": SKIPPED}, "the instruction does not end in"),
         ("mmlu_local", {"subject": "astrology"}, "'astrology' is no subject of MMLU"),
         ("mmlu_local", {"choices": ["a", "b", "c"]}, "field 'choices' must be four strings"),
         *(
@@ -288,31 +277,26 @@ def test_a_malformed_row_is_named(tmp_path, name, changes, message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("array", [False, True])
-def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path, array):
-    rows = commonsense_rows("piqa", 3)
-    plain = write_lines(tmp_path / "plain" / "piqa.jsonl", rows).read_text(encoding="utf-8")
-    (tmp_path / "marked").mkdir()
-    name, text = ("piqa.json", json.dumps(rows)) if array else ("piqa.jsonl", plain)
-    (tmp_path / "marked" / name).write_text("\ufeff" + text, encoding="utf-8")
-    plain, marked = (find_local_tasks(["piqa_local"], tmp_path / each).tasks[0].docs for each in ("plain", "marked"))
-    assert plain == marked
-
-
-def test_missing_files_are_named(tmp_path):
-    def refused(name, message, **options):
-        with pytest.raises(UserError, match=message):
-            find_local_tasks([name], options.pop("folder", tmp_path), **options)
-
-    refused("mmlu_local", "no such folder", folder=tmp_path / "nowhere")
-    refused("mmlu_local", r"has no test\.jsonl of MMLU")
-    write_lines(tmp_path / "test.jsonl", mmlu_rows(["virology"], 1))
-    refused("mmlu_local", r"has no dev\.jsonl of MMLU")
-    write_lines(tmp_path / "dev.jsonl", mmlu_rows(["virology"], 4))
-    refused("mmlu_local", "has 4 examples of virology, not 5")
-    refused("mmlu_local_astronomy", "has no questions of astronomy", shots=0)
-    write_lines(tmp_path / "piqa.jsonl", commonsense_rows("piqa", 1))
-    refused("commonsense_local", r"has no boolq\.jsonl, social_i_qa\.jsonl, .*; there are --tasks piqa_local")
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("mmlu_local", {}, r"has no test\.jsonl of MMLU"),
+        ("mmlu_local", {"test": 1}, r"has no dev\.jsonl of MMLU"),
+        ("mmlu_local", {"test": 1, "dev": 4}, "has 4 examples of virology, not 5"),
+        ("mmlu_local_astronomy", {"test": 1, "dev": 5}, "has no questions of astronomy"),
+        (
+            "commonsense_local",
+            {"piqa": 1},
+            r"has no boolq\.jsonl, social_i.*; there are --tasks piqa_local",
+        ),
+    ],
+)
+def test_missing_files_are_named(tmp_path, name, rows, message):
+    for stem, count in rows.items():
+        made = commonsense_rows(stem, count) if stem == "piqa" else mmlu_rows(["virology"], count)
+        write_lines(tmp_path / f"{stem}.jsonl", made)
+    with pytest.raises(UserError, match=message):
+        find_local_tasks([name], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -177,35 +177,26 @@ def test_mixed_labels_are_probabilities():
     torch.testing.assert_close(classification_loss(classes, logits, None), hard)
 
 
-def test_draws_follow_seed_image_and_pass_alone(tmp_path):
-    train = image_task(tmp_path, {"crop": "shift", "flip": True}).prepare().train
-    count = len(train)
-
-    def same(one, two):
-        return all(torch.equal(one[name], two[name]) for name in one)
-
-    assert same(train.seeded(3)[5], train.seeded(3)[5])
-    different = [train.seeded(3)[5], train.seeded(3)[5 + count], train.seeded(4)[5]]
-    assert len({each["mixing"].numpy().tobytes() for each in different}) == 3
-    assert len({int(each["labels"]) for each in different}) == 1
-    assert train.seed == 0
-
-
-def test_flips_and_crops_follow_pass_and_image_alone():
+@pytest.mark.parametrize("kind", ["augmentation", "flip", "crop-flip"])
+def test_draws_follow_seed_image_and_pass_alone(kind):
     array = rng().integers(0, 256, (16, 8, 8), dtype=np.uint8)
-    images = Images(np.arange(16), lambda index: array[index])
-    how = Pixels(size=8, channels=1, mean=(0.5,), std=(0.5,))
-    plain = TrainingImages(images, how)
-    assert not plain.counts_passes
-    for kind in ("flip", "crop-flip"):
-        examples = TrainingImages(images, how, functools.partial(vary_image, crop=kind == "crop-flip"))
-        assert examples.counts_passes
-        passes = [[examples[index + 16 * number]["pixel_values"].numpy() for index in range(16)] for number in range(4)]
-        again = examples[5 + 16]["pixel_values"].numpy()
-        assert (again == passes[1][5]).all()
-        assert any(not (one == two).all() for one, two in zip(passes[0], passes[1], strict=True))
-        assert [int(examples[index + 32]["labels"]) for index in range(16)] == list(range(16))
-        if kind == "flip":
-            for row in passes:
-                for index, found in enumerate(row):
-                    assert (found[0] == array[index]).all() or (found[0] == array[index][:, ::-1]).all()
+    images, how = Images(np.arange(16), lambda index: array[index]), Pixels(size=8, channels=1, mean=(0.5,), std=(0.5,))
+    seeded, tuned = kind == "augmentation", functools.partial(vary_image, crop=kind == "crop-flip")
+    vary = Augmentation(crop="shift", flip=True).vary if seeded else tuned
+    train = TrainingImages(images, how, vary, 0 if seeded else None)
+    assert train.counts_passes
+    assert not TrainingImages(images, how).counts_passes
+    passes = [[train.seeded(3)[index + 16 * number] for index in range(16)] for number in range(4)]
+    assert torch.equal(train.seeded(3)[5 + 16]["pixel_values"], passes[1][5]["pixel_values"])
+    changed = [not torch.equal(a["pixel_values"], b["pixel_values"]) for a, b in zip(*passes[:2], strict=True)]
+    assert any(changed)
+    assert [int(each["labels"]) for each in passes[2]] == list(range(16))
+    other = [train.seeded(4)[index]["pixel_values"] for index in range(16)]
+    alike = [torch.equal(a, b["pixel_values"]) for a, b in zip(other, passes[0], strict=True)]
+    assert all(alike) != seeded, "of the seed, where the draws are a run's own"
+    assert train.seed == (0 if seeded else None)
+    if kind == "flip":
+        for row in passes:
+            for index, found in enumerate(row):
+                pixels = found["pixel_values"][0].numpy()
+                assert (pixels == array[index]).all() or (pixels == array[index][:, ::-1]).all()

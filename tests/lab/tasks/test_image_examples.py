@@ -20,22 +20,15 @@ from nlr_lab.tasks.task import scores, scores_of_examples
 from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import image_task, recipe
-from seeds import rng
 
 
-def test_pixels_are_resized_converted_and_normalised():
-    array = rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)
+def test_pixels_are_converted():
+    array = noise(8, 8, 3)
     how = Pixels(size=8, channels=3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    item = torch.from_numpy(how.array(array))
-    assert (item.numpy() == array.transpose(2, 0, 1)).all()
-    batch = how.collate([{"pixel_values": item, "labels": torch.tensor(2)}] * 2)
-    assert batch["labels"].tolist() == [2, 2]
-    expected = (array / 255 - (0.1, 0.2, 0.3)) / (0.5, 0.6, 0.7)
-    assert batch["pixel_values"][1].numpy() == pytest.approx(expected.transpose(2, 0, 1), abs=1e-5)
-    assert Pixels(size=4, channels=1, mean=(0.5,), std=(0.5,)).array(array).shape == (1, 4, 4)
+    assert (how.array(array) == array.transpose(2, 0, 1)).all()
     grey = how.array(array[..., 0])
     assert (grey[0] == grey[2]).all()
-    assert how.array(Image.fromarray(array).resize((16, 20))).shape == (3, 8, 8)
+    assert Pixels(size=4, channels=1, mean=(0.5,), std=(0.5,)).array(array).shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize("shorter", [None, 10])
@@ -48,7 +41,8 @@ def test_saved_processor_does_the_same(tmp_path, shorter):
     for shape in ((20, 12, 3), (13, 31, 3), (9, 9, 3)):
         array = noise(*shape)
         theirs = processor(Image.fromarray(array), return_tensors="pt")["pixel_values"]
-        ours = how.collate([{"pixel_values": torch.from_numpy(how.array(array)), "labels": torch.tensor(0)}])
+        ours = how.collate([{"pixel_values": torch.from_numpy(how.array(array)), "labels": torch.tensor(2)}])
+        assert ours["labels"].tolist() == [2]
         assert ours["pixel_values"].numpy() == pytest.approx(theirs.numpy(), abs=1e-5)
 
 
@@ -140,31 +134,25 @@ def test_unreadable_images_are_named_and_counted_and_training_goes_on(tmp_path, 
     assert math.isfinite(result.final_loss)
 
 
-def test_next_image_stands_in_with_its_own_label(tmp_path):
-    source = damaged_folder(tmp_path / "images", 8, 4, ("train/bee/3.png", "test/ant/1.png"))
-    prepared = folder_task(source, augmentation={"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}).prepare()
-    with pytest.warns(UserWarning, match=r"bee.3\.png.*skipped \(1 so far\)"):
-        stand_in = prepared.train[11]
-    after = prepared.train[12]
-    assert torch.equal(stand_in["pixel_values"], after["pixel_values"])
-    assert int(stand_in["labels"]) == 1
-    with pytest.warns(UserWarning, match="ant"):
-        assert int(prepared.valid[1]["labels"]) == -100
-    assert prepared.describe()["unreadable_images"] == 2
-
-
-def test_image_of_the_plain_part_is_counted_once(tmp_path):
-    broken = [f"train/bee/{index}.png" for index in range(3)]
-    source = damaged_folder(tmp_path / "images", 8, 2, broken)
-    prepared = folder_task(source, plain_rows=12).prepare()
-    with pytest.warns(UserWarning, match="skipped") as named:
-        [split[index] for split in (prepared.train, prepared.plain, prepared.valid) for index in range(len(split))]
-    assert len(named) == 3
+def test_next_image_stands_in_with_its_own_label_and_each_is_counted_once(tmp_path):
+    broken = [*(f"train/bee/{index}.png" for index in range(3)), "test/ant/1.png"]
+    source = damaged_folder(tmp_path / "images", 8, 4, broken)
+    unvaried = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
+    prepared = folder_task(source, plain_rows=12, augmentation=unvaried).prepare()
+    with pytest.warns(UserWarning, match=r"skipped \(") as named:
+        train, plain, valid = ([split[index] for index in range(len(split))] for split in _splits(prepared))
+    assert len(named) == 4
     assert "(3 so far)" in str(named[2].message)
-    assert prepared.describe()["unreadable_images"] == 3
-    left_out = sum(int(prepared.plain[index]["labels"]) == -100 for index in range(12))
+    assert prepared.describe()["unreadable_images"] == 4
+    assert all(torch.equal(train[index]["pixel_values"], train[11]["pixel_values"]) for index in (8, 9, 10))
+    assert [int(each["labels"]) for each in train] == [0] * 8 + [1] * 8
+    assert int(valid[1]["labels"]) == -100
     rows = np.sort(np.random.default_rng(3).permutation(16)[:12])
-    assert left_out == np.isin(rows, [8, 9, 10]).sum()
+    assert [int(each["labels"]) == -100 for each in plain] == np.isin(rows, [8, 9, 10]).tolist()
+
+
+def _splits(prepared):
+    return prepared.train, prepared.plain, prepared.valid
 
 
 @pytest.mark.parametrize(
@@ -183,7 +171,9 @@ def test_pictures_of_an_unknown_range_count_as_unreadable(tmp_path, array, words
         read_images(str(source)).train.read(5)
     settings = ImageTokenData(source=str(source), size=8, patch=4, codes=4, cache_dir=str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match=f"1.tif: .*{words}"):
-        assert prepare_images(settings).facts["channels"] == 1
+        tokens = prepare_images(settings)
+    assert (tokens.facts["channels"], tokens.facts["train"]["unreadable"], tokens.classes) == (1, 1, ("ant", "bee"))
+    assert [int(each["input_ids"][0]) - 4 for each in map(tokens.train.__getitem__, range(6))] == [0, 0, 0, 1, 1, 1]
     prepared = folder_task(source).prepare()
     with pytest.warns(UserWarning, match=words):
         prepared.train[5]

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from image_helpers import damaged_folder, noise
+from image_helpers import noise
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling, picture, sample_images
 from nlr_lab.tasks.images import encoding
@@ -60,14 +60,12 @@ def test_a_patch_becomes_the_nearest_mean(channels):
     assert np.array_equal(drawn[3, 3:6, 6:9].reshape(-1), np.rint(tokenizer.means[codes[3, 1, 2]]).astype(np.uint8))
 
 
-def test_images_of_few_patches_come_back_exactly():
+def test_patches_are_fitted_the_same_way_each_time():
     tiles = noise(6, 2, 2, 3)
-    grid = rng().integers(0, 6, (40, 4, 5))
-    images = tiles[grid].transpose(0, 1, 3, 2, 4, 5).reshape(40, 8, 10, 3)
-    tokenizer = PatchTokenizer.fit(images, codes=6, patch=2)
-    again = PatchTokenizer.fit(images, codes=6, patch=2)
-    assert np.array_equal(tokenizer.means, again.means)
-    assert np.abs(tokenizer.decode(tokenizer.encode(images)).astype(int) - images).mean() < 20  # means may have merged
+    images = tiles[rng().integers(0, 6, (40, 4, 5))].transpose(0, 1, 3, 2, 4, 5).reshape(40, 8, 10, 3)
+    one, two = (PatchTokenizer.fit(images, codes=6, patch=2) for _ in range(2))
+    assert np.array_equal(one.means, two.means)
+    assert np.abs(one.decode(one.encode(images)).astype(int) - images).mean() < 20  # means may have merged
     with pytest.raises(UserError, match="6 different patches, fewer than the 7 codes"):
         PatchTokenizer.fit(images, codes=7, patch=2)
 
@@ -146,9 +144,20 @@ def test_encoded_sets_are_cached_by_content(tmp_path, monkeypatch):
     assert prepare_images(data(tmp_path, tmp_path / "a.npz", codes=9)).fingerprint != first.fingerprint
     few = prepare_images(data(tmp_path, tmp_path / "a.npz", train_images=20, eval_images=3))
     assert (len(few.train), len(few.valid)) == (20, 3)
-    cached = next((tmp_path / "cache" / "image-tokens").glob("*/train.npy"))
-    cached.write_bytes(cached.read_bytes()[:-4])  # cut short: made anew
-    assert prepare_images(data(tmp_path, tmp_path / "a.npz")).fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "name", ["train.npy", "tokenizer/image_tokenizer.json", "tokenizer/image_tokenizer.safetensors"]
+)
+def test_damaged_files_of_the_cache_are_made_anew(tmp_path, name):
+    save_images(tmp_path / "a.npz")
+    first = prepare_images(data(tmp_path, tmp_path / "a.npz"))
+    (file,) = (tmp_path / "cache" / "image-tokens").glob(f"*/{name}")
+    for damage in (file.unlink, lambda: file.write_bytes(file.read_bytes()[:-5])):
+        damage()
+        again = prepare_images(data(tmp_path, tmp_path / "a.npz"))
+        assert again.fingerprint == first.fingerprint
+        assert np.array_equal(again.tokenizer.tokenizer.means, first.tokenizer.tokenizer.means)
 
 
 def test_a_killed_encoding_resumes_at_its_last_batch(tmp_path, monkeypatch):
@@ -176,22 +185,6 @@ def test_a_killed_encoding_resumes_at_its_last_batch(tmp_path, monkeypatch):
     assert not list((tmp_path / "other" / "image-tokens").glob("*.parts"))
 
 
-def test_a_corrupt_image_is_named_counted_and_left_out(tmp_path):
-    source = damaged_folder(tmp_path / "images", 6, 6, ["train/bee/4.png"])
-    with pytest.warns(UserWarning, match=r"bee/4\.png.*; skipped"):
-        prepared = prepare_images(data(tmp_path, source))
-    assert [int(prepared.train[index]["input_ids"][0]) - 8 for index in range(11)] == [0] * 6 + [1] * 5
-    assert prepared.describe()["train"]["unreadable"] == 1
-    assert prepared.classes == ("ant", "bee")
-
-
-def test_embedded_digits_are_grey(tmp_path):
-    prepared = prepare_images(data(tmp_path, "digits", codes=32, patch=2))
-    assert (len(prepared.train), len(prepared.valid), prepared.facts["channels"]) == (1438, 359, 1)
-    assert prepared.classes == tuple("0123456789")
-    assert 19 < prepared.facts["psnr_db"] < 23
-
-
 @pytest.mark.slow
 @pytest.mark.shared_data
 def test_cifar_survives_512_mean_patches_with_22_6_db(tmp_path, shared_data):
@@ -209,24 +202,12 @@ def test_bad_sources(tmp_path):
     for name, changes, message in (
         ("few.npz", {}, "4 training images are fewer than the 10 classes"),
         ("a.npz", {"classes": 10}, "2 classes, not 10; set --classes 2"),
+        ("a.npz", {"train_images": 1}, "1 training images are fewer than the 2 classes"),
         ("a.npz", {"tokenizer": "./nowhere"}, "no such image tokenizer"),
         ("a.npz", {"tokenizer": str(tmp_path)}, "holds no VQModel"),
     ):
         with pytest.raises(UserError, match=message):
             prepare_images(data(tmp_path, tmp_path / name, **changes))
-
-
-@pytest.mark.parametrize("name", ["image_tokenizer.json", "image_tokenizer.safetensors"])
-def test_a_damaged_tokenizer_in_the_cache_is_made_anew(tmp_path, name):
-    np.savez(tmp_path / "a.npz", images=noise(30, 8, 8), labels=np.arange(30) % 2)
-    settings = ImageTokenData(source=str(tmp_path / "a.npz"), patch=4, codes=8, cache_dir=str(tmp_path / "cache"))
-    first = prepare_images(settings, progress=False)
-    (file,) = (tmp_path / "cache" / "image-tokens").glob(f"*/tokenizer/{name}")
-    for damage in (file.unlink, lambda: file.write_bytes(file.read_bytes()[:-5])):
-        damage()
-        again = prepare_images(settings, progress=False)
-        assert again.fingerprint == first.fingerprint
-        assert np.array_equal(again.tokenizer.tokenizer.means, first.tokenizer.tokenizer.means)
 
 
 # --- VQModel -------------------------------------------------------------------------------------------------
@@ -335,26 +316,22 @@ def test_the_class_decides_what_is_drawn(trained):
 
 def test_requests_that_cannot_be_drawn(trained):
     model, codec = load_model(trained / "model"), ImageCodec.load(trained / "model")
-    for classes, each, sampling, message in (
-        ([2], 1, Sampling(), "classes 0 to 1, got 1 of"),
-        ([0], 0, Sampling(), "at least one image"),
-        ([0], 1, Sampling(max_new_tokens=3), "every image has 4 tokens"),
+    stranger = ImageCodec(codec.tokenizer, 1, 4, codec.classes)
+    for tokenizer, classes, each, sampling, message in (
+        (codec, [2], 1, Sampling(), "classes 0 to 1, got 1 of"),
+        (codec, [0], 0, Sampling(), "at least one image"),
+        (codec, [0], 1, Sampling(max_new_tokens=3), "every image has 4 tokens"),
+        (stranger, [0], 1, Sampling(), "they do not belong together"),
     ):
         with pytest.raises(UserError, match=message):
-            sample_images(model, codec, classes, each, sampling)
-    stranger = ImageCodec(codec.tokenizer, 1, 4, codec.classes)
-    with pytest.raises(UserError, match="they do not belong together"):
-        sample_images(model, stranger, [0], 1, Sampling())
+            sample_images(model, tokenizer, classes, each, sampling)
 
 
 def test_generate_writes_a_picture(trained, tmp_path, capsys):
     out = tmp_path / "samples.png"
     assert main(["generate", str(trained), "--images", "3", "--out", str(out)]) == 0
     assert "3 images of each of 0, 1" in capsys.readouterr().out
-    pixels = np.asarray(Image.open(out))
-    assert pixels.shape == (2 * 50 + 2, 12 + 3 * 50, 3)
-    rows = pixels[2:50, 12:60].mean(), pixels[52:100, 12:60].mean()
-    assert rows[0] < 90 < 170 < rows[1]
+    assert np.asarray(Image.open(out)).shape == (2 * 50 + 2, 12 + 3 * 50, 3)
     assert main(["generate", str(trained), "--classes", "1", "--images", "1", "--out", str(tmp_path / "b.jpg")]) == 0
     capsys.readouterr()
     for arguments, message in (
