@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference, noble_linears
 from nonlinear_lowrank.methods.rational import op as rational_op
-from nonlinear_lowrank.methods.rational import reference as rational_formulas
 from nonlinear_lowrank.methods.rational.op import FORMS, LinearTails, denominator_size
+from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
 from nonlinear_lowrank.methods.sine.op import WEIGHT_ACTIVATIONS, lowrank_linear, sine_embedding
 from nonlinear_lowrank.methods.sine.reference import (
     lowrank_linear_reference,
@@ -228,10 +228,15 @@ def rational(
     rest = (form, tails)
     if kind == "rational_anchored":  # base coefficients near the shifted ones, one row for all groups
         rest = (*((each[:1] + 0.1 * torch.randn_like(each[:1])).detach() for each in coefficients), formula, *rest)
-    fast, plain = getattr(rational_op, kind), getattr(rational_formulas, f"{kind}_reference")
+    plain = {"rational_anchored": rational_anchored_reference, "rational_gated": _gated_formula}
     saved, copies = sum(each.nbytes for each in x), sum(each.nbytes for each in coefficients)
     # Base coefficients, and under compile |b|, a copy of the coefficients, are saved as well.
-    return Case(fast, plain, (*x, *coefficients, *rest), tuple(x), saved, 2 * copies)
+    arguments = (*x, *coefficients, *rest)
+    return Case(getattr(rational_op, kind), plain.get(kind, rational_reference), arguments, tuple(x), saved, 2 * copies)
+
+
+def _gated_formula(gate, up, *rest):
+    return rational_reference(gate, *rest) * up
 
 
 KINDS = ("rational", "rational_anchored", "rational_gated")

@@ -77,10 +77,7 @@ def dora_norm(weight: Tensor, *, transposed: bool = False) -> Tensor:
 def sine_delta(weight: Tensor | None, factors: SineFactors, *, transposed: bool = False) -> Tensor:
     """Return the delta itself, a new tensor in float32 or wider and in the weight's layout; no gradient.
 
-    Args:
-        weight: the plain weight in its own layout, of any shape; needed with a magnitude.
-        factors: one delta.
-        transposed: the layout is (d_in, d_out).
+    The plain weight is in its own layout, of any shape, and needed with a magnitude.
     """
     with torch.no_grad(), no_autocast(factors.up):
         matrix = None if weight is None else _as_matrix(weight, transposed)
@@ -89,12 +86,9 @@ def sine_delta(weight: Tensor | None, factors: SineFactors, *, transposed: bool 
 
 
 def effective_weights(weight: Tensor, factors: Sequence[SineFactors], *, transposed: bool = False) -> Tensor:
-    """Return the weight with deltas in it, formed in float32 and rounded once to the weight's type; no gradient.
+    """Return the weight, in its own layout, with the deltas added in this order; no gradient.
 
-    Args:
-        weight: the plain weight in its own layout.
-        factors: the deltas, added in this order.
-        transposed: the layout is (d_in, d_out).
+    It is formed in float32 and rounded once to the weight's type.
     """
     with torch.no_grad():
         if (fast := _kernel(weight, factors)) is not None:

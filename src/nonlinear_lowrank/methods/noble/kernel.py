@@ -2,15 +2,10 @@
 
 Shapes: h and every r-wide tensor (T, r); mix M (r, r); f1, p1, f2, p2 (r).
 
-Forward is one kernel at every rank: h is read once, c2 written, nothing else touches memory. Up to rank 128 it may have
-the down projection in it (`down_kernel`: x (T, d_in) is read, h and c2 are written). Backward is one kernel
-for r <= 128 and 16-bit numbers (`backward_kernel`: recomputes c1 and c2 out of h, writes c2 for the up projection's
-gradient and dh; M's gradient stays in registers while a program walks over its tokens) and two kernels otherwise,
-where it does not fit them (`outer_kernel`, `inner_kernel`, and one product in cuBLAS). No atomics: every program
-writes its own partial sums, and one sum over programs in a fixed order ends it, so two runs agree to the bit.
-
-Numbers: arguments of the cosine and all sums are float32. M's products are on the tensor cores, of h's own type; c1
-and the gradient of h2 are rounded to it, as the plain formula rounds them, while h2 and what M returns are not.
+Which kernels there are, and when they run: docs/kernels.md. Backward recomputes c1 and c2 out of h; in one kernel M's
+gradient stays in registers while a program walks over its tokens. No atomics: every program writes its own partial
+sums, and one sum over programs in a fixed order ends it, so two runs agree to the bit. Arguments of the cosine and all
+sums are float32; c1 and the gradient of h2 are rounded to h's type, as the plain formula rounds them.
 """
 
 from collections.abc import Iterator

@@ -61,7 +61,14 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
     noble_up_bias: nn.Parameter | None
     noble_fusion: nn.Parameter | None
 
-    def _add_branch(self, d_in: int, d_out: int, config: NobleConfig, device: Any, dtype: Any) -> None:
+    def __init__(
+        self, dense: nn.Module, d_in: int, d_out: int, config: NobleConfig, device: Any = None, dtype: Any = None
+    ) -> None:
+        """Take a linear that is on the meta device."""
+        if (why := config.check_rank(d_in, d_out)) is not None:
+            raise UserError(f"{why}; choose a rank below {min(d_in, d_out)}")
+        super().__init__()
+        self.put_beside(dense.to_empty(device=torch.get_default_device() if device is None else device))
         self.noble_config, self.noble_shape = config, (d_in, d_out)
         self.noble_shared: SharedDown | None = None
         self.noble_group: NobleGroup | None = None
@@ -121,11 +128,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         init.normal_(self.noble_up, std=self.noble_config.up_scale / self.noble_rank**0.5)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Raise where nn.DataParallel's copies could not find their own neighbours."""
-        if self.noble_shared is not None or self.noble_group is not None:
-            raise UserError(
-                "layers that share an input do not work with nn.DataParallel; start the processes with torchrun"
-            )
+        if self.noble_shared is not None or self.noble_group is not None:  # the copies would find the originals
+            raise UserError("layers of one input do not work with nn.DataParallel; start the processes with torchrun")
         return super()._replicate_for_data_parallel()
 
     def plain_weight(self) -> Tensor | None:
@@ -212,31 +216,19 @@ class NobleLinear(_NobleBranch):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        _require_low(config, in_features, out_features)
-        super().__init__()
+        dense = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        super().__init__(dense, in_features, out_features, config, device, dtype)
         self.in_features, self.out_features = in_features, out_features
-        where = torch.get_default_device() if device is None else device
-        self.put_beside(nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=where, dtype=dtype))
-        self._add_branch(in_features, out_features, config, device, dtype)
 
 
 class NobleConv1D(_NobleBranch):
     """The same for transformers' `Conv1D` (GPT-2), whose `weight` is (d_in, d_out)."""
 
     def __init__(self, nf: int, nx: int, *, config: NobleConfig, device: Any = None, dtype: Any = None) -> None:
-        _require_low(config, nx, nf)
-        super().__init__()
-        self.nf, self.nx = nf, nx
         with torch.device("meta"):  # its constructor takes no device, and draws
-            dense = Conv1D(nf, nx)
-        where = torch.get_default_device() if device is None else device
-        self.put_beside(dense.to(dtype=dtype).to_empty(device=where))
-        self._add_branch(nx, nf, config, device, dtype)
-
-
-def _require_low(config: NobleConfig, d_in: int, d_out: int) -> None:
-    if (why := config.check_rank(d_in, d_out)) is not None:
-        raise UserError(f"{why}; choose a rank below {min(d_in, d_out)}")
+            dense = Conv1D(nf, nx).to(dtype=dtype)
+        super().__init__(dense, nx, nf, config, device, dtype)
+        self.nf, self.nx = nf, nx
 
 
 @register
@@ -252,9 +244,8 @@ class NobleMethod(Method):
     _shown = ("r", "activation", "depth", "target_modules", "plus")
     adapter_arms: ClassVar = {"noble-adapter": AdapterArm(config=(adapter, "NobleAdapterConfig"), shown=_shown)}
 
-    def skip_reason(self, module: nn.Module, config: Any) -> str | None:
-        reason: str | None = config.check_rank(*linear_shape(module))
-        return reason
+    def skip_reason(self, module: nn.Module, config: NobleConfig) -> str | None:
+        return config.check_rank(*linear_shape(module))
 
     def check(self, name: str, module: nn.Module, config: Any) -> None:
         d_in, d_out = linear_shape(module)

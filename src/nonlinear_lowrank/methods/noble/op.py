@@ -9,11 +9,8 @@
     y_i = x W_i^T + b_i + bottleneck_i(h_i) up_i^T              i = 1 .. n
     dx  = sum_i dy_i W_i + [dh_1 | dh_2 | ...] [D1; D2; ...]    accumulated in place
 
-It saves x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute.
-Beside n calls, a call for n linears reads x n - 1 times less in forward and in the gradient of D, and autograd has no n
-gradients of x to add up: 12 bytes less a token and input channel for three layers in 16 bits.
-
-On NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under torch.compile the whole forward and the
+It saves x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute. On
+NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under torch.compile the whole forward and the
 whole backward are opaque custom ops: the compiler's partitioner would otherwise decide again what to save, and saves
 more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """

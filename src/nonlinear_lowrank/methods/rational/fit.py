@@ -73,7 +73,7 @@ def fit_rational(
         raise UserError(f"there is no rational fit for {formula!r}; there are fits for {', '.join(KINDS)}")
     check_choice("denominator form", form, FORMS)
     wanted = KIND[formula], form, check_degrees(degrees), check_range(fit_range)
-    return _table().get(wanted) or _solved(*wanted)
+    return _table().get(wanted) or solve(*wanted)
 
 
 @functools.cache
@@ -81,11 +81,6 @@ def _table() -> dict[tuple[Any, ...], RationalFit]:
     rows = json.loads(TABLE.read_text(encoding="utf-8"))
     fits = [RationalFit(kind, form, tuple(ends), tuple(p), tuple(q), error) for kind, form, ends, p, q, error in rows]
     return {(fit.kind, fit.form, fit.degrees, fit.fit_range): fit for fit in fits}
-
-
-@functools.cache
-def _solved(kind: str, form: str, degrees: tuple[int, int], fit_range: tuple[float, float]) -> RationalFit:
-    return solve(kind, form, degrees, fit_range)
 
 
 def straight_tails(formula: str, fit_range: tuple[float, float]) -> LinearTails:
@@ -142,33 +137,30 @@ Polynomials = tuple[tuple[float, ...], tuple[float, ...], float]
 """p, q (q0 = 1 included) and max |P / Q - f|."""
 
 
+@functools.cache
 def solve(kind: str, form: str, degrees: tuple[int, int], fit_range: tuple[float, float]) -> RationalFit:
     """Return the best fit, its error measured in float32 through the operator; about a second."""
-    p, q, exact = compute(kind, form, degrees, fit_range)
+    symmetric = fit_range[0] == -fit_range[1]  # both forms then have one answer
+    p, q, exact = _compute(kind, form, degrees, fit_range, symmetric=symmetric)
+    if symmetric and degrees[0] <= degrees[1] and _SYMMETRY[kind][1]:
+        # The numerator has no room for x times a whole denominator.
+        other = _compute(kind, form, degrees, fit_range, symmetric=False)
+        p, q, exact = min((p, q, exact), other, key=lambda each: each[2])
     fit = RationalFit(kind, form, fit_range, *_in_form(p, q, form, fit_range), exact)
-    measured = _measured(fit)
+    x = torch.linspace(*fit_range, _CHECKED, dtype=torch.float64, device="cpu").float()
+    numerator, denominator = (torch.tensor([each], device="cpu") for each in (fit.numerator, fit.denominator))
+    with torch.no_grad():
+        y = rational(x[:, None], numerator, denominator, form)[:, 0]
+    measured = (y.double() - activation(x.double(), kind)).abs().max().item()
     # Rounding to float32 is all that may come on top: coefficients of the other form would not pass here.
     assert measured <= exact * (1 + 1e-3) + 1e-6 * max(1.0, *map(abs, fit_range)), (fit, measured)
     return replace(fit, error=max(measured, exact))
 
 
-def compute(kind: str, form: str, degrees: tuple[int, int], fit_range: tuple[float, float]) -> Polynomials:
-    """Return the fit as plain P = p0 + p1 x + ... and Q = 1 + q1 x + ..., of |x| in the form "sum_of_abs".
-
-    On a symmetric range both forms have one answer.
-    """
-    if fit_range[0] != -fit_range[1]:
-        return _compute(kind, form, degrees, fit_range, symmetric=False)
-    best = _compute(kind, form, degrees, fit_range, symmetric=True)
-    if degrees[0] <= degrees[1] and _SYMMETRY[kind][1]:
-        # The numerator has no room for x times a whole denominator.
-        best = min(best, _compute(kind, form, degrees, fit_range, symmetric=False), key=lambda each: each[2])
-    return best
-
-
 def _compute(
     kind: str, form: str, degrees: tuple[int, int], fit_range: tuple[float, float], *, symmetric: bool
 ) -> Polynomials:
+    """Return plain P = p0 + p1 x + ... and Q = 1 + q1 x + ..., of |x| in the form "sum_of_abs"."""
     m, n = degrees
     low, high = fit_range
     size = max(-low, high)
@@ -217,15 +209,6 @@ def _in_form(
         return tuple(p), tuple(q[1:])
     factor = 2.0 / min(float(np.min(polyval(np.linspace(*fit_range, _CHECKED), q))), 1.0)
     return tuple(factor * each for each in p), (factor * q[0] - 1.0, *(factor * each for each in q[1:]))
-
-
-@torch.no_grad()
-def _measured(fit: RationalFit) -> float:
-    """Return max |R - f| over the fit's range, R evaluated by the operator in float32, f in float64."""
-    x = torch.linspace(*fit.fit_range, _CHECKED, dtype=torch.float64, device="cpu").float()
-    numerator, denominator = (torch.tensor([each], device="cpu") for each in (fit.numerator, fit.denominator))
-    y = rational(x[:, None], numerator, denominator, fit.form)[:, 0]
-    return (y.double() - activation(x.double(), fit.kind)).abs().max().item()
 
 
 def _differential_correction(

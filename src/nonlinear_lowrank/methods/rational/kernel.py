@@ -4,13 +4,10 @@
 Shapes and the two denominators are those of `op`: x (T, C) rows with channels side by side (rows may lie
 apart, as the halves of a fused projection do), coefficients (G, terms).
 
-One pass forward reads x and writes y; one pass backward reads x and dy and writes dx: the bytes of a GELU, and with
-`up` those of SwiGLU. Inputs and outputs keep their type, everything between is float32. The coefficients' gradients
-are sums over all elements of a group: a program adds them up in registers while it walks over its tokens, writes one
-row of partial sums, and one sum over programs in a fixed order ends it. No atomics: two runs agree to the bit.
-
-A block of channels lies within one group where groups are wide, and its coefficients are scalars. Where groups are
-narrow (down to one channel each) every channel of the block has its own.
+Between inputs and outputs everything is float32. A program adds up the coefficients' gradients in registers while it
+walks over its tokens, writes one row of partial sums, and one sum over programs in a fixed order ends it: no atomics,
+two runs agree to the bit. A block of channels lies within one group where groups are wide, and its coefficients are
+scalars; where groups are narrow (down to one channel) every channel of the block has its own.
 """
 
 from collections.abc import Iterator

@@ -253,10 +253,7 @@ class RationalMethod(Method):
         return RationalActivation(config).train(module.training)
 
     def roles(self, layer: nn.Module) -> Mapping[str, Role]:
-        return {
-            "rational_numerator": Role("rational.numerator", decay=False),
-            "rational_denominator": Role("rational.denominator", decay=False),
-        }
+        return {f"rational_{side}": Role(f"rational.{side}", decay=False) for side in ("numerator", "denominator")}
 
 
 def _target(name: str, site: Site, config: RationalConfig) -> Target:
@@ -270,16 +267,11 @@ def _target(name: str, site: Site, config: RationalConfig) -> Target:
     if isinstance(site.module, RationalActivation):
         refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
     of = "" if config.activation == site.formula else f" in place of {site.formula}"
+    weight = getattr(site.neighbour, "weight", None)  # an activation has none to tell its own device
     return Target(
         config=config,
         details=f"{config.fit()}{of}, {config.groups} groups of {config.width or '?'} channels",
-        device=_device(site),
+        device=weight.device if isinstance(weight, Tensor) else None,
         skipped=site.skipped,
         refused=refused,
     )
-
-
-def _device(site: Site) -> torch.device | None:
-    """Return the neighbour's device: an activation has no weight to tell its own."""
-    weight = getattr(site.neighbour, "weight", None)
-    return weight.device if isinstance(weight, Tensor) else None

@@ -16,11 +16,10 @@ their inputs alone for backward. Polynomials are evaluated in float32 or wider a
 b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move otherwise. The plain
 formulas are in `reference`; second derivatives are refused with a RuntimeError.
 
-Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one
-pass forward and one pass backward. Rows of x are laid out as (tokens * G, C / G) there: with one loop nest for
-dx and for the coefficients' sums, nothing of x's size is written but dx (measured: half the time of sums
-over a (tokens, G, C / G) view, and independent of G). In eager mode the same code runs over pieces that
-stay in cache. On NVIDIA GPUs R(x) and R(gate) * up are the kernels of `kernel`, under torch.compile as opaque ops.
+Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one pass each way.
+Rows of x are (tokens * G, C / G) there: one loop nest for dx and the coefficients' sums (measured: half the time of
+sums over a (tokens, G, C / G) view). In eager mode the same code runs over pieces that stay in cache. On NVIDIA GPUs
+R(x) and R(gate) * up are the kernels of `kernel`, under torch.compile as opaque ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,18 +109,9 @@ def rational_anchored(
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)): (..., C) in the type of x.
 
-    Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations,
-    and the difference is taken before f is added.
-
-    Args:
-        x: (..., C).
-        numerator: (G, m + 1).
-        denominator: as the form wants it.
-        base_numerator: (G or 1, m + 1), the fit of f; no gradient.
-        base_denominator: likewise.
-        formula: f, one of `reference.FORMULAS`.
-        form: of both denominators.
-        tails: limits; outside them the difference stays what it is at the limit.
+    Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations, and the
+    difference is taken before f is added. The base, a fit of f (`formula`, one of `reference.FORMULAS`) in the same
+    form, has G rows or one, and no gradient. Outside the limits of `tails` the difference stays what it is there.
 
     Raises:
         UserError: as `rational`, or an unknown formula.
@@ -367,33 +357,25 @@ def _in_pieces(
         return function(rows, ratio, dy_TC.reshape(rows.x.shape).to(wide), wanted)
 
     if torch.compiler.is_compiling() or x.is_meta:
-        first, *sums = run(x_TC, dy_TC)
-        shaped = None if first is None else reshaped(first.reshape(x.shape).to(x.dtype), x.shape)
+        out, *sums = run(x_TC, dy_TC)
+        out = None if out is None else out.reshape(x.shape).to(x.dtype)
     else:
-        shaped, sums = _eager(run, x, x_TC, dy_TC, skip=bool(wanted) and not wanted[0])
+        step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE_OTHER) // channels)
+        out = None if wanted and not wanted[0] else torch.empty_like(x_TC)
+        parts = list[list[Tensor | None]]()
+        # An empty batch still goes through once, for the shapes of its sums.
+        for start in range(0, max(len(x_TC), 1), step):
+            piece = slice(start, start + step)
+            first, *part = run(x_TC[piece], None if dy_TC is None else dy_TC[piece])
+            if out is not None and first is not None:
+                out[piece] = first.reshape(-1, channels)
+            parts.append(part)
+        sums = [None if each[0] is None else torch.stack(list(each)).sum(0) for each in zip(*parts, strict=True)]
     if sums:  # of backward
         sums[1] = _signed(sums[1], ratio)
-    own = zip(sums, given, strict=False)
-    return [shaped, *(None if each is None else each.to(like.dtype) for each, like in own)]
-
-
-def _eager(
-    run: Callable[..., list[Tensor | None]], x: Tensor, x_TC: Tensor, dy_TC: Tensor | None, skip: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Do `run` piece by piece: write the result of x's shape in place, add up the coefficients' sums."""
-    tokens, channels = x_TC.shape
-    step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE_OTHER) // channels)
-    out = None if skip else torch.empty_like(x_TC)
-    sums: list[list[Tensor | None]] = []
-    # An empty batch still goes through once, for the shapes of its sums.
-    for start in range(0, max(tokens, 1), step):
-        piece = slice(start, start + step)
-        first, *rest = run(x_TC[piece], None if dy_TC is None else dy_TC[piece])
-        if out is not None and first is not None:
-            out[piece] = first.reshape(-1, channels)
-        sums.append(rest)
-    totals = [None if each[0] is None else torch.stack(list(each)).sum(0) for each in zip(*sums, strict=True)]
-    return None if out is None else reshaped(out, x.shape), totals
+    own = zip(sums, given[:2], strict=False)
+    found = [None if each is None else each.to(like.dtype) for each, like in own]
+    return [None if out is None else reshaped(out, x.shape), *found]
 
 
 def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide: torch.dtype) -> _Rows:

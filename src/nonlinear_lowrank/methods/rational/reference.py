@@ -7,7 +7,7 @@ rounding. `KIND` gives the function that a formula computes. The rational functi
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -147,8 +147,3 @@ def rational_anchored_reference(
     base = base_numerator.expand_as(numerator), base_denominator.expand_as(denominator)
     shift = rational_reference(z, numerator, denominator, form, flat) - rational_reference(z, *base, form, flat)
     return (activation(x, formula).to(z.dtype) + shift).to(x.dtype)
-
-
-def rational_gated_reference(gate: Tensor, up: Tensor, *coefficients: Tensor, **form: Any) -> Tensor:
-    """R(gate) * up; arguments as in `rational_reference`."""
-    return rational_reference(gate, *coefficients, **form) * up

@@ -3,14 +3,12 @@
 Shapes: up (m, r), down (r, n), weight and the gradient of the sum (m, n) with any strides, so that a weight stored
 (n, m) is read as it lies. m = d_out, n = d_in; D = amplitude * sin(omega * up @ down).
 
-`form_kernel` forms W + D (or D alone) and rounds it once into a buffer that the caller gives: no other m x n tensor
-exists. For sine-DoRA the same kernel first walks over its rows for their norms, then forms (ratio * D + W (ratio - 1))
-+ W; the second reading of W comes from the cache. `gradient_kernel` reads the weight's gradient once and forms the
-phase again: every program owns a block of columns and some rows, keeps its part of d down in registers, and writes one
-partial d up for each row tile. No atomics; one sum over parts in a fixed order.
+`form_kernel` rounds W + D (or D alone) once into a buffer that the caller gives; for sine-DoRA it first walks over its
+rows for their norms. In `gradient_kernel` every program owns a block of columns and some rows, keeps its part of d down
+in registers, and writes one partial d up for each row tile. No atomics; one sum over parts in a fixed order.
 
-Numbers: product, phase and sine are float32. For a 16-bit weight products are three TF32 ones ("tf32x3": 22 of
-float32's 24 bits), for a float32 weight float32 multiply-adds; likewise sine and cosine, see `ops.triton`.
+Product, phase and sine are float32: for a 16-bit weight three TF32 products ("tf32x3": 22 of float32's 24 bits), for
+a float32 weight float32 multiply-adds.
 """
 
 from collections.abc import Iterator

@@ -80,18 +80,9 @@ def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain
 def lowrank_linear(
     x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, activation: str, omega: float, gain: float
 ) -> Tensor:
-    """Return `x (phi(omega * up @ down) / gain)^T + bias`: (..., d_out), in x's type.
+    """Return `x (phi(omega * up @ down) / gain)^T + bias`: (..., d_out), in x's type; shapes in this file's docstring.
 
-    Under autocast x and the rounded weight are in the autocast type.
-
-    Args:
-        x: (..., d_in).
-        up: (d_out, r).
-        down: (r, d_in).
-        bias: (d_out) or None.
-        activation: phi, one of `WEIGHT_ACTIVATIONS`.
-        omega: frequency, phi's argument per unit of the product.
-        gain: divisor of phi.
+    phi is one of `WEIGHT_ACTIVATIONS`. Under autocast x and the rounded weight are in the autocast type.
 
     Source: sine_lowrank.txt, section 3.2.1.
     """
