@@ -230,10 +230,6 @@ def scores(names: Sequence[str]) -> Score:
     Names are accuracy, f1 (class 1 against the rest) and matthews, of the largest logit by scikit-learn; pearson and
     spearman, of the only logit by scipy. Where a number is not defined, because every prediction is the same, it is 0.
     """
-    return lambda logits, labels: {name: _score(name, logits, labels) for name in names}
-
-
-def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
     from scipy import stats
     from sklearn import metrics
 
@@ -242,12 +238,16 @@ def _score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
         "f1": functools.partial(metrics.f1_score, zero_division=0.0),
         "matthews": metrics.matthews_corrcoef,
     }
-    if name in kinds:
-        return float(kinds[name](labels, logits.argmax(-1)))
-    predicted, correlation = logits[:, 0].astype(np.float64), getattr(stats, f"{name}r")
-    if np.ptp(predicted) == 0 or np.ptp(labels) == 0:
-        return 0.0
-    return float(np.nan_to_num(correlation(predicted, labels.astype(np.float64)).statistic))
+
+    def score(name: str, logits: np.ndarray, labels: np.ndarray) -> float:
+        if name in kinds:
+            return float(kinds[name](labels, logits.argmax(-1)))
+        predicted, correlation = logits[:, 0].astype(np.float64), getattr(stats, f"{name}r")
+        if np.ptp(predicted) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        return float(np.nan_to_num(correlation(predicted, labels.astype(np.float64)).statistic))
+
+    return lambda logits, labels: {name: score(name, logits, labels) for name in names}
 
 
 def scores_of_examples(logits: "torch.Tensor", labels: "torch.Tensor", score: Score) -> dict[str, float]:

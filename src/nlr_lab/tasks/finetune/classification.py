@@ -261,13 +261,21 @@ def _rows(info: GlueInfo, where: str, head: list[str], rows: list[tuple[str, lis
     if (places := _places(info, head)) is None:
         wanted = ", ".join("/".join(names) for names in (*info.texts, info.label))
         raise UserError(f"{where}: {info.folder} needs the columns {wanted}; line 1 has {', '.join(head)[:200]}")
+    known = {name: number for number, name in enumerate(info.classes or ())}
+    known |= {str(number): number for number in known.values()}
     texts, labels = [], []
     for place, fields in rows:
         if len(fields) != len(head):
             raise UserError(f"{place}: {len(fields)} fields where the file has {len(head)} columns")
-        *sentences, label = (fields[each] for each in places)
+        *sentences, text = (fields[each] for each in places)
+        label: float = -1
+        with contextlib.suppress(ValueError):
+            label = float(text) if info.classes is None else known.get(text.strip(), -1)
+        if not 0 <= label <= 5:
+            has = "numbers from 0 to 5" if info.classes is None else ", ".join(info.classes)
+            raise UserError(f"{place}: unknown label {text!r}; {info.folder} has {has} (a split without labels has -1)")
         texts.append(tuple(sentences))
-        labels.append(_read_label(info, label.strip(), place))
+        labels.append(label)
     if not texts:
         raise UserError(f"{where} has a header and no rows")
     return Rows(texts, np.array(labels, dtype=np.float32 if info.classes is None else np.int64))
@@ -277,19 +285,6 @@ def _places(info: GlueInfo, head: list[str]) -> list[int] | None:
     """Return the places of the texts and the label in a header; None where one of them is not in it."""
     found = [next((head.index(each) for each in names if each in head), -1) for names in (*info.texts, info.label)]
     return None if -1 in found else found
-
-
-def _read_label(info: GlueInfo, text: str, where: str) -> float:
-    numbers = {name: number for number, name in enumerate(info.classes or ())}
-    numbers |= {str(number): number for number in numbers.values()}
-    with contextlib.suppress(ValueError, KeyError):
-        label = float(text) if info.classes is None else numbers[text]
-        if 0 <= label <= 5:
-            return label
-    known = "numbers from 0 to 5" if info.classes is None else ", ".join(info.classes)
-    raise UserError(
-        f"{where}: unknown label {text!r}; {info.folder} has {known} (-1 or nothing: a split without labels)"
-    )
 
 
 def _folder(source: str) -> Path | None:

@@ -116,17 +116,43 @@ class Pretrained:
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            model = self._mean_pooled(labels) if kind == "text" and self._pools() else self._as_it_is(kind, labels)
+            model, info = self._loaded(lambda where: self._read(where, kind, labels))
+            inside = f"{model.base_model_prefix}."
+            lacking = sorted({key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)})
+            if strangers := [name for name in lacking if "pooler" not in name]:
+                what = f"{self.checkpoint} lacks weights of {strangers[0]}"
+                raise UserError(f"{what}: it is no checkpoint of this architecture")
+            poolers = dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)
+            setattr(model, _UNTRAINED, tuple(poolers))
             std = getattr(model.config, "initializer_range", None) or 0.02
-            for name in head_modules(model):
-                for module in model.get_submodule(name).modules():
-                    if isinstance(module, nn.Linear):
-                        module.weight.normal_(0.0, std)
-                        if module.bias is not None:
-                            module.bias.zero_()
-                    elif hasattr(module, "reset_parameters"):
-                        module.reset_parameters()
+            for module in (each for name in head_modules(model) for each in model.get_submodule(name).modules()):
+                if isinstance(module, nn.Linear):
+                    module.weight.normal_(0.0, std)
+                    if module.bias is not None:
+                        module.bias.zero_()
+                elif hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
         return model
+
+    def _read(self, where: str, kind: str, labels: int) -> tuple[Any, dict[str, Any]]:
+        """Return a model, and what of it was not in the files."""
+        import torch
+        from transformers import AutoConfig
+
+        from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
+
+        options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True}
+        if kind == "text" and self._pools():
+            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
+            options |= {"checkpoint": self.checkpoint if self.checkpoint == "minilm" else where, "num_labels": labels}
+            return MeanPooledForSequenceClassification.from_encoder(where, **options), {"missing_keys": ()}
+        if kind != "causal":
+            config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
+            config.problem_type = None  # of an earlier task; the loss follows the labels
+            config.num_labels = labels
+            options |= {"config": config, "ignore_mismatched_sizes": True}
+        found: tuple[Any, dict[str, Any]] = _auto(kind).from_pretrained(where, output_loading_info=True, **options)
+        return found
 
     def on_meta(self, kind: str, labels: int) -> Any:
         """Return the same shapes on the meta device."""
@@ -150,41 +176,6 @@ class Pretrained:
         """Return whether a text classifier's head is on the mean over tokens."""
         sentences = self.checkpoint == "minilm" or (Path(self.checkpoint).expanduser() / "modules.json").is_file()
         return sentences if self.pooling == "auto" else self.pooling == "mean"
-
-    def _mean_pooled(self, labels: int) -> Any:
-        import torch
-
-        from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
-
-        def load(where: str) -> Any:
-            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
-            options = {"num_labels": labels, "dtype": getattr(torch, self.dtype)}
-            name = self.checkpoint if self.checkpoint == "minilm" else where
-            return MeanPooledForSequenceClassification.from_encoder(where, checkpoint=name, **options)
-
-        return self._loaded(load)
-
-    def _as_it_is(self, kind: str, labels: int) -> Any:
-        import torch
-        from transformers import AutoConfig
-
-        def load(where: str) -> Any:
-            options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True, "output_loading_info": True}
-            if kind != "causal":
-                config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
-                config.problem_type = None  # of an earlier task; the loss follows the labels
-                config.num_labels = labels
-                options |= {"config": config, "ignore_mismatched_sizes": True}
-            return _auto(kind).from_pretrained(where, **options)
-
-        model, info = self._loaded(load)
-        inside = f"{model.base_model_prefix}."
-        lacking = sorted({key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)})
-        if strangers := [name for name in lacking if "pooler" not in name]:
-            what = f"{self.checkpoint} lacks weights of {strangers[0]}"
-            raise UserError(f"{what}: it is no checkpoint of this architecture")
-        setattr(model, _UNTRAINED, tuple(dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)))
-        return model
 
     def _loaded(self, load: Callable[[str], Any]) -> Any:
         from nonlinear_lowrank.hub.loading import quiet_loading

@@ -145,41 +145,38 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # no warning of forks: our data workers do not tokenize
     given = None if config.tokenizer in LEARNED else load_tokenizer(config.tokenizer)
-    folder = cache_folder(config.cache_dir) / "text" / _key(config, given)[:32]
+    valid = config.valid_source
+    held_out = config.valid_fraction if valid is None else replace(config, source=valid).identity()
+    made = [config.vocab_size, config.tokenizer] if given is None else [tokenizer_hash(given)]
+    key = hashlib.sha256(json.dumps([_VERSION, config.identity(), held_out, *made]).encode()).hexdigest()[:32]
+    folder = cache_folder(config.cache_dir) / "text" / key
     facts = cached(folder, _read, lambda place: _pack(config, given, place, progress))
     length = config.sequence_length
     train = TokenBlocks(folder / "train.npy", length)
-    valid = TokenBlocks(folder / "valid.npy", length, config.eval_sequences)
-    for side, blocks in (("train", train), ("valid", valid)):
+    evaluated = TokenBlocks(folder / "valid.npy", length, config.eval_sequences)
+    for side, blocks in (("train", train), ("valid", evaluated)):
         if not len(blocks):
             hint = "raise valid_fraction, " if side == "valid" and config.valid_source is None else ""
             fault = f"the {side} text has {facts[side]['tokens']} tokens, fewer than one sequence of {length}"
             raise UserError(f"{fault}; {hint}give more text or lower sequence_length")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
-    made_of = json.dumps([*hashes, length, len(valid)])
+    made_of = json.dumps([*hashes, length, len(evaluated)])
     sizes = TokenBlocks(folder / "valid_bytes.npy", length)
-    total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(valid)))
-    counts = {"train_sequences": len(train), "evaluated_sequences": len(valid)}
+    total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(evaluated)))
+    counts = {"train_sequences": len(train), "evaluated_sequences": len(evaluated)}
     shape: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
-        "valid_bytes_per_token": total / (len(valid) * (length - 1)),
+        "valid_bytes_per_token": total / (len(evaluated) * (length - 1)),
     }
     return Prepared(
         train=train,
-        valid=valid,
+        valid=evaluated,
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(made_of.encode()).hexdigest()[:32],
         facts={**facts, "sequence_length": length, **counts, **shape},
         **shape,
     )
-
-
-def _key(config: TextData, tokenizer: Any) -> str:
-    valid = config.valid_source
-    held_out = config.valid_fraction if valid is None else replace(config, source=valid).identity()
-    made = [config.vocab_size, config.tokenizer] if tokenizer is None else [tokenizer_hash(tokenizer)]
-    return hashlib.sha256(json.dumps([_VERSION, config.identity(), held_out, *made]).encode()).hexdigest()
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
