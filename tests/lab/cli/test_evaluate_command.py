@@ -32,8 +32,9 @@ TEXT = "The stone falls under the quiet river."
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """base (plain), ours (augmented), adapter (on base), adapter_ours (on ours), data."""
+    """base (plain), ours (augmented), adapter (on base), adapter_ours (on ours), data, text.txt."""
     folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "text.txt").write_text(TEXT)
     tokenizer = byte_tokenizer()
     for name in ("base", "ours"):
         model = tiny_model(tokenizer, dtype=torch.float32)
@@ -94,18 +95,16 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "/no/such/base"
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "text.txt").write_text(TEXT)
-    arguments = [tmp_path / "adapter", "--text", tmp_path / "text.txt"]
+    text = ["--text", folder / "text.txt"]
+    arguments = [tmp_path / "adapter", *text]
     assert "/no/such/base" in refused(capsys, "evaluate", *arguments)
     out = succeed(capsys, "evaluate", *arguments, "--base", folder / "base")
     model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
     score = score_documents(model, byte_tokenizer(), [TEXT], sequence_length=1024, separator="<end>")
     assert f"loss {score.loss:.4f}" in out
-    plain = succeed(capsys, "evaluate", folder / "base", "--text", tmp_path / "text.txt")
+    plain = succeed(capsys, "evaluate", folder / "base", *text)
     assert f"loss {score.loss:.4f}" not in plain, "the adapter is on"
-    assert "is for adapters" in refused(
-        capsys, "evaluate", folder / "base", "--text", tmp_path / "text.txt", "--base", folder / "base"
-    )
+    assert "is for adapters" in refused(capsys, "evaluate", folder / "base", *text, "--base", folder / "base")
 
 
 def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
@@ -130,11 +129,6 @@ def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
 WEIGHTS = "adapter_model.safetensors"
 
 
-def pickle(folder):
-    torch.save({}, folder / "adapter_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
 def drop_a_tensor(folder):
     tensors = load_file(folder / WEIGHTS)
     tensors.pop(min(tensors))
@@ -153,12 +147,9 @@ def change(**fields):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (pickle, "pickled weights are never read"),
         (drop_a_tensor, "adapter_model.safetensors is not whole: Found missing adapter keys"),
         (change(r=3), "does not fit"),
-        (change(target_modules=["query"]), "does not fit"),
         (change(task_type="SEQ_CLS"), "is an adapter for SEQ_CLS, not for a causal language model"),
-        (change(base_model_name_or_path=None), "names no base model"),
         (change(peft_type="NO_SUCH_TYPE"), "NO_SUCH_TYPE"),
     ],
 )
@@ -173,15 +164,11 @@ def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_pat
     tokenizer = byte_tokenizer()
     tiny_model(tokenizer, positions=8, dtype=torch.float32).save_pretrained(tmp_path / "few")
     tokenizer.save_pretrained(tmp_path / "few")
-    (tmp_path / "text.txt").write_text(TEXT)
     tasks = ["--tasks", "piqa_local", "--data", folder / "data"]
     err = refused(capsys, "evaluate", tmp_path / "few", *tasks)
     assert "has 8 positions, and the answer ' " in err
     assert "evaluate a model with more, or leave its task out of --tasks" in err
-    assert "has 8 positions, and answers alone take 32" in refused(
-        capsys, "evaluate", tmp_path / "few", *tasks, "--format", "generate"
-    )
-    assert run(capsys, "evaluate", tmp_path / "few", "--text", tmp_path / "text.txt")[0] == 0
+    assert run(capsys, "evaluate", tmp_path / "few", "--text", folder / "text.txt")[0] == 0
     write_lines(tmp_path / "rows.jsonl", [{"text": "stone"}])
     (tmp_path / "writes.yaml").write_text(
         "task: writes\ndataset_path: json\n"
@@ -194,14 +181,13 @@ def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_pat
     assert "nlr: the model has 8 positions, and writes asks for 8 new tokens: evaluate a model with more" in err
 
 
-def test_positions_that_are_an_embedding_bound_the_window(capsys, tmp_path):
+def test_positions_that_are_an_embedding_bound_the_window(folder, capsys, tmp_path):
     tokenizer = byte_tokenizer()
     sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1}
     config = OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     tokenizer.save_pretrained(tmp_path / "opt")
-    (tmp_path / "text.txt").write_text(TEXT)
-    arguments = ["evaluate", tmp_path / "opt", "--text", tmp_path / "text.txt", "--sequence-length"]
+    arguments = ["evaluate", tmp_path / "opt", "--text", folder / "text.txt", "--sequence-length"]
     assert "the model has 8 positions; lower --sequence-length 16" in refused(capsys, *arguments, 16)
     assert run(capsys, *arguments, 8)[0] == 0
 
@@ -242,14 +228,10 @@ def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path
     [
         ("--tasks mmlu_local", "name their folder with --data FOLDER"),
         ("--tasks mmlu_lokal --data DATA", "--data does nothing without a local task"),
-        ("--tasks piqa_locl --data DATA", "--data does nothing without a local task"),
-        ("--tasks pika_local --data DATA", "did you mean 'piqa_local'"),
         ("--tasks piqa_local --data DATA/none", "no such folder: DATA/none (--data)"),
-        ("--tasks siqa_local --data DATA", "has no social_i_qa.jsonl"),
         ("--data DATA", "--data does nothing without --tasks"),
-        ("--limit 3", "--limit does nothing without --tasks"),
+        ("--format generate", "--format does nothing without --tasks"),
         ("--tasks piqa_local --data DATA --num-fewshot 3", "asked without examples"),
-        ("--tasks mmlu_local --data DATA --num-fewshot 6", "has 5 examples of astronomy, not 6"),
         ("--tasks mmlu_local --data DATA --format generate", "--format generate is for"),
         ("--tasks piqa_local --data DATA --format generate --beams 0", "--beams must be a positive integer, got 0"),
         ("--tasks piqa_local --data DATA --format guess", "--format"),

@@ -93,7 +93,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (options(root, out, "--glue.task", "colla"), "unknown GLUE task"),
         (["finetune", "instruct-small", "--source", tmp_path / "bad.jsonl", *small], "line 2", "output"),
-        (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "no language model"),
+        (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),
         (["finetune", "instruct-small", "--out", out], "runs/llm-demo", "--checkpoint"),
     ]
     for arguments, *words in cases:
