@@ -1,9 +1,4 @@
-"""Evaluation of trained models.
-
-losses       perplexity and bits per byte of texts, the scores of held-out data
-harness      scores of such tasks and of lm-eval's own, by likelihood or in generated text, and their table
-local_tasks  MMLU's 57 subjects, and the eight commonsense tests of LLM-Adapters, over local rows
-"""
+"""Evaluation of trained models: losses of texts and held-out data, scores of tasks by lm-eval or in generated text."""
 
 from .harness import score_answers, score_tasks
 from .local_tasks import LocalTasks, find_local_tasks

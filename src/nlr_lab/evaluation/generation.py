@@ -49,22 +49,11 @@ def generate_text(
     sampling: Sampling,
     streamer: TextStreamer | None = None,
 ) -> str:
-    """Continue a prompt, with the model's KV cache.
+    """Continue a prompt, with the model's KV cache; return the continuation, and print it by a streamer of
+    transformers.
 
-    Args:
-        model: a causal language model; left in evaluation mode.
-        tokenizer: the one it was trained with.
-        prompt: text to continue; empty starts a new document.
-        sampling: how tokens are drawn.
-        streamer: of transformers, which prints the text as it is decoded.
-
-    Returns:
-        The continuation, without the prompt.
-
-    Raises:
-        UserError: the prompt and the continuation exceed the model's positions, or the prompt is empty and
-            the tokenizer has no token that starts a document.
-    """
+    An empty prompt starts a new document. Raise UserError where prompt and continuation exceed the model's positions,
+    or the prompt is empty and the tokenizer has no token that starts a document."""
     inputs, max_new_tokens = encode_prompt(model, tokenizer, prompt, sampling.max_new_tokens)
     torch.manual_seed(sampling.seed)
     written = model.eval().generate(
@@ -107,21 +96,9 @@ _GAP, _NAME = 2, 8  # pixels between images, and of a letter of a class's name
 
 @torch.no_grad()
 def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: int, sampling: Sampling) -> np.ndarray:
-    """Draw images of some classes, with the model's KV cache.
-
-    Args:
-        model: an `ImageTokensForCausalLM`, plain or augmented; left in evaluation mode.
-        codec: the one it was trained with.
-        classes: numbers of the classes.
-        each: images of each.
-        sampling: how codes are drawn; max_new_tokens must be None, every image has its number.
-
-    Returns:
-        (len(classes), each, H, W, C) uint8.
-
-    Raises:
-        UserError: model and codec do not belong together, or a number is out of range.
-    """
+    """Draw images of some classes, `each` of each, with the KV cache of an `ImageTokensForCausalLM` and the codec that
+    it was trained with; (classes, each, H, W, C) uint8. Raise UserError where model and codec do not belong together,
+    or a number is out of range; max_new_tokens must be None, since every image has its number."""
     config = model.config
     theirs = (config.vocab_size, config.num_classes, config.grid_rows, config.grid_columns)
     ours = (codec.tokenizer.codes, len(codec.classes), codec.rows, codec.columns)

@@ -53,25 +53,17 @@ def score_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, Metrics]:
-    """Run tasks of lm-eval.
+    """Run tasks of lm-eval on a causal language model, with or without an adapter of peft; metrics by task and group.
 
-    Args:
-        model: a causal language model, with or without an adapter of peft; left in evaluation mode.
-        tokenizer: the one it was trained with.
-        tasks: names of lm-eval's tasks or groups, e.g. "hellaswag".
-        local: tasks over rows of one's own, from `find_local_tasks`; these read nothing over the network.
-        include_path: a folder with task files of your own.
-        shots: examples in front of each question of `tasks`; None: as the task has it, mostly zero.
-        limit: at most this many questions of each task.
-        batch_size: requests per forward pass.
-
-    Returns:
-        Metrics by task and group. "truncated" is there, in tasks of `local`, when questions were longer than
-        the model's positions and lost their beginning.
+    `tasks` are names of lm-eval's own, with task files of one's own in `include_path` and so many `shots` before each
+    question (None: as the task has it); `local` tasks, from `find_local_tasks`, read nothing over the network, and
+    their metrics count under "truncated" the questions that lost their beginning. `limit` is of the questions of each
+    task.
 
     Raises:
         UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
-            takes; a batch takes more memory than is free.
+        takes;
+            a batch takes more memory than is free.
     """
     # lm-eval warns of what is meant: a live model, a task without a version, each number of examples.
     logger = logging.getLogger("lm_eval")
@@ -198,22 +190,12 @@ def score_answers(
     batch_size: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Metrics]:
-    """Ask each question and look for the answer in what the model writes.
+    """Ask each question of local commonsense tests, and look for the answer in what a causal language model writes.
 
-    Args:
-        model: a causal language model, with or without an adapter of peft; left in evaluation mode.
-        tokenizer: the one it was trained with.
-        local: tests out of `local_tasks.TESTS`, from `find_local_tasks`.
-        prompt: of `PROMPTS`.
-        beams: of the beam search; 1 is greedy.
-        limit: at most this many questions of each test.
-        batch_size: questions per batch; each has `beams` rows.
-        progress: called with the number of questions that are done, and of all.
-
-    Returns:
-        By test and group: "acc,none", the share of right answers, with its standard error; "answered,none", the
-        share in which any answer was found; "n"; "truncated" when prompts were longer than the model's
-        positions and lost their beginning.
+    `prompt` is of `PROMPTS`, `limit` of the questions of each test; a batch of questions has `beams` rows of each.
+    `progress` is called with the number of questions that are done, and of all. Returned are by test and group
+    "acc,none", the share of right answers, and "answered,none", that in which any was found, with standard errors; "n";
+    and "truncated", prompts that lost their beginning.
 
     Raises:
         UserError: no such prompt, the model has no room for an answer, or a batch takes more memory than is free.
@@ -315,12 +297,8 @@ def add_groups(scores: dict[str, Metrics], groups: Sequence[LocalGroup]) -> None
 
 
 def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] = ()) -> list[str]:
-    """One line a metric, with its standard error and the number of questions; then what makes it incomparable.
-
-    Args:
-        scores: from `score_tasks` or `score_answers`.
-        hidden: tasks that are only counted.
-    """
+    """One line a metric, with its standard error and the number of questions, then what makes it incomparable, of
+    `score_tasks` or `score_answers`; tasks that are `hidden` are only counted."""
     shown = {task: metrics for task, metrics in scores.items() if task not in hidden}
     rows: list[tuple[str, ...]] = [("task", "metric", "value", "stderr", "n")]
     rows += [row for task, metrics in shown.items() for row in _table_rows(task, metrics)]

@@ -109,11 +109,8 @@ class LocalTasks:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a task of that name reads its questions from a folder (lm-eval has none of such a name).
-
-    Raises:
-        UserError: it is like one of ours but none; the message names the nearest.
-    """
+    """Return whether a task of that name reads its questions from a folder (lm-eval has none of such a name); raise
+    UserError where it is like one of ours but none."""
     known = (*COMMONSENSE_NAMES, *MMLU_NAMES)
     if name not in known and (name.endswith("_local") or name.startswith((MMLU, COMMONSENSE))):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
@@ -122,19 +119,12 @@ def is_local(name: str) -> bool:
 
 
 def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | None = None) -> LocalTasks:
-    """Read and check the rows of local tasks, before any model is loaded.
+    """Read and check the rows of local tasks, of names as `is_local` knows them, before any model is loaded.
 
-    Args:
-        names: as `is_local` knows them, e.g. "mmlu_local", "mmlu_local_stem", "piqa_local".
-        folder: of MMLU, holds test.jsonl and dev.jsonl (also .json, .xz, .gz), or a folder `mmlu` that does; of the
-            commonsense tests, `<name>.jsonl` or LLM-Adapters' `<name>/test.json`, or a folder `commonsense` or
-            `test` that does. `commonsense_local` needs all eight files.
-        shots: examples in front of each question of MMLU; None: five. The commonsense tests have none.
-
-    Raises:
-        UserError: a file is missing, a row is malformed (the message names file and line), or a subject has no
-            questions, or fewer than `shots` examples.
-    """
+    The folder holds test.jsonl and dev.jsonl of MMLU (also .json, .xz, .gz), or a folder `mmlu` that does; of the
+    commonsense tests, `<name>.jsonl` or LLM-Adapters' `<name>/test.json`, or a folder `commonsense` or `test` that
+    does. `shots` are examples in front of each question of MMLU; None: five. Raise UserError where a file is missing, a
+    row is malformed (the message names file and line), or a subject has no questions, or too few examples."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder} (--data)")

@@ -59,18 +59,10 @@ class TextScore:
 def score_sequences(
     model: PreTrainedModel, sequences: Dataset[Any], *, bytes_per_token: float | None, batch_size: int = 16
 ) -> TextScore:
-    """Score packed sequences, each on its own: the first token of each is context and not predicted.
-
-    Args:
-        model: a causal language model; left in evaluation mode.
-        sequences: items with "input_ids" and "labels" (T,), as `nlr_lab.tasks.text` packs them; a label of -100 is
-            not counted.
-        bytes_per_token: of the same text; None: of image tokens.
-        batch_size: sequences per forward pass; the result does not depend on it.
-
-    Raises:
-        UserError: a batch takes more memory than is free, or no token is predicted.
-    """
+    """Score packed sequences, items with "input_ids" and "labels" (T,), each on its own: the first token of each is
+    context and not predicted, nor is a label of -100. `bytes_per_token` is of the same text; None: of image tokens. The
+    result does not depend on the batch size. Raise UserError where a batch takes more memory than is free, or no token
+    is predicted."""
     items = [sequences[index] for index in range(len(sequences))]  # type: ignore[arg-type]
     loss, count = _score_tokens(model, items, batch_size)
     return TextScore(loss=loss, tokens=count, bytes_per_token=bytes_per_token)
@@ -86,23 +78,12 @@ def score_documents(
     separator: str | None = None,
     batch_size: int = 16,
 ) -> TextScore:
-    """Score whole texts: every token but the very first is predicted exactly once.
+    """Score whole texts, joined in this order: every token but the very first is predicted exactly once.
 
-    Windows of `sequence_length` tokens overlap by one, so that the last token of one is the context of the
-    next. The separator after a document is predicted as any token; it has no bytes.
-
-    Args:
-        model: a causal language model; left in evaluation mode.
-        tokenizer: the one it was trained with.
-        documents: texts, joined in this order.
-        sequence_length: T, tokens per window; the model's training length.
-        separator: token text put after each document, as in training.
-        batch_size: windows per forward pass; the result does not depend on it.
-
-    Raises:
-        UserError: the texts come to fewer than two tokens, or hold a token that the model has no embedding for, or a
-            batch takes more memory than is free.
-    """
+    Windows of `sequence_length` tokens overlap by one, so that the last token of one is the context of the next. The
+    separator, put after each document as in training, is predicted as any token; it has no bytes. The result does not
+    depend on the batch size. Raise UserError where the texts come to fewer than two tokens, or hold a token that the
+    model has no embedding for, or a batch takes more memory than is free."""
     ids: list[int] = []
     size = 0
     end = [] if separator is None else tokenizer(separator, add_special_tokens=False)["input_ids"]
@@ -161,19 +142,10 @@ def score_saved(
     device: str = "cpu",
     batch_size: int = 16,
 ) -> dict[str, float]:
-    """Loss and scores of a saved model or adapter on the held-out data of the task that it was made for.
+    """Loss and scores of a saved model or adapter on the held-out data of the task, a recipe's, that it was made for.
 
-    Args:
-        task: of the recipe; an adapter goes on the pretrained model that it names, with its new head.
-        folder: as the run saved it.
-        base: folder or name of the pretrained model, where it is not what the task names.
-        split: "dev" or "test" of GLUE's tasks; None: what the run was scored on.
-        device: where the model runs.
-        batch_size: examples per forward pass.
-
-    Raises:
-        UserError: data or model cannot be used, or there is no such split.
-    """
+    An adapter goes on the pretrained model that the task names, or on `base`, with its new head. `split` is "dev" or
+    "test" of GLUE's tasks; None: what the run was scored on. Raise UserError where data or model cannot be used."""
     adapter = is_adapter(folder)
     if adapter:
         check_weights(folder)
@@ -193,16 +165,9 @@ def score_saved(
 
 @torch.no_grad()
 def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[str, float]:
-    """Loss and scores on the examples that the runs of a task are judged by.
-
-    Args:
-        model: of the task, on its device; left in evaluation mode.
-        prepared: the task's data (see `tasks.task`).
-        batch_size: examples per forward pass; the numbers do not depend on it, but for rounding.
-
-    Raises:
-        UserError: the loss is not finite, or a batch takes more memory than is free.
-    """
+    """Loss and scores on the examples that the runs of a task are judged by (`prepared`, see `tasks.task`). They do not
+    depend on the batch size, but for rounding. Raise UserError where the loss is not finite, or a batch takes more
+    memory than is free."""
     examples = prepared.test or prepared.valid
     places = range(len(examples))
     check_batch(model.eval(), min(batch_size, len(examples)), _tokens(model, examples))
@@ -233,16 +198,9 @@ def _tokens(model: Any, examples: Any) -> int:
 def check_batch(model: Any, rows: int, tokens: int, *, beams: int = 0) -> None:
     """Raise UserError where a batch takes more memory than is free; a single row is never refused.
 
-    Counted is the least that it takes: the widest activation twice, before and after what follows it (of a language
-    model, logits and their softmax); for generated text, the keys and values of all layers instead of logits.
-
-    Args:
-        model: of transformers, on its device.
-        rows: B, sequences (or images) in the batch.
-        tokens: T, of the longest sequence (patches of an image).
-        beams: of each row, where text is generated: logits are those of the last token alone, and keys and values are
-            kept; 0: none is.
-    """
+    Counted is the least that `rows` of `tokens` (patches of an image) take: the widest activation twice, before and
+    after what follows it (of a language model, logits and their softmax). Where text is generated by `beams` of each
+    row, logits are those of the last token alone, and the keys and values of all layers are counted."""
     head = model.get_output_embeddings() if beams else None
     numbers = 2 * max((_width(module) for module in model.modules() if module is not head), default=0)
     if beams:

@@ -130,17 +130,9 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def mix_pairs(batch: Mapping[str, "torch.Tensor"], mixing: "torch.Tensor", classes: int) -> "Batch":
-    """Mix images 0 and 1, 2 and 3, ...: both of a pair by what was drawn for the first.
-
-    Args:
-        batch: pixel_values (B, C, H, W) and labels (B,); B is even.
-        mixing: (B, 4), `Augmentation.draw_mixing` of each image.
-        classes: K.
-
-    Returns:
-        pixel_values as before, and labels (B, K) as probabilities. CutMix weighs them by the pixels that were really
-        swapped.
-    """
+    """Mix images 0 and 1, 2 and 3, ... of pixel_values (B, C, H, W) and labels (B,), both of a pair by what was drawn
+    for the first, `Augmentation.draw_mixing` (B, 4). Labels become probabilities (B, classes), weighed in CutMix by the
+    pixels that were really swapped."""
     import torch
 
     pixels, mixed = batch["pixel_values"], batch["pixel_values"].clone()

@@ -45,15 +45,9 @@ _PICTURES = 2048  # held-out images whose decoded pictures are compared with the
 
 
 def prepare_images(config: ImageTokenData, *, progress: bool = True) -> Prepared:
-    """Encode images, or find them in the cache. Safe to call from several processes at once.
-
-    Returns:
-        Sequences; `vocab_size` is the number of codes, which is what a model predicts, and class c is token
-        vocab_size + c. The tokenizer is an `ImageCodec`, saved beside the model so that it can draw.
-
-    Raises:
-        UserError: the source or the tokenizer cannot be used; the message says why and what to change.
-    """
+    """Encode images, or find them in the cache; safe to call from several processes at once. `vocab_size` is the number
+    of codes, which is what a model predicts, and class c is token vocab_size + c. The tokenizer is an `ImageCodec`,
+    saved beside the model so that it can draw. Raise UserError where the source or the tokenizer cannot be used."""
     source, splits = config.source, read_images(config.source)
     count, used = len(splits.classes), min(len(splits.train), config.train_images or len(splits.train))
     if config.classes not in (None, count):
@@ -81,11 +75,8 @@ def prepare_images(config: ImageTokenData, *, progress: bool = True) -> Prepared
 
 
 def as_square(image: Any, size: int, channels: int) -> np.ndarray:
-    """Return a PIL image or an array (H, W[, C]) as (size, size, channels) uint8; scaled, and its middle kept.
-
-    Raises:
-        UserError: it cannot be shown in 8 bits.
-    """
+    """Return a PIL image or an array (H, W[, C]) as (size, size, channels) uint8; scaled, and its middle kept. Raise
+    UserError where it cannot be shown in 8 bits."""
     image = eight_bits(image).convert("L" if channels == 1 else "RGB")
     if min(image.size) != size:
         scale = size / min(image.size)

@@ -1,10 +1,6 @@
-"""Images <-> grids of codes, of two kinds with one interface: the nearest of K mean patches, or diffusers' VQModel.
-
-| tokenizer  | a token is                               | made from                                              |
-|------------|------------------------------------------|--------------------------------------------------------|
-| "patches"  | the nearest of K mean patches            | scikit-learn's MiniBatchKMeans on the training images  |
-| VQModel    | a code of a VQGAN (amused-512: 8192,     | a folder of diffusers, or a hub name; the optional     |
-|            | 32 x 32 of them for 512 x 512 pixels)    | extra `images`                                         |
+"""Images <-> grids of codes, of two kinds with one interface: "patches", the nearest of K mean patches by
+scikit-learn's MiniBatchKMeans on the training images, or a VQModel of diffusers (amused-512: 8192 codes, 32 x 32 of 512
+x 512 pixels).
 
 Images are (N, H, W, C) uint8, C = 1 or 3; codes are (N, rows, columns) int64. A saved tokenizer is image_tokenizer.json
 and its weights as safetensors beside it; a VQModel is saved whole, so that a model's folder draws pictures anywhere.
