@@ -145,8 +145,8 @@ class AugmentedModel:
     @property
     def _weight_conversions(self) -> list[Any] | None:
         """Conversions that transformers reverts on saving: the plain class's, and ours last."""
-        known = vars(self).get("_weight_conversions")
-        if (ours := dense_names(self)) is None:
+        known, ours = vars(self).get("_weight_conversions"), dense_names(self)
+        if ours is None:
             return known
         if known is None:
             plain = conversion_mapping.get_model_conversion_mapping(self, add_legacy=False)  # type: ignore[arg-type]
@@ -417,8 +417,9 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
     plain_config, memo = model.config, {}  # type: ignore[var-annotated]
     config = copy.deepcopy(plain_config, memo)
     if not isinstance(model, AugmentedModel):
-        config.__class__ = register(type(plain_config))
-        twin = twin_of(type(model), type(plain_config))
+        plain: Any = type(plain_config)
+        model_class: Any = type(model)
+        config.__class__, twin = register(plain), twin_of(model_class, plain)
         # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
         model.__class__ = twin

@@ -1,14 +1,8 @@
-"""A class-conditional language model of image tokens, as a Hugging Face model of its own type.
+"""A class-conditional language model of image tokens, as a Hugging Face model of its own type (docs/image-tokens.md).
 
-GLM (separate q, k, v, o, one fused gate-up projection, GeGLU, RMSNorm, no biases, causal) with rotary positions on the
-grid (noble.txt, section 4.2.2: "2D RoPE"). Input ids are (B, 1 + rows x columns): the class token, then the codes row
-by row. The embedding has a row for each code and each class, the head one for each code: a class is never predicted, so
-the loss is that of the codes alone. `generate` needs nothing of its own: the prompt is the class token, and the
-position p in the sequence gives the place in the grid, 0 for the class token and for every other
-
-    row 1 + (p - 1) // columns, column 1 + (p - 1) % columns
-
-All weights are drawn by transformers, N(0, initializer_range^2); norms are 1.
+GLM with a class token in front of the codes and rotary positions on the grid (noble.txt, section 4.2.2: "2D RoPE").
+`generate` needs nothing of its own: the position p in the sequence gives the place in the grid, 0 for the class token
+and for every other row 1 + (p - 1) // columns, column 1 + (p - 1) % columns. All weights are drawn by transformers.
 """
 
 from typing import Any
@@ -27,8 +21,7 @@ class ImageTokensConfig(GlmConfig):
     """GLM's config, for images instead of text.
 
     `vocab_size` counts the codes of the image tokenizer, which is what the head predicts. The input embedding has
-    `num_classes` rows more: class c is token vocab_size + c. `max_position_embeddings` is always the class token and
-    the grid. There is no end-of-text token: every image has the same number of tokens.
+    `num_classes` rows more: class c is token vocab_size + c. `max_position_embeddings` follows from the grid.
 
     Raises:
         UserError: heads whose dimension is not divisible by 4, a grid or a number of classes below 1, or tied
@@ -39,11 +32,8 @@ class ImageTokensConfig(GlmConfig):
 
     vocab_size: int = 512
     num_classes: int = 10
-    """Classes that an image can be asked for."""
     grid_rows: int = 8
-    """Rows of tokens."""
     grid_columns: int = 8
-    """Tokens in a row."""
     pad_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | None = None

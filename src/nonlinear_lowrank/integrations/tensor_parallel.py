@@ -32,9 +32,6 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import NobleConfig, NobleConv1D, NobleLinear
 
-COLWISE, ROWWISE = "nlr_noble_colwise", "nlr_noble_rowwise"
-_STYLES = {"colwise": COLWISE, "rowwise": ROWWISE}
-
 
 def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[str, str]:
     """Return a plan, {module or parameter: style}, in which layers with a branch, and their tensors, have our styles.
@@ -47,15 +44,14 @@ def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[
         if name in plan and isinstance(layer, NobleLinear | NobleConv1D):
             if why := _why_not(layer, plan[name], devices):
                 raise UserError(f"{name} cannot be split by tensor parallelism: {why}")
-            style = _STYLES[plan[name]]
-            changed[name] = style
-            changed |= {f"{name}.{own}": style for own, _ in layer.named_parameters()}
+            style = f"nlr_noble_{plan[name]}"
+            changed |= dict.fromkeys([name, *(f"{name}.{own}" for own, _ in layer.named_parameters())], style)
     return changed
 
 
 def _why_not(layer: Any, style: str, devices: int) -> str:
     config: NobleConfig = layer.noble_config
-    if style not in _STYLES:
+    if f"nlr_noble_{style}" not in _OURS:
         return f"the model's plan has it as {style!r}, which NOBLE has no form of; use data parallelism"
     if not hasattr(layer, "in_features"):
         return "it is a Conv1D; use data parallelism"
@@ -68,12 +64,20 @@ def _why_not(layer: Any, style: str, devices: int) -> str:
     return ""
 
 
-class _NobleStyle(TensorParallelLayer):
-    """Base of both styles: the placement of each tensor, and a forward on local tensors."""
+class NobleParallel(TensorParallelLayer):
+    """Both styles: x whole -> this device's columns of y, and, rowwise, this device's columns of x -> y whole."""
+
+    def __init__(self, *, rowwise: bool) -> None:
+        self.rowwise = rowwise
 
     def split(self, module: Any, name: str) -> int | None:
         """Return the dimension in which a tensor is split; None: it is replicated."""
-        raise NotImplementedError
+        if not self.rowwise:
+            return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
+        if name in ("weight", "noble_down", "noble_up"):
+            return 1
+        depth = module.noble_config.depth  # of the bottleneck's last step the rows are u's columns
+        return 0 if name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}") else None
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Replace a parameter by its distributed form."""
@@ -85,34 +89,6 @@ class _NobleStyle(TensorParallelLayer):
             local = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
             module._parameters[param] = nn.Parameter(local, requires_grad=whole.requires_grad)
 
-
-class NobleColwise(_NobleStyle):
-    """x whole -> this device's columns of y."""
-
-    def split(self, module: Any, name: str) -> int | None:
-        return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
-
-    def install_forward(self, module: Any, mesh: Any) -> Any:
-        """Replace the layer's forward."""
-        plain, group = module.forward, mesh.get_group()
-
-        def forward(x: Tensor) -> Tensor:
-            with _local(module, group, self):
-                return plain(_SumGradient.apply(_plain(x), group))
-
-        module.forward = forward
-        return module
-
-
-class NobleRowwise(_NobleStyle):
-    """This device's columns of x -> y whole."""
-
-    def split(self, module: Any, name: str) -> int | None:
-        if name in ("weight", "noble_down", "noble_up"):
-            return 1
-        depth = module.noble_config.depth  # of the bottleneck's last step the rows are u's columns
-        return 0 if name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}") else None
-
     def install_forward(self, module: Any, mesh: Any) -> Any:
         """Replace the layer's forward."""
         plain, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
@@ -123,19 +99,23 @@ class NobleRowwise(_NobleStyle):
             # Without a mix the last step is the first, and uses its own columns.
             return h if module.noble_config.depth > 1 else h[..., rank * share : (rank + 1) * share]
 
-        module.noble_reduce = whole_h
+        def colwise(x: Tensor) -> Tensor:
+            with _local(module, group, self):
+                return plain(_SumGradient.apply(_plain(x), group))
 
-        def forward(x: Tensor) -> Tensor:
+        def rowwise(x: Tensor) -> Tensor:
             with _local(module, group, self) as biases:
                 y = _Sum.apply(plain(_plain(x)), group)
             return y + sum(biases[1:], biases[0]).to(y.dtype) if biases else y
 
-        module.forward = forward
+        module.forward = rowwise if self.rowwise else colwise
+        if self.rowwise:
+            module.noble_reduce = whole_h
         return module
 
 
 @contextlib.contextmanager
-def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]]:
+def _local(module: Any, group: Any, style: NobleParallel) -> Iterator[list[Tensor]]:
     """Put this device's parts in place of the layer's tensors; take out and yield the biases of a rowwise layer."""
     kept = [(each, dict(each._parameters)) for each in (module, module.dense)]
     biases: list[Tensor] = []
@@ -145,7 +125,7 @@ def _local(module: Any, group: Any, style: _NobleStyle) -> Iterator[list[Tensor]
                 if parameter is None:
                     continue
                 local: Any = _plain(parameter)
-                if isinstance(style, NobleRowwise) and name in ("bias", "noble_up_bias"):
+                if style.rowwise and name in ("bias", "noble_up_bias"):
                     if name == "bias" or module.branch_enabled:
                         biases.append(local)
                     local = None
@@ -194,6 +174,9 @@ class _Sum(torch.autograd.Function):
         return dy, None
 
 
-_OURS: dict[str, Any] = {COLWISE: NobleColwise(), ROWWISE: NobleRowwise()}
+_OURS: dict[str, Any] = {
+    "nlr_noble_colwise": NobleParallel(rowwise=False),
+    "nlr_noble_rowwise": NobleParallel(rowwise=True),
+}
 for _name, _style in _OURS.items():
     ALL_PARALLEL_STYLES.register(_name, _style)

@@ -42,7 +42,8 @@ class TrainerMixin(_Trainer):
         if isinstance(trained, FullyShardedDataParallel):
             raise UserError("FSDP1 flattens matrices and loses their roles; use FSDP2 (fsdp_config={'version': 2})")
         kind, settings = self.get_optimizer_cls_and_kwargs(self.args, trained)
-        if _takes_groups(kind, settings):
+        brings = {"params", "model", "optimizer_dict"} & settings.keys()  # groups of its own
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not brings:
             groups = param_groups(trained, self.args.learning_rate, self.args.weight_decay, verbose=False)
             settings = {**settings, "params": groups}
         else:
@@ -63,10 +64,9 @@ class LearningRateCallback(TrainerCallback):
 
         Trainer(..., callbacks=[nlr.LearningRateCallback()])
 
-    Tensors that the optimizer would train at the plain learning rate, or decay against their role, are put into groups
-    of their own during each step: its group's learning rate at that step times the multiplier, and no decay.
-    Between steps the optimizer has Trainer's groups, so that schedules, checkpoints and logs are as without it. A
-    tensor whose learning rate differs already is unchanged.
+    Tensors that the optimizer would train at the plain learning rate, or decay against their role, are in groups of
+    their own during each step. Between steps the optimizer has Trainer's groups, so that schedules, checkpoints and
+    logs are as without it. A tensor whose learning rate differs already is unchanged.
 
     Raises:
         UserError: when training begins, the optimizer does not hold the model's tensors (DeepSpeed, FSDP1, layer-wise
@@ -84,9 +84,10 @@ class LearningRateCallback(TrainerCallback):
     ) -> None:
         optimizer = _unwrapped(optimizer)
         name = type(optimizer).__name__
-        layers = [(layer, roles) for layer in model.modules() if (roles := multiplier_roles(layer))]
-        named = [(*pair, roles) for layer, roles in layers for pair in layer.named_parameters()]
-        branch = {id(tensor) for local, tensor, roles in named if local in roles and tensor.requires_grad}
+        branch = set()
+        for layer in model.modules():
+            own = dict(layer.named_parameters())
+            branch |= {id(own[local]) for local in multiplier_roles(layer) if local in own and own[local].requires_grad}
         if branch and branch.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
             raise UserError(f"LearningRateCallback finds no branch tensor in {name}; use nlr.TrainerMixin")
         self._found = {id(each.tensor): each for each in mismatches(optimizer.param_groups)}
@@ -121,22 +122,14 @@ class LearningRateCallback(TrainerCallback):
             found = self._found.get(id(each))
             key = (found.role.lr if found.lost else 1.0, found.decayed) if found else (1.0, False)
             tensors.setdefault(key, []).append(each)
-        shared = {key: value for key, value in group.items() if key != "param_names"}
         parts = []
         for (multiplier, decayed), params in tensors.items():
-            part = {**shared, "params": params}
-            if multiplier != 1:
-                part |= {key: group[key] * multiplier for key in ("lr", "initial_lr") if key in group}
+            part = {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
+            part |= {key: group[key] * multiplier for key in ("lr", "initial_lr") if key in group}
             if decayed:
                 part["weight_decay"] = 0.0
             parts.append(part)
         return [part for part in parts if part["params"]]
-
-
-def _takes_groups(kind: Any, settings: dict[str, Any]) -> bool:
-    """Return whether the optimizer is made from parameter groups, and not from what its settings bring."""
-    brings = {"params", "model", "optimizer_dict"} & settings.keys()
-    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not brings
 
 
 def _unwrapped(optimizer: Any) -> Any:

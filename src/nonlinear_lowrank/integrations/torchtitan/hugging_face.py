@@ -42,16 +42,10 @@ _FUNCTION |= {"omega", "gain"}
 
 
 def state_dict_adapter(base: type) -> type:
-    """Return a family's adapter that also carries the tensors of our layers.
+    """Return a subclass of a family's `BaseStateDictAdapter`, for a ModelSpec, that carries our layers' tensors too.
 
     They are named like the weight of the same linear. Where the family permutes a weight's rows (query and key of
     Llama, for the rotary embedding), those of the up projection are permuted alike.
-
-    Args:
-        base: a `BaseStateDictAdapter` that renames weights and permutes their rows.
-
-    Returns:
-        A subclass, for `ModelSpec.state_dict_adapter`.
     """
     if issubclass(base, BranchAdapter):
         return base
@@ -110,6 +104,10 @@ class BranchAdapter:
         local = value.redistribute(value.device_mesh, whole).to_local()
         return DTensor.from_local(local[order.to(local.device)], value.device_mesh, whole, run_check=False)
 
+    def entries(self) -> list[dict[str, Any]]:
+        """Return what the Hugging Face config lists of our layers."""
+        return layer_entries({self.hf_names[name]: layer.config.method for name, layer in self.layers.items()})
+
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert from torchtitan's names and row order to Hugging Face's."""
         plain = {key: value for key, value in state_dict.items() if key not in self._own}
@@ -153,7 +151,7 @@ def hf_config(spec: Any, plain_config: Any = None) -> Any:
     """
     plain_config = _llama_config(spec) if plain_config is None else plain_config
     config = copy.deepcopy(plain_config)
-    if entries := _entries(_adapter(spec)):
+    if entries := _adapter(spec).entries():
         config.__class__ = register(type(config))
         setattr(config, FIELD, entries)
     known: Any = AutoModelForCausalLM._model_mapping
@@ -261,7 +259,7 @@ def read_hf(spec: Any, folder: str | Path) -> dict[str, Tensor]:
         UserError: the folder is not whole, or is of another model, method or settings.
     """
     adapter = _adapter(spec)
-    theirs, ours = _settings(check_model_folder(folder).get(FIELD) or []), _settings(_entries(adapter))
+    theirs, ours = _settings(check_model_folder(folder).get(FIELD) or []), _settings(adapter.entries())
     if theirs != ours:
         name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         there, here = (each.get(name, "a plain linear") for each in (theirs, ours))
@@ -276,15 +274,9 @@ def read_hf(spec: Any, folder: str | Path) -> dict[str, Tensor]:
 
 
 def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: bool = False) -> dict[str, Any]:
-    """Return the model's state in a checkpoint of torchtitan (`outputs/checkpoint/step-N`), gathered in this process.
+    """Return a model's state, for `export`, from a checkpoint of torchtitan (`outputs/checkpoint/step-N`).
 
-    Args:
-        spec: the augmented `ModelSpec`.
-        folder: the checkpoint.
-        allow_torch_checkpoints: read its metadata, a pickle, which can run code; for checkpoints of your own only.
-
-    Returns:
-        The state, for `export`.
+    `allow_torch_checkpoints` lets its metadata be read, a pickle, which can run code: for checkpoints of your own only.
 
     Raises:
         UserError: it was not allowed, the folder holds no checkpoint, or not one of this model.
@@ -293,9 +285,8 @@ def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: b
     if not (path / ".metadata").is_file():
         raise UserError(f"{path} is no checkpoint of torch.distributed: it has no .metadata")
     if not allow_torch_checkpoints:
-        raise UserError(
-            f"{path}/.metadata is a pickle, which can run code; to read it, pass allow_torch_checkpoints=True"
-        )
+        fix = "to read it, pass allow_torch_checkpoints=True"
+        raise UserError(f"{path}/.metadata is a pickle, which can run code; {fix}")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
@@ -307,12 +298,9 @@ def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: b
 
 def _check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
     """Raise UserError unless a state has exactly the names and shapes of a model's."""
-    problems = {
-        "missing": sorted(wanted.keys() - state.keys()),
-        "extra": sorted(state.keys() - wanted.keys()),
-        "of another shape": [k for k in sorted(wanted.keys() & state.keys()) if wanted[k].shape != state[k].shape],
-    }
-    if words := listed_problems(problems):
+    missing, extra = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    other = sorted(name for name in wanted.keys() & state.keys() if wanted[name].shape != state[name].shape)
+    if words := listed_problems({"missing": missing, "extra": extra, "of another shape": other}):
         raise UserError(f"{where} does not fit the model: tensors {words}")
 
 
@@ -333,7 +321,3 @@ def _adapter(spec: Any) -> Any:
     if spec.state_dict_adapter is None:
         raise UserError(f"torchtitan has no Hugging Face format for {spec.name}")
     return state_dict_adapter(spec.state_dict_adapter)(spec.model, None)
-
-
-def _entries(adapter: Any) -> list[dict[str, Any]]:
-    return layer_entries({adapter.hf_names[name]: layer.config.method for name, layer in adapter.layers.items()})

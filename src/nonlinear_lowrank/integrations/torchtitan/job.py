@@ -172,10 +172,8 @@ class AugmentConverter(ModelConfigConverter):
                     place.parent[place.attribute] = ours
                 else:
                     setattr(place.parent, place.attribute, ours)
-        report, model = (
-            AugmentReport(method=method.name, config=config, swapped=names, skipped=skipped),
-            built(model_config),
-        )
+        model = built(model_config)
+        report = AugmentReport(method=method.name, config=config, swapped=names, skipped=skipped)
         measure_plain(report, plain, names)
         report.parameters_added = sum(each.numel() for each in model.parameters()) - report.parameters_before
         report.flops_added = sum(method.flops(model.get_submodule(name)) for name in names)
@@ -241,14 +239,8 @@ def _draw_rows(draw: Callable[[Tensor], Any], own: str, fused: Any, tensor: Tens
 def augment(trainer_config: Any, method: Any, *, include: Patterns = None, exclude: Patterns = None) -> Any:
     """Put a method's layers into a training job: model, optimizer and Hugging Face export.
 
-    Args:
-        trainer_config: torchtitan's `Trainer.Config`, with a model and an optimizer; changed in place.
-        method: as in `AugmentConverter.Config`.
-        include: likewise.
-        exclude: likewise.
-
-    Returns:
-        The config that was given.
+    torchtitan's `Trainer.Config`, with a model and an optimizer, is changed in place, and returned. The other arguments
+    are those of `AugmentConverter.Config`.
 
     Raises:
         UserError: as `AugmentConverter` and `optimizer_config`; the config is then as it was.
@@ -273,12 +265,8 @@ def optimizer_config(optimizer: Any, model_config: Any) -> Any:
     A learning rate is the group's times the role's multiplier; weight decay is the group's, or 0 for roles that have
     none (frequencies, phases, and as in `param_groups` all vectors: norms and biases).
 
-    Args:
-        optimizer: `OptimizersContainer.Config`, e.g. `default_adamw(lr=8e-4)`.
-        model_config: the augmented model's config.
-
-    Returns:
-        A new config, whose patterns each match the parameters of one group and of one multiplier.
+    The patterns of the new config each match the parameters of one group and of one multiplier. `optimizer` is an
+    `OptimizersContainer.Config`, `model_config` that of the augmented model.
 
     Raises:
         UserError: a parameter has no group, a pattern matches nothing, a group names no learning rate, or Muon
@@ -303,9 +291,8 @@ def optimizer_config(optimizer: Any, model_config: Any) -> Any:
         if "lr" not in group.optimizer_kwargs:
             raise UserError(f"the optimizer's group {group.pattern!r} has no lr; add it to its optimizer_kwargs")
     split = []
-    for (place, lr, decay), pattern in sorted(
-        zip(kinds, _patterns(list(kinds.values())), strict=True), key=lambda each: each[0][0]
-    ):
+    patterns = dict(zip(kinds, _patterns(list(kinds.values())), strict=True))
+    for (place, lr, decay), pattern in sorted(patterns.items(), key=lambda each: each[0][0]):
         group = groups[place]
         own = {**group.optimizer_kwargs, "lr": group.optimizer_kwargs["lr"] * lr}
         own |= {} if decay else {"weight_decay": 0.0}
