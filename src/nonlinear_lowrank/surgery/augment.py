@@ -155,17 +155,14 @@ def read_entry(entry: Mapping[str, Any]) -> tuple[Method, Any]:
 def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
     """Put the layers of saved entries (see `after_augment`) back into a plain model, real or meta.
 
-    New tensors are drawn by the layers' own init, except on the meta device. An unknown method or field, or a module
-    that is not there, raises UserError.
+    New tensors are drawn by the layers' own init, except on the meta device. An unknown method or field raises
+    UserError.
     """
     planned = []
     for entry in entries:
         method, config = read_entry(entry)
         for name in entry["modules"]:
-            try:
-                module = model.get_submodule(name)
-            except AttributeError as error:
-                raise UserError(f"the config names a module {name!r} that this model does not have") from error
+            module = model.get_submodule(name)
             if not method.is_target(module):
                 raise UserError(f"the config puts {method.name} at {name!r}, which is a {type(module).__name__}")
             method.check(name, module, config)

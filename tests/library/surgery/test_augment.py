@@ -1,7 +1,6 @@
 """Surgery: what is swapped, what is left, what is refused before anything changes."""
 
 import copy
-import json
 import warnings
 
 import pytest
@@ -16,7 +15,6 @@ from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis import layer_importance, select_layers
 from nonlinear_lowrank.hub import load_model
-from nonlinear_lowrank.surgery.augment import apply_saved, layer_entries
 
 
 def snapshot(model):
@@ -158,20 +156,6 @@ def test_report_prints_and_counts(capsys):
     assert "2 linears swapped" in capsys.readouterr().out
     assert report.flops_before == 2 * (16 * 8 + 8 * 12)
     assert report.flops_added == 2 * (2 * (16 + 8) + 2 * 2) + 2 * (2 * (8 + 12) + 2 * 2)
-
-
-def test_saved_entry_is_json_and_applies_again():
-    model, config = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12)), NobleConfig(rank=2, activation="gelu", depth=1)
-    nlr.augment(model, config, include="0", verbose=False)
-    entries = layer_entries({"0": config})
-    fresh = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 12))
-    apply_saved(fresh, json.loads(json.dumps(entries)))
-    fresh.load_state_dict(model.state_dict())
-    x = torch.randn(3, 16)
-    assert torch.equal(fresh(x), model(x))
-    for wrong, word in (({"method": "nope"}, "unknown method"), ({"modules": ["7"]}, "does not have")):
-        with pytest.raises(UserError, match=word):
-            apply_saved(nn.Sequential(nn.Linear(16, 8)), [{**entries[0], **wrong}])
 
 
 # How many branches there are, and how wide
