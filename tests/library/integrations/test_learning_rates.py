@@ -5,7 +5,6 @@ import gc
 import pickle
 import warnings
 import weakref
-from functools import partial
 
 import peft
 import pytest
@@ -56,17 +55,12 @@ def test_model_parameters_are_warned_of_once_with_the_fix():
 
 
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}])
-def test_kinds_of_steps_are_seen(settings):
-    model = augmented()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_kinds_of_steps_are_seen(copied, settings):
+    model = copied(augmented())
     with pytest.warns(nlr.LearningRateWarning) as caught:
         AdamW(model.parameters(), **settings).step()
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_known_too(copied):
-    model = copied(augmented())
-    assert len(warned(model, SGD(model.parameters(), lr=0.1))) == 1
 
 
 def adapted(config, **settings):
@@ -80,6 +74,10 @@ def frozen():
     return model
 
 
+def trained(model):
+    return [each for each in model.parameters() if each.requires_grad]
+
+
 ONES = {"up_lr_power": 0, "mix_lr_power": 0, "frequency_lr": 1, "phase_lr": 1}
 CALM = {
     "plain": lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)),
@@ -88,27 +86,20 @@ CALM = {
     "frozen": frozen,
     "sine-LoRA": lambda: adapted(nlr.SineLoraConfig, omega=100),
 }
-
-
-@pytest.mark.parametrize("make", CALM.values(), ids=CALM)
-def test_what_has_no_multipliers_is_not_warned_of(make):
-    model = make()
-    assert not warned(model, AdamW([each for each in model.parameters() if each.requires_grad]))
-
-
-GATED = {"fusion": "gated", "up_bias": True}
-OURS = {
-    **{str(i): partial(augmented, nlr.NobleConfig(rank=2, **each)) for i, each in enumerate(({}, GATED))},
+WITH_MULTIPLIERS = {
+    "noble": augmented,
+    "gated": lambda: augmented(nlr.NobleConfig(rank=2, fusion="gated", up_bias=True)),
     "adapter": lambda: adapted(nlr.NobleAdapterConfig),
 }
 
 
-@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-def test_groups_of_ours_are_not_warned_of(make):
+@pytest.mark.parametrize("name", [*CALM, *WITH_MULTIPLIERS])
+def test_groups_of_ours_and_what_has_no_multipliers_are_not_warned_of(name):
+    make = {**CALM, **WITH_MULTIPLIERS}[name]
     model = make()
     assert not warned(model, AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=0.1, verbose=False)))
     model = make()
-    assert len(warned(model, AdamW([each for each in model.parameters() if each.requires_grad]))) == 1
+    assert len(warned(model, AdamW(trained(model)))) == (name in WITH_MULTIPLIERS)
 
 
 def test_muon_and_a_ratio_of_ones_own_are_not_warned_of():
@@ -137,13 +128,23 @@ def test_rates_are_compared_within_a_layer():
     assert len(warned(model, SGD(groups))) == 1
 
 
-def test_a_warm_up_that_begins_at_zero_hides_nothing():
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+        nlr.augment(self, nlr.NobleConfig(rank=2, share_down="qkv"), verbose=False)
+
+
+@pytest.mark.parametrize("make", [augmented, Attention], ids=["own", "shared down"])
+def test_a_warm_up_that_begins_at_zero_hides_nothing(make):
     for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
-        model = augmented()
+        model = make()
         optimizer = AdamW(groups(model), lr=1e-3, weight_decay=0.0)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
         assert {group["lr"] for group in optimizer.param_groups} == {0.0}
-        assert len(warned(model, optimizer)) == expected
+        messages = warned(model, optimizer)
+        assert len(messages) == expected
+        assert all(f"{12 if make is augmented else 18} tensors" in each for each in messages)
 
 
 def test_decay_alone_is_warned_of():
@@ -152,20 +153,6 @@ def test_decay_alone_is_warned_of():
     groups["noble.phase"]["weight_decay"] = 0.1
     (message,) = warned(model, AdamW(groups.values()))
     assert message.startswith("AdamW decays 4 tensors (noble.phase), which must not be decayed; use")
-
-
-def test_a_shared_down_projection_is_compared_with_by_all():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
-
-    for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
-        model = Attention()
-        nlr.augment(model, nlr.NobleConfig(rank=2, share_down="qkv"), verbose=False)
-        messages = warned(model, SGD(groups(model), lr=0.1))
-        assert len(messages) == expected
-        assert all("18 tensors" in each for each in messages)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

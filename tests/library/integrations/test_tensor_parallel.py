@@ -14,14 +14,8 @@ from processes_helpers import run_processes
 
 pytest.importorskip("transformers.distributed.parallel_utils")
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, **HEADS}
 CASES = {
     "cosine": (LlamaConfig, {"rank": 4, "up_bias": True}),
     "uneven": (LlamaConfig, {"rank": 5}),
@@ -104,32 +98,37 @@ def test_the_numbers_of_one_process(tmp_path):
         for own, tensor in model.state_dict().items():
             torch.testing.assert_close(after.state_dict()[own], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} {own}")
     shapes = json.loads((tmp_path / "cosine" / "found.json").read_text())["shapes"]
-    layer = "model.layers.0.self_attn"
-    assert shapes[f"{layer}.q_proj.dense.weight"] == [12, 24]
-    assert shapes[f"{layer}.q_proj.noble_up"] == [12, 4]
-    assert shapes[f"{layer}.q_proj.noble_down"] == [4, 24]
-    assert shapes[f"{layer}.o_proj.dense.weight"] == [24, 12]
-    assert shapes[f"{layer}.o_proj.noble_down"] == [4, 12]
-    assert shapes[f"{layer}.o_proj.noble_up"] == [24, 2]
-    assert shapes[f"{layer}.o_proj.noble_mix1"] == [2, 4]
-    assert shapes[f"{layer}.o_proj.noble_phase1"] == [4]
-    assert shapes[f"{layer}.o_proj.noble_phase2"] == [2]
+    found = {name: shapes[f"model.layers.0.self_attn.{name}"] for name in SHAPES}
+    assert found == SHAPES
+
+
+SHAPES = {
+    "q_proj.dense.weight": [12, 24],
+    "q_proj.noble_up": [12, 4],
+    "q_proj.noble_down": [4, 24],
+    "o_proj.dense.weight": [24, 12],
+    "o_proj.noble_down": [4, 12],
+    "o_proj.noble_up": [24, 2],
+    "o_proj.noble_mix1": [2, 4],
+    "o_proj.noble_phase1": [4],
+    "o_proj.noble_phase2": [2],
+}
 
 
 @pytest.mark.parametrize(
-    ("settings", "devices", "why"),
+    ("settings", "style", "devices", "why"),
     [
-        ({"rank": 2}, 4, "its rank 2 is below the 4 devices; raise the rank"),
-        ({"rank": 4, "fusion": "gated"}, 2, "work on one device"),
-        ({"rank": 4, "share_down": "qkv"}, 2, "share_down"),
-        ({"rank": 4, "fuse_shared_inputs": True}, 2, "fuse_shared_inputs"),
+        ({"rank": 2}, "colwise", 4, "its rank 2 is below the 4 devices; raise the rank"),
+        ({"rank": 4, "fusion": "gated"}, "colwise", 2, "work on one device"),
+        ({"rank": 4, "share_down": "qkv"}, "colwise", 2, "share_down"),
+        ({"rank": 4, "fuse_shared_inputs": True}, "colwise", 2, "fuse_shared_inputs"),
+        ({"rank": 4}, "packed_colwise", 2, "'packed_colwise'"),
     ],
 )
-def test_what_cannot_be_split_is_named(settings, devices, why):
+def test_what_cannot_be_split_is_named(settings, style, devices, why):
     model = build(LlamaConfig, settings)
-    plan = {"model.layers.0.self_attn.q_proj": "colwise"}
     with pytest.raises(UserError, match=f"q_proj cannot be split by tensor parallelism: .*{why}"):
-        with_branches(model, plan, devices)
+        with_branches(model, {"model.layers.0.self_attn.q_proj": style}, devices)
 
 
 def test_an_older_transformers_is_named(monkeypatch):
@@ -140,9 +139,3 @@ def test_an_older_transformers_is_named(monkeypatch):
     monkeypatch.delattr(owner, "_resolve_parallel_plans")
     with pytest.raises(UserError, match=r"needs transformers>=5.23, got "):
         type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2))
-
-
-def test_a_plan_of_another_kind_is_refused():
-    model = build(LlamaConfig, {"rank": 4})
-    with pytest.raises(UserError, match="'packed_colwise'"):
-        with_branches(model, {"model.layers.1.mlp.gate_proj": "packed_colwise"}, 2)
