@@ -31,10 +31,8 @@ def rotated(x, row, column, theta=10_000.0):
     """One head's vector, turned pair by pair as complex numbers: the first half by row, the second by column."""
     pairs = torch.view_as_complex(x.reshape(-1, 2))
     half = len(pairs) // 2
-    turns = [place * theta ** (-j / half) for place in (row, column) for j in range(half)]
-    return torch.view_as_real(
-        pairs * torch.polar(torch.ones(len(turns)).double(), torch.tensor(turns).double())
-    ).flatten()
+    turns = torch.tensor([place * theta ** (-j / half) for place in (row, column) for j in range(half)]).double()
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)).flatten()
 
 
 def test_attention_is_that_of_the_formula():
@@ -43,19 +41,14 @@ def test_attention_is_that_of_the_formula():
     found = model(ids, output_attentions=True).attentions[0][0]
     attention = model.model.layers[0].self_attn
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[0]
-    length = len(PLACES)
-    query, key = (
-        torch.stack(
-            [
-                torch.stack([rotated(head, *PLACES[p]) for head in linear(hidden[p]).view(HEADS, HEAD_DIM)])
-                for p in range(length)
-            ],
-            dim=1,
-        )
-        for linear in (attention.q_proj, attention.k_proj)
-    )
-    scores = query @ key.transpose(-1, -2) / math.sqrt(HEAD_DIM)
-    causal = torch.ones(length, length).tril().bool()
+
+    def turned(linear):
+        heads = [linear(x).view(HEADS, HEAD_DIM) for x in hidden]
+        turns = [rotated(head, *place) for x, place in zip(heads, PLACES, strict=True) for head in x]
+        return torch.stack(turns).view(len(PLACES), HEADS, HEAD_DIM).transpose(0, 1)
+
+    scores = turned(attention.q_proj) @ turned(attention.k_proj).mT / math.sqrt(HEAD_DIM)
+    causal = torch.ones(len(PLACES), len(PLACES)).tril().bool()
     expected = scores.masked_fill(~causal, -math.inf).softmax(-1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # transformers' softmax is float32
 
@@ -128,7 +121,6 @@ def test_generating_with_a_cache_equals_without():
 
 
 def test_loading_and_building(tmp_path):
-    """In a fresh process, see the families of `test_hub`."""
     ImageTokensForCausalLM(config()).save_pretrained(tmp_path)
     assert nlr.hub.load_model(tmp_path).config.eos_token_id is None
     assert type(AutoModel.from_pretrained(tmp_path)) is ImageTokensModel

@@ -36,15 +36,6 @@ def faults(path: Path) -> str:
     return "\n".join(verify(path).faults)
 
 
-def remanifest(folder: Path) -> None:
-    """A manifest that is right about whatever is in the folder now."""
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != MANIFEST]
-    entries = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": hash_file(file)} for file in files
-    }
-    (folder / MANIFEST).write_text(json.dumps({"files": entries}))
-
-
 def test_verify_finds_no_fault_in_a_whole_run(trained, capsys):
     found = verify(trained)
     assert found.faults == []
@@ -54,13 +45,12 @@ def test_verify_finds_no_fault_in_a_whole_run(trained, capsys):
     assert found.hashed == sum(len(read_manifest(file.parent)["files"]) for file in trained.rglob(MANIFEST)) >= 15
     assert cli.main(["verify", str(trained)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("; whole")
-    for part in ("model", "checkpoints/step-000004", "model/model.safetensors", "result.json"):
+    for part in ("checkpoints/step-000004", "model/model.safetensors", "result.json"):
         assert verify(trained / part).faults == []
 
 
 def test_verify_finds_any_flipped_bit(run):
-    """Wherever it is, and whatever the file but the card, which people edit; where the manifest itself is spoilt,
-    the fault may name the file that it now describes wrongly."""
+    """In any file but the card; in a manifest the fault may name the file that it now describes wrongly."""
     folders = (run / "model", run / "checkpoints")
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and file.name != CARD]
     for file in random.sample(files, 6):
@@ -75,40 +65,44 @@ def test_verify_finds_any_flipped_bit(run):
 
 
 def spoil_with_nan(run: Path) -> None:
+    """Numbers alone: the manifest is right about them."""
     path = run / "model" / "model.safetensors"
     tensors = load_file(path)
     spoilt = tensors["model.layers.1.self_attn.q_proj.weight"]
     spoilt[3, :5], spoilt[4, 0] = float("nan"), float("-inf")
     save_file(tensors, path, metadata={"format": "pt"})
-    remanifest(run / "model")
+    manifest = json.loads((path.parent / MANIFEST).read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    (path.parent / MANIFEST).write_text(json.dumps(manifest))
+
+
+def without(name):
+    return lambda run: (run / name).unlink()
+
+
+def write(name, text):
+    return lambda run: (run / name).write_text(text)
 
 
 DAMAGE = {
     "numbers": (spoil_with_nan, r"'model.layers.1.self_attn.q_proj.weight' has 5 NaN and 1 infinite of 1,024 values"),
-    "cut": (
-        lambda run: (run / "model/model.safetensors").write_bytes((run / "model/model.safetensors").read_bytes()[:-9]),
-        "model.safetensors is not a whole safetensors file",
-    ),
-    "missing": (lambda run: (run / "checkpoints/step-000002/state.json").unlink(), "state.json is missing"),
-    "added": (lambda run: (run / "model/more.json").write_text("{}"), r"more.json is not in .*manifest.json"),
-    "json": (lambda run: (run / "result.json").write_text('{"a": '), "result.json is no JSON"),
-    "no manifest": (lambda run: (run / "checkpoints/step-000002" / MANIFEST).unlink(), "step-000002 has no manifest"),
-    "manifest": (lambda run: (run / "model" / MANIFEST).write_text("[]"), "manifest.json lists no files"),
+    "cut": (write("model/model.safetensors", "{}"), "model.safetensors is not a whole safetensors file"),
+    "missing": (without("checkpoints/step-000002/state.json"), "state.json is missing"),
+    "added": (write("model/more.json", "{}"), r"more.json is not in .*manifest.json"),
+    "json": (write("result.json", '{"a": '), "result.json is no JSON"),
+    "no manifest": (without(f"checkpoints/step-000002/{MANIFEST}"), "step-000002 has no manifest"),
+    "manifest": (write(f"model/{MANIFEST}", "[]"), "manifest.json lists no files"),
     "outside": (
-        lambda run: (run / "model" / MANIFEST).write_text('{"files": {"../../etc/passwd": {"bytes": 1}}}'),
+        write(f"model/{MANIFEST}", '{"files": {"../../etc/passwd": {"bytes": 1}}}'),
         r"names '../../etc/passwd', which is outside its folder",
     ),
-    "entry": (
-        lambda run: (run / "model" / MANIFEST).write_text('{"files": {"config.json": 3}}'),
-        "how long config.json",
-    ),
-    "weights": (lambda run: (run / "model/model.safetensors").unlink(), "config.json and no weights"),
+    "entry": (write(f"model/{MANIFEST}", '{"files": {"config.json": 3}}'), "how long config.json"),
+    "weights": (without("model/model.safetensors"), "config.json and no weights"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_verify_names_the_damage(run, capsys, name):
-    spoil, words = DAMAGE[name]
+@pytest.mark.parametrize(("spoil", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_verify_names_the_damage(run, capsys, spoil, words):
     spoil(run)
     assert re.search(words, faults(run)), faults(run)
     assert cli.main(["verify", str(run)]) == 2
@@ -125,8 +119,6 @@ def test_verify_holds_shards_against_their_index(tmp_path):
     found = faults(tmp_path)
     assert "one.safetensors lacks 1 tensors of its index, such as b" in found
     assert "names the shard '../two.safetensors', which is not there" in found
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert "no weight_map" in faults(tmp_path)
 
 
 def test_verify_looks_at_large_and_narrow_tensors_in_pieces(tmp_path, monkeypatch):
@@ -175,17 +167,3 @@ def test_load_model_refuses_weights_that_differ_from_the_manifest(run):
     load_model(run / "model")
     (run / "model" / MANIFEST).write_text('{"icons": []}')  # another tool's
     load_model(run / "model")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_hidden_layers": 10**9}, r"describes 1,000,000,000 layers, and the files hold \d+ tensors"),
-        ({"vocab_size": 10**9}, "cannot be loaded as"),
-    ],
-)
-def test_load_model_refuses_a_config_far_larger_than_the_files(run, changes, words):
-    path = run / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=words):
-        load_model(run / "model")
