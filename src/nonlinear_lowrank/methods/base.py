@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nonlinear_lowrank.errors import UserError
 
-from .matrix import is_plain_linear
+from .matrix import is_plain_linear, linear_shape
 
 ENTRY_POINTS = "nonlinear_lowrank.methods"
 
@@ -153,22 +153,31 @@ class Method:
         return 0
 
     def plain(self, layer: nn.Module) -> PlainCost | None:
-        """Return what the plain layer cost, where its weight is gone."""
-        return None
+        """Return what the plain layer cost, where its weight is gone (`replaces_weights`).
+
+        It had a bias where the layer has one, or says so itself as `replaced_bias`.
+        """
+        if not self.replaces_weights:
+            return None
+        d_in, d_out = linear_shape(layer)
+        bias = getattr(layer, "replaced_bias", getattr(layer, "bias", None) is not None)
+        return PlainCost(parameters=d_in * d_out + d_out * bias, flops=2 * d_in * d_out)
 
     def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
         """Return parameters and forward FLOPs per token that layers in place of these plain modules would add."""
         raise NotImplementedError
 
     def check(self, name: str, module: nn.Module, config: Any) -> None:
-        """Raise where the module cannot have this config."""
+        """Raise where the module cannot have this config: its `check_rank`, if it has one, says why."""
+        if (why := _refused_rank(module, config)) is not None:
+            raise UserError(f"{name}: {why}; choose a smaller rank or leave it out with exclude=")
 
     def check_parent(self, name: str, module: nn.Module, parent: nn.Module) -> None:
         """Raise where the module around it does not allow it; only asked when a model is augmented."""
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
         """Return why a module that the user did not name is skipped, or None."""
-        return None
+        return _refused_rank(module, config)
 
     def find(self, model: nn.Module, config: Any) -> Findings | None:
         """Return what the model has for a method that replaces other modules than linears; None: linears."""
@@ -201,6 +210,11 @@ class Method:
         afterwards, and must stay linears.
         """
         return False
+
+
+def _refused_rank(module: nn.Module, config: Any) -> str | None:
+    why: str | None = config.check_rank(*linear_shape(module)) if hasattr(config, "check_rank") else None
+    return why
 
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])

@@ -36,7 +36,7 @@ from nonlinear_lowrank.ops.precision import autocast_input, wide_dtype
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .attention import BY_HEAD, FUSED, MIXED, QUERY_BESIDE, SEPARATE, attention_heads, holds_keys_and_values, mixes_rows
-from .base import Method, PlainCost, Role, register
+from .base import Method, Role, register
 from .matrix import linear_shape
 
 _RMS_EPS, _LAYER_EPS = 1e-6, 1e-5
@@ -256,12 +256,6 @@ class NonlinearQueryMethod(Method):
         config, d = layer.query_config, layer.width
         own = 0 if config.kind == "identity" else 4 * d * config.rank_for(d)
         return own - 2 * d * d
-
-    def plain(self, layer: nn.Module) -> PlainCost:
-        assert isinstance(layer, NonlinearQuery)
-        d_in, d_out = linear_shape(layer)
-        biases = d_out if layer.replaced_bias else 0
-        return PlainCost(parameters=d_in * d_out + biases, flops=2 * d_in * d_out)
 
 
 def _check(name: str, d_in: int, d_out: int, parent: nn.Module | None) -> None:

@@ -244,17 +244,6 @@ class NobleMethod(Method):
     _shown = ("r", "activation", "depth", "target_modules", "plus")
     adapter_arms: ClassVar = {"noble-adapter": AdapterArm(config=(adapter, "NobleAdapterConfig"), shown=_shown)}
 
-    def skip_reason(self, module: nn.Module, config: NobleConfig) -> str | None:
-        return config.check_rank(*linear_shape(module))
-
-    def check(self, name: str, module: nn.Module, config: Any) -> None:
-        d_in, d_out = linear_shape(module)
-        if self.skip_reason(module, config) is not None:
-            raise UserError(
-                f"rank {config.rank_of(d_in, d_out)} is not low for {name} ({d_in} -> {d_out}); "
-                f"choose a rank below {min(d_in, d_out)} or leave it out with exclude="
-            )
-
     def converted(self, config: Any) -> Any:
         return replace(config, init="pretrained")
 

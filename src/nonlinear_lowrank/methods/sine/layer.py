@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import AdapterArm, Method, PlainCost, Role, register
+from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.matrix import linear_shape, replace_modules
 from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
@@ -215,13 +215,6 @@ class SineLowRankMethod(Method):
     replaces_weights = True
     tensor_parallel = False
 
-    def skip_reason(self, module: nn.Module, config: Any) -> str | None:
-        return config.check_rank(*linear_shape(module))
-
-    def check(self, name: str, module: nn.Module, config: Any) -> None:
-        if (why := self.skip_reason(module, config)) is not None:
-            raise UserError(f"{name}: {why}; choose a smaller rank or leave it out with exclude=")
-
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
         """Build a layer that shares nothing with the plain one, undrawn."""
         weight: Any = module.weight
@@ -239,10 +232,6 @@ class SineLowRankMethod(Method):
             return 0
         d_in, d_out = linear_shape(layer)
         return 2 * layer.sine_config.rank * (d_in + d_out) - 2 * d_in * d_out
-
-    def plain(self, layer: nn.Module) -> PlainCost:
-        d_in, d_out = linear_shape(layer)
-        return PlainCost(parameters=d_in * d_out + (d_out if layer.bias is not None else 0), flops=2 * d_in * d_out)
 
     @torch.no_grad()
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
