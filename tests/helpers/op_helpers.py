@@ -98,7 +98,7 @@ def compare(case: Case, dys: list[Tensor], *, strided_input: bool = False) -> li
     return first
 
 
-# NOBLE. Every function takes the sizes, and whether to have what its row leaves open.
+# NOBLE.
 
 BOTTLENECKS = [
     *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
@@ -120,10 +120,7 @@ def make_branch(activation="cosine", depth=2, *, d_in=12, d_out=10, r=4, dtype=t
 
 
 def noble(activation="cosine", depth=2, form="", *, batch=(3, 5), d_in=12, d_out=10, r=4, dtype=torch.float64):
-    """A linear with a branch. Forms: "no-bias", "branch" alone, "h" given, and a "group" of three or its "shared" one.
-
-    With neither group nor h all of x, weight, bias and branch are leaves.
-    """
+    """A linear with a branch. Forms: "no-bias", "branch" alone, "h" given, a "group" of three, "shared" down in it."""
     n = 3 if form in ("group", "shared") else 1
     widths = [d_out + 2 * place for place in range(n)]
     branches = [

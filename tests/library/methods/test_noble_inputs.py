@@ -170,7 +170,7 @@ def test_budget_gives_higher_ranks_where_down_is_shared(budget):
     assert reports[1].config.rank_ratio > reports[0].config.rank_ratio
 
 
-def test_narrow_keys_give_the_group_its_rank():
+def test_narrow_keys_give_the_group_its_rank_and_two_of_three_may_share():
     model = FAMILIES["llama"]()
     nlr.augment(model, NobleConfig(rank_ratio=0.25, share_down="qkv"), verbose=False)
     attention = model.model.layers[0].self_attn  # queries 32 wide, keys and values 16
@@ -178,12 +178,9 @@ def test_narrow_keys_give_the_group_its_rank():
     assert attention.o_proj.noble_rank == 8
     assert "noble_down" not in dict(attention.k_proj.named_parameters())
     assert "down projection shared" in repr(attention.k_proj)
-
-
-def test_two_of_three_may_share():
-    model = Attention()
-    nlr.augment(model, NobleConfig(rank=4, share_down="qkv"), exclude="q_proj", verbose=False)
-    assert [name for name, _ in model.named_parameters() if "noble_down" in name] == ["k_proj.noble_down"]
+    two = Attention()
+    nlr.augment(two, NobleConfig(rank=4, share_down="qkv"), exclude="q_proj", verbose=False)
+    assert [name for name, _ in two.named_parameters() if "noble_down" in name] == ["k_proj.noble_down"]
 
 
 @ways

@@ -1,4 +1,4 @@
-"""QK-norm: the formula by head, on plain and changed projections, in files, in arms, and what it refuses."""
+"""QK-norm: the formula by head, on plain and changed projections, and in files."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Nonlinear queries: the formula, fused projections, head layouts, counts, surgery, parallel plans, arms."""
+"""Nonlinear queries: the formula, fused projections, head layouts, counts."""
 
 import copy
 

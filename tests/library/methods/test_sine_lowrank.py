@@ -1,4 +1,4 @@
-"""Sine low-rank weights: init, counts of the documents, ranks, surgery, arms."""
+"""Sine low-rank weights: the formula, init, counts of the documents, ranks, types."""
 
 import copy
 import itertools
