@@ -62,8 +62,7 @@ def score_tasks(
 
     Raises:
         UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
-        takes;
-            a batch takes more memory than is free.
+            takes; a batch takes more memory than is free.
     """
     # lm-eval warns of what is meant: a live model, a task without a version, each number of examples.
     logger = logging.getLogger("lm_eval")

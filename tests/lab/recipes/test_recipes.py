@@ -125,11 +125,9 @@ def test_every_arm_fits_the_model(name):
 @pytest.mark.parametrize("name", TUNING)
 def test_tuning_recipes_compare_arms_of_their_own_names(name):
     recipe = get_recipe(name)
-    arms = [Arm.parse(text) for text in recipe.arms]
-    assert len(arms) >= 2
-    assert len({arm.name for arm in arms}) == len(arms)
+    train, arms = recipe.train, [Arm.parse(text) for text in recipe.arms]
+    assert len({arm.name for arm in arms}) == len(arms) >= 2
     assert [str(Arm.parse(str(arm))) for arm in arms] == [str(arm) for arm in arms]
-    train = recipe.train
     assert (train.epochs is not None) != (train.steps > 0)
     # A warm-up is a share of the steps, or a number that leaves most of a known number of steps.
     assert train.warmup_share <= 0.2

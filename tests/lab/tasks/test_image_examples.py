@@ -46,27 +46,22 @@ def test_saved_processor_does_the_same(tmp_path, shorter):
         assert ours["pixel_values"].numpy() == pytest.approx(theirs.numpy(), abs=1e-5)
 
 
-def test_three_sets_are_apart(tmp_path):
-    prepared = kit.image_task(tmp_path, held_out=0.25).prepare()
-    assert (len(prepared.train), len(prepared.valid), len(prepared.test)) == (45, 15, 30)
-    seen = {bytes(each["pixel_values"].numpy().tobytes()) for each in (prepared.train[i] for i in range(45))}
-    held = {bytes(each["pixel_values"].numpy().tobytes()) for each in (prepared.valid[i] for i in range(15))}
+def test_sets_are_apart_and_the_plain_part_is_of_training(tmp_path):
+    prepared = image_task(tmp_path, images={"held_out": 0.25}).prepare()
+    splits = (prepared.train, prepared.valid, prepared.test, prepared.plain)
+    assert [len(each) for each in splits] == [45, 15, 30, 10]
+    held, plain = ({each[i]["pixel_values"].numpy().tobytes() for i in range(len(each))} for each in splits[1::2])
+    seen = {prepared.tokenizer.array(prepared.train.images.read(index)).tobytes() for index in range(45)}
     assert len(seen) == 45
     assert not seen & held
+    assert plain <= seen
+    assert image_task(tmp_path, plain_rows=0).prepare().plain is None
+    one, two = (image_task(tmp_path, augmentation).prepare().fingerprint for augmentation in ({}, {"mixup": 0.0}))
+    assert one != two
     alone = kit.image_task(tmp_path, held_out=0.0).prepare()
     assert (len(alone.train), len(alone.valid), alone.test) == (60, 30, None)
     fewer = kit.image_task(tmp_path, train_rows=20, test_rows=7).prepare()
     assert (len(fewer.train), len(fewer.valid), len(fewer.test)) == (18, 2, 7)
-
-
-def test_plain_part_is_of_the_training_images(tmp_path):
-    prepared = image_task(tmp_path, images={"held_out": 0.25}).prepare()
-    assert [len(each) for each in (prepared.train, prepared.valid, prepared.test, prepared.plain)] == [45, 15, 30, 10]
-    plain = {prepared.plain[index]["pixel_values"].numpy().tobytes() for index in range(10)}
-    assert plain <= {prepared.tokenizer.array(prepared.train.images.read(index)).tobytes() for index in range(45)}
-    assert image_task(tmp_path, plain_rows=0).prepare().plain is None
-    one, two = (image_task(tmp_path, augmentation).prepare().fingerprint for augmentation in ({}, {"mixup": 0.0}))
-    assert one != two
 
 
 def test_chosen_classes_are_renumbered():

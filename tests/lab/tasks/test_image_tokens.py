@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from image_helpers import noise
 from nlr_lab.cli.main import main
@@ -23,6 +22,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import convert, load_model
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 from nonlinear_lowrank.methods.noble import NobleConfig
+from pretraining_helpers import assert_resumes_exactly
 from seeds import rng
 
 
@@ -386,15 +386,7 @@ def test_a_killed_run_resumes_bit_by_bit_with_any_cache(trained, tmp_path):
     moved = replace(
         recipe, task=replace(recipe.task, tokens=replace(recipe.task.tokens, cache_dir=str(tmp_path / "c")))
     )
-    whole = run_training(moved, trained, resume=True, quiet=True)  # finished: its result is given back
-    shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / "result.json").unlink()
-    for folder in ("model", "checkpoints/step-000060"):
-        shutil.rmtree(tmp_path / "run" / folder)
-    again = run_training(moved, tmp_path / "run", resume=True, quiet=True)
-    assert (again.final_loss, again.curve) == (whole.final_loss, whole.curve)
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in (trained, tmp_path / "run")]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert_resumes_exactly(moved, trained, tmp_path / "run")
     other = replace(moved, task=replace(moved.task, tokens=replace(moved.task.tokens, codes=9)))
     with pytest.raises(UserError, match="codes"):
         run_training(other, tmp_path / "run", resume=True, quiet=True)
