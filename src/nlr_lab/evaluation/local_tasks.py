@@ -143,9 +143,6 @@ def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | N
     return LocalTasks(tasks, groups)
 
 
-# --- rows ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Row:
     """One object of a file; `place` is "FILE line 3" or, in a JSON array, "FILE row 3", counted from one."""
@@ -196,9 +193,6 @@ def _json(place: str, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise UserError(f"{place}: not JSON ({error})") from error
-
-
-# --- MMLU ----------------------------------------------------------------------------------------------------
 
 
 def _find_mmlu(asked: set[str], folder: Path, shots: int) -> list[LocalTask]:
@@ -263,9 +257,6 @@ def _read_mmlu(folder: Path, split: str) -> tuple[dict[str, list[dict[str, Any]]
             raise UserError(f"{row.place}: field 'answer' must be 0, 1, 2 or 3, got {answer!r}")
         docs[subject].append({"question": question, "choices": choices, "answer": answer})
     return docs, file
-
-
-# --- commonsense ---------------------------------------------------------------------------------------------
 
 
 def answers_of(name: str) -> Sequence[str]:

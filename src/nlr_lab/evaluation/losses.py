@@ -205,7 +205,10 @@ def check_batch(model: Any, rows: int, tokens: int, *, beams: int = 0) -> None:
     numbers = 2 * max((_width(module) for module in model.modules() if module is not head), default=0)
     if beams:
         numbers += _cached(model.config.get_text_config())
-    each, free = tokens * max(1, beams) * numbers * model.dtype.itemsize, _free(model.device) - RESERVE
+    each, free, device = tokens * max(1, beams) * numbers * model.dtype.itemsize, free_memory() - RESERVE, model.device
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused - RESERVE
     if rows > 1 and rows * each > free:
         raise UserError(
             f"a batch of {rows:,} rows of {tokens:,} tokens takes at least {rows * each / 1e9:,.1f} GB of memory, of "
@@ -227,9 +230,3 @@ def _cached(config: Any) -> int:
         return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * width)
-
-
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return free_memory()
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -83,7 +83,7 @@ class FitConfig:
 class FieldRecipe:
     """A problem, and the methods that `nlr compare` compares on it."""
 
-    name: str
+    name: str = ""
     description: str = ""
     problem: Any
     """One of `settings`, or another dataclass whose `prepare()` gives a `problem.Problem`."""

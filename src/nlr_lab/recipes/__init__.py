@@ -11,14 +11,11 @@ from nonlinear_lowrank.errors import UserError
 
 
 class RecipeEntry(NamedTuple):
-    """A recipe's place, and its line in `nlr --help`."""
+    """A recipe's command (`nlr compare` takes all), the module of its function, and its line in `nlr --help`."""
 
     command: str
-    """"train" from scratch, "finetune" a pretrained model, or "fit" a field; `nlr compare` takes all."""
     module: str
-    """Module of this package that holds the function, which has the recipe's name and takes no arguments."""
     summary: str
-    """The model, the data and the hardware."""
 
 
 KINDS = {"train": "trains a model from scratch", "finetune": "tunes a pretrained model", "fit": "fits a field"}

@@ -22,7 +22,6 @@ def image_demo() -> FieldRecipe:
     Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It is no evidence.
     """
     return FieldRecipe(
-        name="image-demo",
         problem=ImageSettings(source="china", crop=192, size=64, points=1024),
         method="sine:rank=5,omega=50",
         train=FitConfig(steps=150, lr=3e-3, eval_every=30, save_every=50),
@@ -40,7 +39,6 @@ def image() -> FieldRecipe:
     Expect: not measured by us; studies/images has what Kodak's photographs gave.
     """
     return FieldRecipe(
-        name="image",
         problem=ImageSettings(points=16384),
         method="sine:rank=20,omega=20",
         train=FitConfig(steps=10_000, lr=3e-3, save_every=1000),
@@ -60,7 +58,6 @@ def nerf_demo() -> FieldRecipe:
     """
     field = RadianceConfig(width=128, layers=4, view_width=64, spread=0.15)
     return FieldRecipe(
-        name="nerf-demo",
         problem=NerfSettings(source="demo", rays=128, samples=24, field=field),
         method="sine:rank=8,omega=100",
         train=FitConfig(steps=500, lr=2e-3, warmup_steps=25, eval_every=250, save_every=100),
@@ -78,7 +75,6 @@ def nerf_fern() -> FieldRecipe:
     Expect: 21.3 dB dense after 3,000 steps (18.8 after 1,500), SSIM 0.56, on the views 0, 8 and 16 (one seed).
     """
     return FieldRecipe(
-        name="nerf-fern",
         problem=NerfSettings(source="fern_252x189.npz", rays=256, samples=32),
         method="dense",
         train=FitConfig(steps=3000, lr=1e-3, warmup_steps=150, eval_every=1500, save_every=250),
@@ -97,7 +93,6 @@ def nerf_llff() -> FieldRecipe:
     Expect: 26.38 dB on fern dense; 23.50 with sine and 20.64 low-rank at k = 5 (published, Table 3).
     """
     return FieldRecipe(
-        name="nerf-llff",
         problem=NerfSettings(source="nerf_llff_data/fern", downscale=8, rays=1024, samples=64, fine_samples=64),
         method="sine:rank=5",
         train=FitConfig(steps=500_000, lr=5e-4, schedule="exponential", end=0.01, eval_every=50_000, save_every=5_000),
@@ -115,7 +110,6 @@ def occupancy_demo() -> FieldRecipe:
     Expect: an IoU that rises with the rank. It shows the tool at work, and is no evidence.
     """
     return FieldRecipe(
-        name="occupancy-demo",
         problem=OccupancySettings(
             source="knot", resolution=64, points=1024, held_out=32, mesh_resolution=48, picture_height=240
         ),
@@ -136,7 +130,6 @@ def occupancy() -> FieldRecipe:
     Expect: table 13: Lucy at k = 1 90.7 (sine) and 79.3 (low-rank). studies/occupancy has ours, of shorter fits.
     """
     return FieldRecipe(
-        name="occupancy",
         problem=OccupancySettings(resolution=512, points=16384, held_out=128, mesh_resolution=256),
         method="sine:rank=1,omega=occupancy",
         train=FitConfig(steps=20_000, lr=1e-3, save_every=2000),

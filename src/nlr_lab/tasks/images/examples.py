@@ -19,7 +19,7 @@ from nlr_lab.tasks.task import Batch, Examples, Items, Prepared, commonest_share
 from nonlinear_lowrank.errors import UserError
 
 from .augmentation import mix_pairs
-from .sources import FoundImages, Images
+from .sources import Images, ImageSplits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class TrainingImages(ImageExamples):
 
 
 def prepare_classification(
-    found: FoundImages, train: TrainingImages, *extra: Any, kind: tuple[str, ...] = (), **fields: Any
+    found: ImageSplits, train: TrainingImages, *extra: Any, kind: tuple[str, ...] = (), **fields: Any
 ) -> Prepared:
     """Put the splits of a classification together. The fingerprint begins with `kind` and ends with `extra`, what else
     training sees; `fields` are of `Prepared`."""

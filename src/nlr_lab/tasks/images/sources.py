@@ -66,21 +66,13 @@ class Images:
 
 
 class ImageSplits(NamedTuple):
-    """Content of a source."""
+    """The images of a source; `kept` and `held` are the indices of `train` to train on and to choose on."""
 
     train: Images
     test: Images
     classes: tuple[str, ...]
-
-
-class FoundImages(NamedTuple):
-    """The images of a source, split; `kept` and `held` are the indices of `train` to train on and to choose on."""
-
-    train: Images
-    kept: Sequence[int]
-    held: Sequence[int]
-    test: Images
-    classes: tuple[str, ...]
+    kept: Sequence[int] = ()
+    held: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +121,10 @@ class ImageSource:
             raise UserError(f"mean and std have {len(mean)} numbers, and the model takes {channels} channels")
         return mean, std
 
-    def find(self) -> FoundImages:
+    def find(self) -> ImageSplits:
         """Return the images, split; they are decoded when they are used. Raise UserError where there is no such source
         or class, or a split has too few images or none that can be read."""
-        train, test, classes = read_images(self.source)
+        train, test, classes, *_ = read_images(self.source)
         if self.classes:
             if max(self.classes) >= len(classes):
                 raise UserError(f"there is no class {max(self.classes)} in {self.source}; it has {len(classes)}")
@@ -145,7 +137,7 @@ class ImageSource:
             raise UserError(f"{self.source} has {len(train)} images to train on and {len(test)} to score: too few")
         for images in (train.select(kept), train.select(held), test):
             images.first_readable()
-        return FoundImages(train, kept, held, test, classes)
+        return ImageSplits(train, test, classes, kept, held)
 
 
 def read_images(source: str) -> ImageSplits:
