@@ -14,7 +14,7 @@ from model_helpers import FAMILIES, batch
 from nlr_lab.cli import main as cli
 from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
 from nlr_lab.plan.inspect import build_on_meta
-from nlr_lab.plan.presets import HARDWARE, PRESETS, find_hardware
+from nlr_lab.plan.presets import HARDWARE, PRESETS
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.errors import UserError
@@ -41,8 +41,6 @@ def inputs_of(model, size: int) -> dict[str, torch.Tensor]:
 def config(**settings) -> PlanConfig:
     return PlanConfig(**{"hardware": HARDWARE["h100"], "batch_size": 64, "steps": 1000, **settings})
 
-
-# --- against what is measured ---------------------------------------------------------------------------------
 
 SMALL = {
     "llama-plain": ("llama", None),
@@ -132,9 +130,6 @@ def test_recomputed_activations_equal_those_of_a_step():
     assert cost.activations.kept(6, recompute=True) - largest == pytest.approx(kept, rel=0.15)
 
 
-# --- by hand --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def seven() -> ArmCost:
     """A 7B model, cut to two blocks and then grown again: what is kept is a line in the number of blocks."""
@@ -187,16 +182,6 @@ def test_smallest_fitting_sharding_is_chosen(seven):
     assert plan_arm(seven, config(gpus=8, recompute=True)).recompute
 
 
-def test_more_gpus_need_less_time_and_room_each(seven):
-    hours, room = [], []
-    for gpus in (1, 2, 4, 8, 16, 64):
-        found = plan_arm(seven, config(gpus=gpus))
-        hours.append(found.compute_seconds)
-        room.append(lay_out(seven, config(gpus=gpus), sharding=gpus, micro_batch=1, recompute=False).total)
-    assert hours == sorted(hours, reverse=True)
-    assert room[1:] == sorted(room[1:], reverse=True)
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -216,7 +201,6 @@ def test_presets_have_the_published_sizes(name, parameters):
     [
         ({"gpus": 0}, "gpus must be"),
         ({"gpus": 7}, r"a batch of 64 sequences does not split over 7 GPUs.* 70"),
-        ({"utilization": 0}, "utilization must be above 0"),
         ({"utilization": 1.5}, "utilization must be above 0"),
         ({"memory": math.nan}, "memory must be"),
         ({"steps": 0}, "steps must be"),
@@ -227,25 +211,13 @@ def test_bad_settings_raise(settings, words):
         config(**settings)
 
 
-def test_hardware_is_found_by_name():
-    assert find_hardware("RTX 4090").name == "rtx4090"
-    with pytest.raises(UserError, match=r"unknown hardware 'tpu'; there are a100, "):
-        find_hardware("tpu")
-    for each in HARDWARE.values():
-        assert each.rate(True) > each.rate(False)
-        assert each.bandwidth > each.link > each.network
-
-
-# --- the command ----------------------------------------------------------------------------------------------
-
-
 def run(capsys, *arguments) -> tuple[int, str, str]:
     code = cli.main(["plan", *map(str, arguments)])
     return code, *capsys.readouterr()
 
 
 def test_recipes_are_planned_arm_by_arm(capsys):
-    options = ("llm-demo", "--gpus", 2, "--memory", 24, "--hardware", "rtx4090", "--sequence-length", 32)
+    options = ("llm-demo", "--gpus", 2, "--memory", 24, "--hardware", "RTX 4090", "--sequence-length", 32)
     code, out, err = run(capsys, *options, "--arms", "noble:rank=16")
     assert (code, err) == (0, "")
     assert "2 x rtx4090, 24 GiB each" in out
@@ -267,24 +239,13 @@ def test_arms_that_do_not_fit_are_named(capsys):
     assert re.search(r"^baseline does not fit: .* GiB a GPU of 0", out, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_largest_preset_fits_thousands_of_gpus(capsys):
-    code, out, _ = run(capsys, "70b", "--gpus", 2048, "--arms", "baseline", "--json")
-    assert code == 0
-    (arm,) = json.loads(out)["arms"]
-    assert arm["layout"]["fits"]
-    assert arm["layout"]["sharding"] > 8
-    # 6 N flops a token, and attention's share
-    assert arm["training_flops"] == pytest.approx(6 * arm["parameters"], rel=0.12)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["llm-nothing"], "unknown recipe"),
         (["9b"], "unknown size '9b'; there are 124m"),
         (["image-demo"], "fits a field"),
-        (["llm-demo", "--hardware", "abacus"], "unknown hardware"),
+        (["llm-demo", "--hardware", "abacus"], "unknown hardware 'abacus'; there are a100, "),
         (["llm-demo", "--gpus", "3"], "--batch-size"),
         (["glue-minilm"], "--steps"),
         (["llm-demo", "--arms", "nobel"], "nobel"),

@@ -27,8 +27,8 @@ def decaying(m, n, power=1.0):
 
 @pytest.mark.parametrize("shape", [(40, 70), (70, 40), (600, 530), (1, 9)])
 def test_spectrum_equals_an_svd(shape):
-    matrix = torch.randn(shape, dtype=torch.float64)
-    found, values = spectrum(matrix), np.linalg.svd(matrix.numpy(), compute_uv=False)
+    matrix = torch.randn(shape).to(torch.bfloat16)
+    found, values = spectrum(matrix), np.linalg.svd(matrix.double().numpy(), compute_uv=False)
     np.testing.assert_allclose(found.values.numpy(), values, rtol=1e-8)
     assert found.exact
     assert found.stable_rank == pytest.approx((values**2).sum() / values[0] ** 2)
@@ -44,11 +44,6 @@ def test_gram_matrix_resolves_the_stated_tolerance():
     found = spectrum(basis * 10**exponents @ torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0])
     for tolerance in (1e-3, 1e-5, 1e-7):
         assert found.rank(tolerance) == pytest.approx(int((10**exponents > tolerance).sum()), abs=1)
-
-
-def test_16_bit_weights_are_measured_as_stored():
-    matrix = torch.randn(530, 600).to(torch.bfloat16)
-    torch.testing.assert_close(spectrum(matrix).values, torch.linalg.svdvals(matrix.double()), rtol=1e-8, atol=1e-8)
 
 
 def test_sketch_stays_below_the_svd_and_finds_the_stable_rank():
@@ -96,6 +91,7 @@ def test_bad_matrices_raise(bad):
 
 
 def test_sine_raises_the_rank_with_omega_and_relu_does_not():
+    """relu(u v) = u+ v+ + u- v- has rank 2, whatever positive factor it has."""
     up, down = kaiming_factors((96, 96), 3, torch.Generator().manual_seed(0))
     product = up @ down
     assert spectrum(product).rank(1e-6) == 3
@@ -103,14 +99,9 @@ def test_sine_raises_the_rank_with_omega_and_relu_does_not():
     assert ranks[0] <= 3 < ranks[1] < ranks[2]
     relu = [spectrum(torch.relu(omega * product)).normalised for omega in (1, 100)]
     torch.testing.assert_close(relu[0], relu[1])
-
-
-def test_rank_one_products_have_full_rank_but_under_relu():
-    """relu(u v) = u+ v+ + u- v- has rank 2."""
     up, down = kaiming_factors((40, 40), 1, torch.Generator().manual_seed(0), init="kaiming_zero")
     assert spectrum(torch.relu(up @ down)).rank(1e-7) == 2
-    for name in ("sine", "tanh", "sigmoid"):
-        assert spectrum(ACTIVATIONS[name](20 * up @ down)).rank(1e-7) > 4, name
+    assert min(spectrum(ACTIVATIONS[name](20 * up @ down)).rank(1e-7) for name in ("sine", "tanh", "sigmoid")) > 4
 
 
 def a_matrix():
@@ -131,27 +122,20 @@ def largest_omega(matrix):
 
 
 def test_corrected_bounds_hold_up_to_the_stated_omega():
-    for _ in range(300):
+    for _ in range(200):
         matrix = a_matrix()
         bounds = sine_bounds(matrix, float(torch.rand(())) * largest_omega(matrix) or 1e-9)
         assert bounds.frobenius_squared >= bounds.lemma_1 * (1 - 1e-12)
-        assert bounds.operator_squared <= bounds.lemma_2 * (1 + 1e-12)
         assert bounds.stable_rank >= bounds.proposition_1 * (1 - 1e-12)
         # And say nothing: a stable rank is never below 1.
         assert bounds.proposition_1 <= math.pi / 12 * (1 + 1e-12)
         assert bounds.proposition_1_printed <= math.pi / 3 * (1 + 1e-12)
         if (matrix != 0).all():
             assert bounds.proposition_1 <= math.pi / (12 * matrix.numel()) * (1 + 1e-12)
-
-
-def test_lemma_2_holds_at_any_omega_but_not_vector_by_vector():
-    for _ in range(100):
-        matrix = a_matrix()
-        bounds = sine_bounds(matrix, largest_omega(matrix) * 10 ** float(torch.empty(()).uniform_(-2, 3)))
-        assert bounds.operator_squared <= bounds.lemma_2 * (1 + 1e-12)
-    row, x = torch.tensor([[0.25, 1.0]], dtype=torch.float64), torch.tensor([2.0, -1.0], dtype=torch.float64)
-    left, right = torch.sin(row) @ x, row.sqrt() @ x  # inequality (20) at omega = 1
-    assert left.square() > right.square() == 0
+        # Lemma 2 holds at any omega.
+        for omega in (bounds.largest_omega, largest_omega(matrix) * 10 ** float(torch.empty(()).uniform_(-2, 3))):
+            bounds = sine_bounds(matrix, omega)
+            assert bounds.operator_squared <= bounds.lemma_2 * (1 + 1e-12)
 
 
 def test_printed_lemma_1_and_equation_29_fail_once_a_matrix_is_small():
@@ -180,3 +164,5 @@ def test_other_printed_statements_fail():
     assert torch.linalg.matrix_rank(torch.sin(bounds.largest_omega * matrix)) == 1
     matrix = torch.rand(5, 7, dtype=torch.float64)
     assert matrix.sqrt().norm() > matrix.norm(), "equation (27) where entries are below one"
+    row, x = torch.tensor([[0.25, 1.0]], dtype=torch.float64), torch.tensor([2.0, -1.0], dtype=torch.float64)
+    assert (torch.sin(row) @ x).square() > (row.sqrt() @ x).square() == 0, "inequality (20) at omega = 1"
