@@ -191,7 +191,8 @@ def _adapted(
     from peft import PeftModel
 
     class_name = _AUTO.get(config.get("task_type") or "") or (config.get("auto_mapping") or {}).get("base_model_class")
-    load, options = load_model, {}
+    load: Any = load_model
+    options: dict[str, Any] = {}
     if (known := getattr(transformers, class_name or "", None)) is not None:
         load, options = known.from_pretrained, {"use_safetensors": True, "trust_remote_code": False}
         options |= {"revision": config["revision"]} if config.get("revision") else {}

@@ -152,7 +152,8 @@ def hf_config(spec: Any, plain_config: Any = None) -> Any:
     plain_config = _llama_config(spec) if plain_config is None else plain_config
     config = copy.deepcopy(plain_config)
     if entries := _adapter(spec).entries():
-        config.__class__ = register(type(config))
+        plain: Any = type(config)
+        config.__class__ = register(plain)
         setattr(config, FIELD, entries)
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
