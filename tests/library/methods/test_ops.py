@@ -4,19 +4,7 @@ import pytest
 import torch
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from op_helpers import (
-    BOTTLENECKS,
-    DELTAS,
-    FORMS,
-    MORE_ROWS,
-    ROWS,
-    TAILS,
-    assert_all_close,
-    noble,
-    rational,
-    sine,
-    strided,
-)
+from op_helpers import MORE_ROWS, ROWS, assert_all_close, strided
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 rows = pytest.mark.parametrize("row", ROWS)
@@ -81,34 +69,25 @@ def test_second_derivatives_are_refused(row):
         torch.autograd.grad(case.run(case.fast)[0].sum(), case.leaves()[0], create_graph=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(lambda bottleneck=bottleneck, **sizes: noble(*bottleneck, **sizes) for bottleneck in BOTTLENECKS),
-        *(lambda dora=dora, **sizes: sine(dora, **sizes) for dora in DELTAS.values()),
-    ],
-    ids=[*("-".join(map(str, bottleneck)) for bottleneck in BOTTLENECKS), *DELTAS],
-)
-def test_error_is_at_most_twice_the_formulas(make, dtype):
-    case = make(batch=(64,), d_in=48, d_out=40, r=8, dtype=dtype)
-    dys = [dy.to(dtype) for dy in case.dys()]
-    exact = case.gradients(case.plain, dys, cast(case.leaves(), torch.float64))
-    found = case.gradients(case.fast, dys)
-    assert {each.dtype for each in found} == {dtype}
-    assert_as_good_as_plain(found, case.gradients(case.plain, dys), exact, exact)
+ROUNDED = [
+    (row, dtype)
+    for row in ROWS
+    if row.endswith("merged") or row.startswith("rational-") or (row.startswith("noble") and row.count("-") == 1)
+    for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if row.startswith("rational") else []))
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tails", [None, TAILS], ids=["rational", "linear"])
-def test_error_of_a_rational_function_is_at_most_twice_the_formulas(form, tails, dtype):
-    case = rational("rational", form, tails, batch=(64,), channels=48, dtype=dtype)
-    dys, leaves = [torch.randn(64, 48).to(dtype)], case.leaves()
+@pytest.mark.parametrize(("row", "dtype"), ROUNDED)
+def test_error_is_at_most_twice_the_formulas(row, dtype):
+    rational = row.startswith("rational")
+    sizes = {"channels": 48} if rational else {"d_in": 48, "d_out": 40, "r": 8}
+    case = ROWS[row](batch=(64,), dtype=dtype, **sizes)
+    leaves, dys = case.leaves(), case.dys()
     found = case.gradients(case.fast, dys)
-    assert [each.dtype for each in found] == [dtype, dtype, torch.float32, torch.float32]
-    moved = case.gradients(case.plain, jittered(dys), jittered(leaves))
+    assert [each.dtype for each in found] == [dtype, *(each.dtype for each in leaves)]
     exact = case.gradients(case.plain, dys, cast(leaves, torch.float64))
+    # Sums of a rational function's coefficients cancel: its bound is what the data ask for as well.
+    moved = case.gradients(case.plain, jittered(dys), jittered(leaves)) if rational else exact
     assert_as_good_as_plain(found, case.gradients(case.plain, dys), exact, moved)
 
 
